@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.report import machine, write_json
 from benchmarks.words import training_run
+from longctx.attention.description import AttentionConfig
 from longctx.cli import check_unused
 from longctx.config.fields import key
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.tables import grid
 
 if TYPE_CHECKING:

@@ -207,7 +207,7 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
 
 
 def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any]]:
-    from longctx.config.model_config import AttentionConfig
+    from longctx.attention.description import AttentionConfig
     from longctx.config.rope_config import RopeConfig
     from longctx.model import GPT
     from longctx.model.context_extension import extended

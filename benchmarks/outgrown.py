@@ -62,9 +62,9 @@ def run(options: Options, command: str) -> None:
     """Read rows, count, print, write `out`.json."""
     import torch
 
-    from longctx.config.model_config import HOPPER_HEAD_SIZES
     from longctx.evaluation.subject import load_model
     from longctx.kernels import HAS_TRITON
+    from longctx.kernels.attention import HOPPER_HEAD_SIZES
 
     if not HAS_TRITON:
         raise ValueError("outgrown: reads the tiles of the Hopper kernel, and triton is missing")

@@ -33,9 +33,8 @@ from benchmarks.timing import medians
 from longctx import files
 from longctx.config.command_config import SIZES
 from longctx.config.fields import key
-from longctx.config.model_config import hopper_size
 from longctx.kernels import flash_op, launch, machine, selftest
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import Intervals, Saved, hopper_size
 from longctx.kernels.attention.launch import Launch
 
 GAIN = 1.02

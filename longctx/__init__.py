@@ -5,6 +5,7 @@ import os
 __version__ = "0.1.0"
 
 # By default OpenMP's threads spin for 3 ms at each barrier. If other programs need the cores, that
-# takes most of a CPU's time. OpenMP reads the policy once, when torch loads.
-if "GOMP_SPINCOUNT" not in os.environ:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# takes most of a CPU's time; threads that sleep at once make a step on free cores 13% slower. About
+# 10 microseconds of spinning cost nothing in either case. OpenMP reads this once, when torch loads.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"

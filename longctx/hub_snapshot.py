@@ -1,6 +1,6 @@
 """Models of the Hugging Face Hub by name, owner/name or owner/name@revision, as folders here.
 
-A revision is turned into its commit once, and that is what a run records. Only settings, tokenizer
+A revision is turned into its commit once, and a run records that commit. Only settings, tokenizer
 and safetensors are downloaded, into the cache of huggingface_hub (HF_HUB_CACHE, HF_HUB_OFFLINE);
 code and pickles never are. A path that exists always wins over a name.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?", re.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SETTINGS = ("*.json", "*.jinja")  # tokenizer.json among them
 TIMEOUT = 10.0  # seconds in which the Hub must return the commit of a revision
+# In the names of errors about a connection; each transport has its own.
+NETWORK_ERRORS = ("Connect", "Timeout", "Network", "Proxy", "Protocol", "gaierror")
 
 
 class ModelName(NamedTuple):
@@ -66,13 +68,12 @@ def pinned(text: str, key: str) -> str:
             HfApi().model_info(name.repo, revision=name.revision, timeout=TIMEOUT)
         except Exception as error:  # transports and library raise their own
             cached = _cache(name) / "refs" / (name.revision or "main")
-            is_refused = status(error) is not None and not is_busy(error)
-            if is_refused or not cached.is_file():
+            if is_refused(error) or not cached.is_file():
                 raise failure(f"{key}={text}", error) from error
             from_hub = False
             # The user asked for HF_HUB_OFFLINE, and needs no notice of it.
             if not constants.HF_HUB_OFFLINE:
-                reason = f"the Hub answers {status(error)}" if is_busy(error) else "no answer"
+                reason = f"the Hub answers {status(error)}" if status(error) else "no answer"
                 print(f"{key}={text}: {reason}; using the cache", file=sys.stderr)
     snapshot = _download(name, text, key, SETTINGS, from_hub)
     return f"{name.repo}@{snapshot.name}"
@@ -137,20 +138,18 @@ def _folder_name(repo: str) -> str:
     return "--".join(["models", *repo.split("/")])
 
 
-def is_busy(error: BaseException) -> bool:
-    """Return True if the Hub answered that it cannot answer now."""
+def is_refused(error: BaseException) -> bool:
+    """Return True if the Hub answered no, rather than not at all or to try again later."""
     code = status(error)
-    return code in (408, 429) or (code is not None and code >= 500)
+    return code is not None and code < 500 and code not in (408, 429)
 
 
-def status(error: BaseException | None) -> int | None:
+def status(error: BaseException) -> int | None:
     """Return the HTTP status that an error, or its cause, is about."""
-    while error is not None:
-        code: int | None = getattr(getattr(error, "response", None), "status_code", None)
-        if code is not None:
-            return code
-        error = error.__cause__ or error.__context__
-    return None
+    codes = (
+        getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error)
+    )
+    return next((code for code in codes if code is not None), None)
 
 
 def failure(place: str, error: Exception) -> Exception:
@@ -159,7 +158,7 @@ def failure(place: str, error: Exception) -> Exception:
 
     code = status(error)
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
-    if is_busy(error):
+    if code is not None and not is_refused(error):
         hint = "; HF_TOKEN allows more requests" if code == 429 else ""
         return ConnectionError(
             f"{place}: the Hugging Face Hub answers {code}; try again later{hint}"
@@ -173,7 +172,13 @@ def failure(place: str, error: Exception) -> Exception:
             f"{place}: no such folder here, and no such name or revision at the Hugging Face Hub "
             f"that can be read; check both; if it is private, {log_in}"
         )
-    if constants.HF_HUB_OFFLINE or is_of_network(error):
+    missing_or_network = (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
+    is_of_network = any(
+        isinstance(cause, missing_or_network)
+        or any(sign in type(cause).__name__ for sign in NETWORK_ERRORS)
+        for cause in _chain(error)
+    )
+    if constants.HF_HUB_OFFLINE or is_of_network:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return ConnectionError(
             f"{place}: no such folder here, not whole in the cache {constants.HF_HUB_CACHE}, "
@@ -183,16 +188,8 @@ def failure(place: str, error: Exception) -> Exception:
     return ValueError(f"{place}: cannot be read ({type(error).__name__}: {reason})")
 
 
-def is_of_network(error: BaseException | None) -> bool:
-    """Return True if an error, or its cause, is about a connection."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
-        name = type(error).__name__
-        if isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError) or any(
-            sign in name
-            for sign in ("Connect", "Timeout", "Network", "Proxy", "Protocol", "gaierror")
-        ):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False

@@ -1,8 +1,9 @@
-"""Files that others may have made: opened only if regular, of bounded size and in their folder.
+"""The boundary of trust: files of others are opened here, or not at all.
 
 Model folders, tokenizers, caches, configurations and documents come from anywhere. A FIFO would
 wait for ever, a link to /dev/zero never end, a link out of a folder reveal a file of the user's.
-Every refusal is one line that begins with the file.
+So a file must be regular, of bounded size, and really in its folder. Every refusal is one line that
+begins with the file.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import yaml
 
 MIB = 1 << 20
 # Of the largest known models: config.json 0.1 MiB, an index of shards 9 MiB, tokenizer.json 33 MiB.
@@ -21,8 +25,23 @@ SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a 
 TOKENIZER_SIZE = 40 * MIB
 YAML_SIZE = MIB
 YAML_DEPTH = 32
-# What PyYAML raises for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
+# PyYAML raises these for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
 WRONG_VALUE = (ValueError, IndexError, KeyError, AttributeError, TypeError)
+
+
+@contextmanager
+def named(
+    place: object, problem: str = "{}", errors: tuple[type[Exception], ...] = (ValueError,)
+) -> Iterator[None]:
+    """Turn `errors` of the block into a ValueError of one line that begins with `place`.
+
+    problem: a description of the mistake; {} stands for the text of the error.
+    """
+    try:
+        yield
+    except errors as error:
+        reason = " ".join(str(error)[:2000].split()) or type(error).__name__
+        raise ValueError(f"{place}: {problem.replace('{}', reason)}") from error
 
 
 def open_file(path: Path, limit: int | None = None, within: Path | None = None) -> BinaryIO:
@@ -52,18 +71,16 @@ def open_file(path: Path, limit: int | None = None, within: Path | None = None) 
 
 
 def check_file(path: Path, limit: int | None = None, within: Path | None = None) -> None:
-    """Raise as `open_file`, for a file that something else opens by its name."""
+    """Raise as `open_file`, for a file that another library opens by its name."""
     open_file(path, limit, within).close()
 
 
 def read_text(path: Path, limit: int = SETTINGS_SIZE, within: Path | None = None) -> str:
     """Return the text of a file in UTF-8; raise as `open_file`."""
-    with open_file(path, limit, within) as file:
-        try:
-            # A file may grow after its size was checked.
-            return file.read(limit).decode("utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise ValueError(f"{path}: cannot be read as text in UTF-8 ({error})") from error
+    problem = "cannot be read as text in UTF-8 ({})"
+    with open_file(path, limit, within) as file, named(path, problem, (ValueError, OSError)):
+        # A file may grow after its size was checked.
+        return file.read(limit).decode("utf-8")
 
 
 def read_json(
@@ -71,60 +88,50 @@ def read_json(
 ) -> Any:
     """Return the content of a JSON file, by json.loads with `options`; raise as `open_file`."""
     text = read_text(path, limit, within)
-    try:
+    # RecursionError: thousands of nested brackets
+    with named(path, "cannot be read as JSON ({})", (ValueError, RecursionError)):
         return json.loads(text, **options)
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of nested brackets
-        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
 
 
-def read_yaml(path: Path, within: Path | None = None) -> str:
-    """Return the text of a YAML file that is harmless to load; raise as `open_file`.
+def read_settings(path: Path, limit: int = SETTINGS_SIZE) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder, {} if the file is missing."""
+    if not os.path.lexists(path):
+        return {}
+    content = read_json(path, limit, within=path.parent)
+    return content if isinstance(content, dict) else {}
 
-    It is bounded in size and depth and has no aliases, which can stand for one another until they
-    fill the memory. No key is given twice: a loader would drop the first one.
+
+class _Loader(yaml.SafeLoader):
+    """YAML bounded in depth, without aliases, which can stand for one another until they fill the
+    memory. A key that is given twice is an error; PyYAML would drop the first value.
     """
-    import yaml
 
-    text = read_text(path, YAML_SIZE, within)
-    # For each open mapping its keys, and an iterator that tells if the next node is a key; None for
-    # a list.
-    opened: list[tuple[set[str], Iterator[bool]] | None] = []
-    try:
-        for event in yaml.parse(text, getattr(yaml, "CLoader", yaml.Loader)):
-            if isinstance(event, yaml.NodeEvent) and opened and opened[-1] is not None:
-                names, is_key = opened[-1]
-                if next(is_key) and isinstance(event, yaml.ScalarEvent):
-                    if event.value in names:
-                        raise ValueError(f"{path}: {event.value} is given twice; leave one out")
-                    names.add(event.value)
-            if isinstance(event, yaml.CollectionStartEvent):
-                is_mapping = isinstance(event, yaml.MappingStartEvent)
-                opened.append((set(), cycle([True, False])) if is_mapping else None)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                opened.pop()
-            if len(opened) > YAML_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError(
-                    f"{path}: an alias, or nested more than {YAML_DEPTH} deep; write the values out"
-                )
-    except yaml.YAMLError as error:
-        raise _not_yaml(path, error) from error
-    return text
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > YAML_DEPTH or self.check_event(yaml.AliasEvent):
+            raise ValueError(
+                f"an alias, or nested more than {YAML_DEPTH} deep; write the values out"
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.most_common(1):
+            if count > 1:
+                raise ValueError(f"{name} is given twice; leave one out")
+        return super().construct_mapping(node, deep)
 
 
 def load_yaml(path: Path, within: Path | None = None) -> Any:
-    """Return the content of a YAML file; raise as `read_yaml`."""
-    import yaml
-
-    text = read_yaml(path, within)
-    try:
-        # CSafeLoader is ten times as fast, if PyYAML was built with it
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, *WRONG_VALUE) as error:
-        raise _not_yaml(path, error) from error
-
-
-def _not_yaml(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}")
+    """Return the content of a YAML file that is harmless to load; raise as `open_file`."""
+    text = read_text(path, YAML_SIZE, within)
+    not_yaml = (yaml.YAMLError, *WRONG_VALUE[1:])
+    with named(path), named("cannot be read as YAML", errors=not_yaml):
+        return yaml.load(text, _Loader)
 
 
 def copy_file(source: Path, target: Path, limit: int, within: Path) -> None:

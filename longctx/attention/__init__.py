@@ -1,19 +1,24 @@
-"""Attention: masks as intervals, a registry of backends, and one function that calls them."""
+"""Attention: masks as intervals, a registry of backends, and one function that calls them.
 
-from longctx.attention.mask import Mask
-from longctx.attention.registry import (
-    Attention,
-    Backend,
-    Request,
-    attention,
-    backends,
-    check,
-    kernels_run,
-    load_backends,
-    register,
-    reproducible,
-    takes_intervals,
-)
+The names below are imported when they are first asked for: planning reads `description`, and needs
+no torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx.attention.mask import Mask
+    from longctx.attention.registry import (
+        Attention,
+        Backend,
+        Request,
+        attention,
+        backends,
+        check,
+        kernels_run,
+        register,
+        registered,
+    )
 
 __all__ = [
     "Attention",
@@ -25,8 +30,15 @@ __all__ = [
     "check",
     "kernels_run",
     "register",
-    "reproducible",
-    "takes_intervals",
+    "registered",
 ]
 
-load_backends()
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from longctx.attention import registry
+
+    registry.load_backends()
+    value = globals()[name] = getattr(registry, name)
+    return value

@@ -5,20 +5,24 @@ Triton on a GPU, tiles in torch on a CPU; the kernels are in longctx/kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
-from longctx.config.model_config import BACKEND_OPTIONS, HOPPER_HEAD_SIZES
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import HEAD_SIZES, HOPPER_HEAD_SIZES, Intervals, Saved, launch
 from longctx.kernels.attention.flash_op import (
-    HEAD_SIZES,
     flash_backward,
     forward_for,
     implementation,
     runs_hopper,
+    trusted,
 )
 
 
@@ -33,15 +37,7 @@ class Flash(Backend):
     share a tile with them, seen or not.
     """
 
-    differentiable_lse = True
-    takes_softcap = True
-    options = BACKEND_OPTIONS["flash"]
-    reproducible = {
-        "triton-portable": ("out", "dq", "dk", "dv"),
-        "torch-tiled": ("out", "dq", "dk", "dv"),
-        "triton-hopper": ("out", "dk", "dv"),
-        "triton-hopper-ordered": ("out", "dq", "dk", "dv"),
-    }
+    description = DESCRIPTIONS["flash"]
 
     def refusal(self, request: Request) -> str | None:
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -96,6 +92,16 @@ class Flash(Backend):
         assert mask.qfirst is not None and mask.qlast is not None
         intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
         return flash_backward(do, None, saved, intervals, scale, softcap, chosen)
+
+    def kernels_change_at(self, q: Tensor, length: int) -> int:
+        return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
+
+    def compile_tasks(
+        self, q: Tensor, k: Tensor, options: Mapping[str, Any]
+    ) -> list[Callable[[], object]]:
+        # their self-tests compile them
+        chosen = implementation(q.device, q.dtype, q.shape[3], options.get("kernel", "auto"))
+        return [partial(trusted, part, chosen, q, k) for part in ("forward", "backward")]
 
 
 def _not_hopper(request: Request) -> str | None:

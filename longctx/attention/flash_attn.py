@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.attention.sdpa import align_gradient, aligned, beyond_flash_attention
-from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
 
 class Api(NamedTuple):
@@ -49,15 +51,12 @@ PACKAGES = {"auto": "-4", "4": "-4", "3": "-3", "2": ""}
 class FlashAttn(Backend):
     """`version`: auto (the newest installed that this GPU can run), 4, 3 or 2."""
 
-    options = BACKEND_OPTIONS["flash_attn"]
-    takes_intervals = False
-    # dq is added up in any order
-    reproducible = {f"flash-attention-{version}": ("out",) for version in APIS}
+    description = DESCRIPTIONS["flash_attn"]
 
     def refusal(self, request: Request) -> str | None:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
-            return NEEDS_GPU["flash_attn"]
+            return self.description.needs_gpu
         installed = [version for version in INSTALLED if wanted in ("auto", version)]
         if not installed:
             version = "" if wanted == "auto" else f" {wanted}"
@@ -103,6 +102,13 @@ class FlashAttn(Backend):
         align_gradient(out)
         lse = lse.detach().masked_fill(lse.isinf(), float("-inf"))
         return out, lse, f"flash-attention-{chosen}"
+
+    def versions(self) -> dict[str, str]:
+        versions = {}
+        for suffix in sorted(set(PACKAGES.values()), reverse=True):
+            with suppress(PackageNotFoundError):
+                versions[f"flash-attn{suffix}"] = version(f"flash-attn{suffix}")
+        return versions
 
 
 register("flash_attn", FlashAttn())

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
-from longctx.config.model_config import NEEDS_GPU
 
 BLOCK = 128
 
@@ -23,14 +23,11 @@ BLOCK = 128
 class Flex(Backend):
     """Any interval mask, on a GPU; its lse is differentiable."""
 
-    differentiable_lse = True
-    takes_softcap = True
-    # a block mask has a part for each pair of tiles
-    reuses_masks = False
+    description = DESCRIPTIONS["flex"]
 
     def refusal(self, request: Request) -> str | None:
         if request.device.type != "cuda":
-            return NEEDS_GPU["flex"]
+            return self.description.needs_gpu
         if request.head_dim < 16 or request.head_dim > 256:
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None

@@ -13,18 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention.flash_op import HEAD_SIZES
+from longctx.kernels.attention import HEAD_SIZES
 
 
 class Naive(Backend):
     """Runs on every device, dtype, head size and mask; memory grows with Tq·Tk."""
 
-    differentiable_lse = True
-    takes_softcap = True
-    reproducible = {"torch matmul and softmax": ("out", "dq", "dk", "dv")}
+    description = DESCRIPTIONS["naive"]
 
     def refusal(self, request: Request) -> str | None:
         return None
@@ -70,14 +69,20 @@ class Visible(NamedTuple):
     keys: int
 
 
-def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """ "triton" or "torch", as `name` asks for it; auto is triton on a GPU.
+def decode_kernel(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: float | None = None,
+) -> str:
+    """Return "triton" or "torch", as `name` asks; auto is triton on a GPU, torch with a softcap.
 
-    Raises ValueError, saying what to use instead, where such tensors cannot be served here.
+    Raises ValueError, saying what to use instead, if the kernel cannot serve such tensors here.
     """
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
-        name = "triton" if runs_triton else "torch"
+        name = "triton" if runs_triton and softcap is None else "torch"
     if name == "torch":
         return name
     reason = None
@@ -89,6 +94,8 @@ def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         reason = f"takes fp32, bf16 and fp16, not {dtype}"
     elif device.type == "cpu" and dtype == torch.bfloat16:
         reason = "Triton's interpreter computes bf16 products wrongly"
+    elif softcap is not None:
+        reason = "has no softcap"
     elif head_dim not in HEAD_SIZES:
         reason = f"takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} channels, not {head_dim}"
     if reason is not None:
@@ -96,9 +103,17 @@ def decode_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     return name
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: str) -> Tensor:
-    """out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D); `kernel` as `decode_kernel`
-    gives it. Scores are divided by sqrt(D).
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visible,
+    kernel: str,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
+
+    `kernel` is what `decode_kernel` returned. Scores are divided by sqrt(D).
     """
     scale = q.shape[-1] ** -0.5
     if kernel == "triton":
@@ -109,7 +124,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: 
     mask = Mask("intervals", first=visible.first[:, None], last=visible.last[:, None])
     k, v = k[:, : visible.keys], v[:, : visible.keys]
     with torch.autocast(q.device.type, enabled=False):
-        return Naive().run(q[:, None], k, v, mask, scale)[0][:, 0]
+        return Naive().run(q[:, None], k, v, mask, scale, softcap)[0][:, 0]
 
 
 register("naive", Naive())

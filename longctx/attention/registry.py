@@ -13,16 +13,17 @@ import functools
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS, Description, check_options
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
-from longctx.config.model_config import check_options
 from longctx.kernels.attention import Saved
 from longctx.kernels.attention.flash_op import unobserved
 from longctx.kernels.attention.relaunch import stream_of
@@ -44,26 +45,13 @@ class Request(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to compute attention; `refusal` and `run` are all that a backend needs."""
+    """One way to compute attention; `refusal` and `run` are all that a backend needs.
 
-    # option name → its allowed values, the default first
-    options: Mapping[str, tuple[Any, ...]] = {}
+    `description` answers those who plan, check or lock a run; the default says little, and costs
+    are predicted as if a fused kernel of others ran.
+    """
 
-    # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
-    # one machine; the kernel lock of a run holds their hashes
-    reproducible: Mapping[str, tuple[str, ...]] = {}
-
-    # True if a mask may have free intervals, on every device
-    takes_intervals = True
-
-    # True if `run`, and `backward` if there is one, take `softcap=` among their options
-    takes_softcap = False
-
-    # True if gradients flow through the lse, as training with sinks needs
-    differentiable_lse = False
-
-    # True if bound causal and full masks may be reused by later calls of the same lengths
-    reuses_masks = True
+    description = Description()
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
@@ -87,6 +75,20 @@ class Backend(ABC):
         """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the packages that its kernels come from, for the kernel lock."""
+        return {}
+
+    def kernels_change_at(self, q: Tensor, length: int) -> int:
+        """Return the shortest length with the kernels of `length` keys, for tensors like q."""
+        return 0
+
+    def compile_tasks(
+        self, q: Tensor, k: Tensor, options: Mapping[str, Any]
+    ) -> list[Callable[[], object]]:
+        """Return functions that compile the kernels for tensors like q and k, in any order."""
+        return []
+
 
 _backends: dict[str, Backend] = {}
 _ran: dict[str, str] = {}
@@ -102,6 +104,8 @@ def register(name: str, backend: Backend) -> None:
     if name in _backends and type(_backends[name]) is not type(backend):
         raise ValueError(f"attention backend {name!r} is already registered")
     _backends[name] = backend
+    has_backward = type(backend).backward is not Backend.backward
+    DESCRIPTIONS[name] = replace(backend.description, has_backward=has_backward)
 
 
 @functools.cache
@@ -112,13 +116,15 @@ def load_backends() -> None:
         importlib.import_module(f"longctx.attention.{module.name}")
 
 
-def registered() -> list[Backend]:
-    """Return every registered backend, also those that do not run here."""
-    return list(_backends.values())
+def registered() -> dict[str, Backend]:
+    """Return name → backend, also of those that do not run here."""
+    load_backends()
+    return dict(_backends)
 
 
 def backends() -> dict[str, str | None]:
     """Return name → None for each backend that runs on this machine, else the reason why not."""
+    load_backends()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {name: b.refusal(Request(device, dtype, 64)) for name, b in sorted(_backends.items())}
@@ -133,21 +139,12 @@ def check(
     mask: Mask | None = None,
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
     options = options or {}
-    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic)
+    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic, softcap)
     _refuse(backend, _lookup(backend, options), request)
-
-
-def reproducible(backend: str) -> dict[str, tuple[str, ...]]:
-    """Return kernel → its outputs with the same bits in every run; {} if none is promised."""
-    return dict(_backends[backend].reproducible)
-
-
-def takes_intervals(backend: str) -> bool:
-    """Return True if a mask for `backend` may have free intervals, on every device."""
-    return _backends[backend].takes_intervals
 
 
 def kernels_run() -> dict[str, str]:
@@ -175,6 +172,7 @@ class Attention:
         self.scale = scale  # None: D**-0.5
         self.softcap = softcap
         self.backend = _lookup(backend, self.options)
+        self.description = DESCRIPTIONS[backend]
         # what `run` and `backward` of the backend are called with
         self._arguments = self.options | ({} if softcap is None else {"softcap": softcap})
         self._served: set[tuple[Any, ...]] = set()
@@ -182,7 +180,7 @@ class Attention:
     @property
     def saves_output(self) -> bool:
         """Return True if `backward` takes the forward's out and lse and need not run it again."""
-        return type(self.backend).backward is not Backend.backward
+        return self.description.has_backward
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Return out (B, Tq, Hq, D); see `with_lse`."""
@@ -205,7 +203,7 @@ class Attention:
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
             self._check_served(qs, mask)
-            bound = _bound(mask, qs, ks.shape[1], self.backend.reuses_masks)
+            bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
                 out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self._arguments)
             _record(self.name, kernel)
@@ -343,7 +341,7 @@ def attention(
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
     # sinks scale out by a function of the lse: training needs its gradient
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
-    if wants_gradient and not caller.backend.differentiable_lse:
+    if wants_gradient and not caller.description.differentiable_lse:
         raise ValueError(
             f"attention={backend} cannot train with sinks: its lse has no gradient; "
             "use attention=flash, flex or naive, or torch.no_grad()"
@@ -388,16 +386,17 @@ def _plain_mask(
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
     """Return the backend of that name; ValueError if it or one of the options does not exist."""
     if backend not in _backends:
+        load_backends()
+    if backend not in _backends:
         names = ", ".join(sorted(_backends))
         raise ValueError(f"attention={backend} is not a backend; choose one of {names}")
-    chosen = _backends[backend]
-    check_options(backend, options, chosen.options)
-    return chosen
+    check_options(backend, options)
+    return _backends[backend]
 
 
 def _refuse(name: str, backend: Backend, request: Request) -> None:
     reason = backend.refusal(request)
-    if request.softcap is not None and not backend.takes_softcap:
+    if request.softcap is not None and not DESCRIPTIONS[name].takes_softcap:
         reason = "its kernels have no softcap; use attention=flash, flex or naive"
     if reason:
         raise ValueError(f"attention={name} cannot run here: {reason}")

@@ -10,28 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
-from longctx.config.model_config import BACKEND_OPTIONS, NEEDS_GPU
 
 
 class Sdpa(Backend):
     """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
 
-    options = BACKEND_OPTIONS["sdpa"]
-    takes_intervals = False
-    reproducible = {  # the backward of the GPU kernels adds up in any order
-        "torch CPU flash": ("out", "dq", "dk", "dv"),
-        "flash-attention-2": ("out",),
-        "cudnn": ("out",),
-    }
+    description = DESCRIPTIONS["sdpa"]
 
     def refusal(self, request: Request) -> str | None:
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
-            if kernel == "cudnn":
-                return NEEDS_GPU["sdpa cudnn"]
-            return None
+            return self.description.without_gpu(request.options)
         if request.device.type != "cuda":
             return (
                 f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; "
@@ -67,6 +59,10 @@ class Sdpa(Backend):
             out, lse, ran = *_flash(q, k, v, mask, scale), "flash-attention-2"
         align_gradient(out)
         return out, lse, ran
+
+    def versions(self) -> dict[str, str]:
+        on_gpu = torch.cuda.is_available()
+        return {"cudnn": str(torch.backends.cudnn.version())} if on_gpu else {}
 
 
 def beyond_flash_attention(request: Request) -> str | None:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from longctx import files, garbage, stop_signal
+from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, options
 from longctx.config import command_config, fields, presets
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.generate_config import GenerateConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import check, group, key, refuse
-from longctx.config.model_config import AttentionConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others

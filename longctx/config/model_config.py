@@ -2,121 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import check, key
+from longctx.config.fields import build, check, key
+from longctx.config.parts import Attention, Block, FeedForward, Norm, Rope
 from longctx.config.rope_config import check_scaling
-
-LORA_TARGETS = ("qkv", "out", "gate_up", "down")
-
-
-# Head sizes that flash's Hopper kernels compute as they are; others are padded to the next
-HOPPER_SIZES = (64, 96, 128, 192, 256)
-HOPPER_HEAD_SIZES = range(64, 257, 8)  # that they take, padded to one of those
-# Backend → its options, each with what it may be, the default first
-BACKEND_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "naive": {},
-    "sdpa": {"kernel": ("auto", "flash", "cudnn")},
-    "flash": {"kernel": ("auto", "portable", "hopper")},
-    "flex": {},
-    "flash_attn": {"version": ("auto", 4, 3, 2)},
-}
-# Backend, or one of its kernels → why a CPU has none, and what to use instead
-NEEDS_GPU = {
-    "flash_attn": "FlashAttention needs a CUDA GPU; use attention=flash",
-    "flex": "FlexAttention has no backward on a CPU; use attention=flash",
-    "sdpa cudnn": "kernel=cudnn needs a GPU; leave attention.options.kernel=auto",
-    "flash hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable",
-}
-
-
-def hopper_size(head_dim: int) -> int:
-    """Head size as which flash's Hopper kernels compute head_dim."""
-    return next(size for size in HOPPER_SIZES if size >= head_dim)
-
-
-@dataclass
-class AttentionConfig:
-    """Which backend computes attention, and how."""
-
-    backend: str = key("flash", "set by attention=NAME")
-    options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
-
-    def validate(self) -> None:
-        """Raise ValueError for an option that the backend does not have.
-
-        A backend from elsewhere checks its own once it is imported.
-        """
-        if self.backend in BACKEND_OPTIONS:
-            check_options(self.backend, self.options, BACKEND_OPTIONS[self.backend])
-
-    def check_without_gpu(self) -> None:
-        """Raise ValueError, saying what to use instead, for what needs a GPU."""
-        kernel = f"{self.backend} {self.options.get('kernel')}"
-        for needy in (self.backend, kernel):
-            if needy in NEEDS_GPU:
-                raise ValueError(f"attention={self.backend} cannot run here: {NEEDS_GPU[needy]}")
-
-
-def check_options(
-    backend: str, options: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Raise ValueError for the first of `options` that `backend` does not have, or for its value;
-    `allowed` has the values of each.
-    """
-    for name, value in options.items():
-        if name not in allowed:
-            names = ", ".join(allowed) or "none"
-            raise ValueError(
-                f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
-            )
-        if value not in allowed[name]:
-            choices = ", ".join(str(x) for x in allowed[name])
-            raise ValueError(f"attention.options.{name}={value} must be one of {choices}")
-
-
-@dataclass
-class LoraConfig:
-    """Training of low-rank additions to frozen weights: lora.rank=16."""
-
-    rank: int | None = key(
-        None, "of the additions; null: no LoRA, all weights are trained", between=(1, 4096)
-    )
-    scaling: float = key(2.0, "factor of the additions: what others call alpha / rank")
-    targets: list[str] = key(list(LORA_TARGETS), "layers: of qkv, out, gate_up, down")
-
-    def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense."""
-        check(self, "lora.")
-        if not 0 < self.scaling < float("inf"):
-            raise ValueError(f"lora.scaling={self.scaling}: a number above 0")
-        if (
-            not self.targets
-            or set(self.targets) - set(LORA_TARGETS)
-            or len(set(self.targets)) < len(self.targets)
-        ):
-            raise ValueError(
-                f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once"
-            )
-        for name in ("scaling", "targets"):
-            if self.rank is None and getattr(self, name) != getattr(LoraConfig(), name):
-                raise ValueError(
-                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank; "
-                    "give one, such as lora.rank=16"
-                )
-
-    def parameters(self, model: GPTConfig) -> int:
-        """Parameters of LoRA, beside those of `model`, which are frozen; 0 without LoRA."""
-        C, D, F = model.channels, model.head_size, model.ffn
-        sizes = {
-            "qkv": C + (model.heads + 2 * model.kv_heads) * D,
-            "out": model.heads * D + C,
-            "gate_up": C + 2 * F,
-            "down": F + C,
-        }
-        return model.layers * (self.rank or 0) * sum(sizes[name] for name in self.targets)
 
 
 @dataclass
@@ -165,16 +57,8 @@ class GPTConfig:
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
-        """From the `model` part of a run's configuration; older runs have keys in it that now stand
-        under memory. Raises ValueError for sizes of which no model can be made.
-        """
-        config = cls(
-            **{
-                name: value
-                for name, value in saved.items()
-                if name not in ("recompute", "loss_chunk")
-            }
-        )
+        """Return the model of a run's configuration; ValueError for impossible sizes."""
+        config: GPTConfig = build(cls, saved, "model.")
         config.validate()
         return config
 
@@ -186,6 +70,57 @@ class GPTConfig:
     def window_of(self, layer: int) -> int | None:
         """Keys that a query sees at most in `layer`, or None."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def block(self, layer: int) -> Block:
+        """Return the parts of block `layer`, the first is 0."""
+        C, eps = self.channels, self.norm_eps
+        rope = Rope(self.head_size, self.rope_theta, self.rope_scaling, self.context)
+        attention = Attention(
+            "attention",
+            "self_attn",
+            C,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            norm_eps=eps if self.qk_norm else None,
+            window=self.window_of(layer),
+            rope=rope,
+            rotates=layer not in self.nope_layers,
+        )
+        return Block(
+            Norm("attention_norm", "input_layernorm", C, eps),
+            attention,
+            Norm("mlp_norm", "post_attention_layernorm", C, eps),
+            FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias),
+        )
+
+    def blocks(self) -> list[Block]:
+        """Return the parts of every block."""
+        return [self.block(layer) for layer in range(self.layers)]
+
+    def ropes(self) -> list[Rope]:
+        """Return the rotary positions of its layers, each once."""
+        ropes: list[Rope] = []
+        for rope in (block.attention.rope for block in self.blocks()):
+            if rope not in ropes:
+                ropes.append(rope)
+        return ropes
+
+    def with_layers(self, chosen: Sequence[int]) -> GPTConfig:
+        """Return the model that has these layers alone."""
+
+        def renumbered(layers: list[int]) -> list[int]:
+            return [n for n, layer in enumerate(chosen) if layer in layers]
+
+        windows = self.window_layers
+        return replace(
+            self,
+            layers=len(chosen),
+            nope_layers=renumbered(self.nope_layers),
+            window_layers=None if windows is None else renumbered(windows),
+        )
 
     def windows(self) -> dict[int | None, int]:
         """Window (None: the whole past) → the number of layers that have it."""
@@ -230,41 +165,69 @@ class GPTConfig:
                 )
 
     def matmul_parameters(self) -> int:
-        """Weights that every token is multiplied with: all linear layers and the output head, also
-        where it is tied.
-        """
-        return (
-            self.layers * self._block_matmul_parameters() + self._known_vocab_size() * self.channels
-        )
+        """Return the weights that multiply every token: all linear layers and the lm_head."""
+        blocks = sum(block.weights for block in self.blocks())
+        return blocks + self._known_vocab_size() * self.channels
 
     def parameters(self) -> int:
-        """Trainable parameters, a tied embedding counted once; raises ValueError while `vocab_size`
-        is None.
-        """
-        V, C, D = self._known_vocab_size(), self.channels, self.head_size
-        block = self._block_matmul_parameters() + 2 * C
-        block += (self.heads + 2 * self.kv_heads) * D if self.qkv_bias else 0
-        block += C if self.out_bias else 0
-        block += 2 * self.ffn + C if self.mlp_bias else 0
-        block += 2 * D if self.qk_norm else 0
-        return V * C * (1 if self.tied else 2) + self.layers * block + C
+        """Return the trainable parameters, a tied embedding once; ValueError without vocab_size."""
+        embedding = self._known_vocab_size() * self.channels
+        blocks = sum(block.parameters() for block in self.blocks())
+        return embedding * (1 if self.tied else 2) + blocks + self.channels
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
-        """FLOPs of forward and backward for one token that sees `pairs_per_token` keys on average
-        (forward alone: a third).
+        """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
 
-        6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12 per visible pair, head and
-        channel: pairs that a mask hides are not work, nor is recomputation. With `adapters` weights
-        of LoRA, 6 per one of them, and 4 per other weight, which is not trained.
+        Forward alone is a third. 6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12
+        per visible pair, head and channel: hidden pairs and recomputation do not count. LoRA adds 6
+        per weight of its `adapters`, and every other weight then takes 4: it is not trained.
         """
         weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
-        return weights + 12 * pairs_per_token * self.heads * self.head_size * self.layers
-
-    def _block_matmul_parameters(self) -> int:
-        C, D = self.channels, self.head_size
-        return C * (self.heads + 2 * self.kv_heads) * D + self.heads * D * C + 3 * C * self.ffn
+        return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
 
     def _known_vocab_size(self) -> int:
         if self.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
         return self.vocab_size
+
+
+LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears().values())
+
+
+@dataclass
+class LoraConfig:
+    """Training of low-rank additions to frozen weights: lora.rank=16."""
+
+    rank: int | None = key(
+        None, "of the additions; null: no LoRA, all weights are trained", between=(1, 4096)
+    )
+    scaling: float = key(2.0, "factor of the additions: what others call alpha / rank")
+    targets: list[str] = key(list(LORA_TARGETS), "layers: of qkv, out, gate_up, down")
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first key whose value makes no sense."""
+        check(self, "lora.")
+        if not 0 < self.scaling < float("inf"):
+            raise ValueError(f"lora.scaling={self.scaling}: a number above 0")
+        if (
+            not self.targets
+            or set(self.targets) - set(LORA_TARGETS)
+            or len(set(self.targets)) < len(self.targets)
+        ):
+            raise ValueError(
+                f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once"
+            )
+        for name in ("scaling", "targets"):
+            if self.rank is None and getattr(self, name) != getattr(LoraConfig(), name):
+                raise ValueError(
+                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank; "
+                    "give one, such as lora.rank=16"
+                )
+
+    def parameters(self, model: GPTConfig) -> int:
+        """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
+        if self.rank is None:
+            return 0
+        linears = [linear for block in model.blocks() for linear in block.linears().values()]
+        sizes = [x.columns + x.outputs for x in linears if x.name in self.targets]
+        return self.rank * sum(sizes)

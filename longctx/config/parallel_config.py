@@ -23,8 +23,19 @@ class StrategyConfig:
     )
 
 
-# Backends that take the free intervals of allgather and of exchanges with a neighbour
-FREE_INTERVALS = ("naive", "flash", "flex")
+@dataclass(frozen=True)
+class Strategy:
+    """How devices share the model, for code that predicts or saves it."""
+
+    shards_weights: bool = False  # and gradients and optimizer state
+    buckets_gradients: bool = False  # kept from step to step
+
+
+STRATEGIES = {
+    "none": Strategy(),
+    "ddp": Strategy(buckets_gradients=True),
+    "fsdp": Strategy(shards_weights=True),
+}
 
 
 @dataclass
@@ -78,7 +89,7 @@ class ContextConfig:
             return self.method
         return "allgather" if heads % self.degree else "ulysses"
 
-    def each(self, devices: int, heads: int, backend: str) -> list[ContextConfig]:
+    def each(self, devices: int, heads: int, takes_intervals: bool) -> list[ContextConfig]:
         """Return every possible degree and method on `devices` devices.
 
         An impossible request is returned as it is, to be refused by name.
@@ -86,7 +97,7 @@ class ContextConfig:
         degrees = [self.degree] if isinstance(self.degree, int) else divisors(devices)
         choices = [replace(self, degree=1)] if 1 in degrees else []
         for degree in degrees:
-            methods = {"ulysses": heads % degree == 0, "allgather": backend in FREE_INTERVALS}
+            methods = {"ulysses": heads % degree == 0, "allgather": takes_intervals}
             choices += [
                 replace(self, degree=degree, method=name)
                 for name, possible in methods.items()

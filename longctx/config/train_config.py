@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import check, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig

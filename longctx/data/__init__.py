@@ -1,5 +1,4 @@
-"""Documents in, rows of tokens out: corpora, tokenizer, packing, and the order in which rows are
-seen.
+"""Documents in, sequences of tokens out: sources, tokenizer, packing, and the order of samples.
 
 Names are imported when first used, so that reading a DataConfig does not wait for torch or pyarrow.
 """
@@ -11,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longctx.config.data_config import DataConfig as DataConfig
-    from longctx.data.corpus import Document as Document
     from longctx.data.dataset import Data as Data
-    from longctx.data.mixture import Mixture as Mixture
-    from longctx.data.mixture import load as load
+    from longctx.data.dataset import load as load
     from longctx.data.rows import SampleStream as SampleStream
+    from longctx.data.sources import Document as Document
     from longctx.data.sources import read_documents as read_documents
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
     "DataConfig": "longctx.config.data_config",
-    "Document": "longctx.data.corpus",
+    "Document": "longctx.data.sources",
     "read_documents": "longctx.data.sources",
     "Data": "longctx.data.dataset",
-    "load": "longctx.data.mixture",
-    "Mixture": "longctx.data.mixture",
+    "load": "longctx.data.dataset",
     "SampleStream": "longctx.data.rows",
     "Tokenizer": "longctx.data.tokenizer",
 }

@@ -1,9 +1,9 @@
 """Folders that are built once, found again by a fingerprint, and never seen half-built.
 
-A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete. So a
-killed build leaves only files that the next one removes, and of two runs that start together one
-builds and the other waits. The hash of every file is written when it is built and checked whenever
-the folder is opened: a folder that has changed since is built again, and a line says so.
+A build writes to `KEY.partial` under a file lock and renames it to `KEY` when it is complete. So
+the next build removes the files of a killed one, and of two runs that start together one builds and
+the other waits. The hash of every file is written when it is built and checked whenever the folder
+is opened: a folder that has changed since is built again, and a line tells the user.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,12 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.parent / f"{folder.name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            print(f"data: waiting for another run that is building {folder}", file=sys.stderr)
-            lock.acquire()
-        try:
+        with _locked(folder):
             # Another run may have built it before this one got the lock.
             if not _is_whole(folder):
                 if os.path.lexists(folder):
                     print(f"data: {folder} has changed, so it is built again", file=sys.stderr)
                 _build(folder, build)
-        finally:
-            lock.release()
     except OSError as error:
         file = Path(error.filename or folder)
         in_cache = file.is_relative_to(folder.parent) or folder.is_relative_to(file)
@@ -67,8 +60,18 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _locked(folder: Path) -> AbstractContextManager[Any]:
+    """Wait until this run alone builds `folder`; leaving the context lets others."""
+    lock = FileLock(folder.parent / f"{folder.name}.lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        print(f"data: waiting for another run that is building {folder}", file=sys.stderr)
+    return lock.acquire()
+
+
 def _is_whole(folder: Path) -> bool:
-    """Return True if the files of `folder` are those that were built."""
+    """Return True if the files of `folder` are as they were built."""
     try:
         built = untrusted.read_json(folder / _COMPLETE)
         return bool(built) and all(

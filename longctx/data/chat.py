@@ -1,10 +1,14 @@
-"""Conversations as text, by the chat template of the tokenizer's own folder, and the spans of the
-assistant in it.
+"""Conversations as text, by the chat template of a tokenizer's folder, and the assistant's spans.
+
+A template is a program of others: it runs in jinja2's immutable sandbox, set up as transformers
+does, in this process and without a time limit. While it writes, two reports tell the texts apart:
+`{% generation %} … {% endgeneration %}` marks the assistant's text, and the loop over the messages
+reports each message that it begins with. Both cost one rendering.
 
 Generation marks in the template decide. Without them, an answer is the text of the assistant's
-message after the template's own prompt, with the token that ends the turn. A
-template may write an answer differently once other messages follow: Qwen3 leaves out thinking. Then
-only the last turn stands as it will be asked for, and by default no other is learned.
+message after the template's own prompt, with the token that ends the turn. A template may write an
+answer differently once other messages follow: Qwen3 leaves out thinking. Then only the last turn is
+written as the model will be asked for it, and by default no other is learned.
 """
 
 from __future__ import annotations
@@ -17,20 +21,25 @@ from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
-from longctx.data.corpus import Document
-from longctx.data.rendering import Rendered, Renderer, Span
-from longctx.data.tokenizer import read_json
+from longctx.config.fields import refuse
+from longctx.data.sources import Document
 
 _VERSION = 2  # raised when the same conversation would become other text or spans
-# Of training, so that the same conversation is always the same text: the day that Llama's templates
-# write if they are told none.
+# Training always writes this day, so that the same conversation is always the same text. Llama's
+# templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
 
 Message = dict[str, Any]
+Span = tuple[int, int]  # characters first .. end - 1
 
 
 class Conversation(Document):
@@ -51,6 +60,195 @@ class Conversation(Document):
         return conversation
 
 
+class Rendered(NamedTuple):
+    """A conversation as text, and the text of each message by its number.
+
+    marked: spans in generation marks. turns: the span of every message that the template loops
+    over, in the order of the text; empty if the template only looks at the message.
+    """
+
+    text: str
+    marked: list[Span]
+    turns: dict[int, Span]
+
+    def turn(self, number: int) -> str:
+        """Return the text of a message."""
+        first, end = self.turns.get(number, (0, 0))
+        return self.text[first:end]
+
+
+class Renderer:
+    """Writes conversations by the chat template `source` of `folder`, on the day `today`."""
+
+    def __init__(
+        self, folder: Path, source: str, tokens: Mapping[str, str], today: datetime
+    ) -> None:
+        self.folder = folder
+        self.tokens = tokens
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Tracker]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = today.strftime
+        tracker = environment.extensions[_Tracker.identifier]
+        assert isinstance(tracker, _Tracker)
+        self.tracker = tracker
+        problem = "its chat template is not one ({})"
+        with untrusted.named(folder, problem, (jinja2.TemplateError, RecursionError)):
+            tree = environment.parse(source)
+            tracker.report_turns(tree)
+            code = environment.compile(tree)
+        # As Environment.from_string does with a source
+        shared = environment.make_globals(None)
+        self.template = environment.template_class.from_code(environment, code, shared)
+
+    @property
+    def has_marks(self) -> bool:
+        """Return True if the template marks the assistant's text itself."""
+        return self.tracker.has_marks
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False
+    ) -> Rendered:
+        """Write `messages`; with `prompt` up to the text of the assistant's next message.
+
+        Raises ValueError, one line, for whatever the template raises.
+        """
+        messages = [_as_templates_expect(message) for message in messages]
+        tracker = self.tracker
+        tracker.begin(messages)
+        blocks = []
+        # An untrusted program can raise anything.
+        place = f"the chat template of {self.folder}"
+        with untrusted.named(place, "does not take it ({})", (Exception,)):
+            for block in self.template.generate(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.tokens,
+            ):
+                blocks.append(block)
+                tracker.written += len(block)
+        return Rendered("".join(blocks), tracker.marked, tracker.turns())
+
+
+class _Tracker(Extension):
+    """Receives the reports of a rendering; `written` characters precede the next ones."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.has_marks = False
+        self.begin([])
+
+    def begin(self, messages: Sequence[Any]) -> None:
+        """Forget the rendering before, and follow one of `messages`."""
+        self.numbers = {id(message): number for number, message in enumerate(messages)}
+        self.written = 0
+        self.marked: list[Span] = []
+        self.begun: dict[int, int] = {}  # number of a message → position of its text
+        self.ended = 0  # position of the end of the last loop over messages
+        self.inside = False  # the loop that runs is over messages
+
+    def turns(self) -> dict[int, Span]:
+        """Return the span of each message. The last one takes the text after the loop, such as a
+        token that ends the text; unless nothing is written in the loop, which then only checks.
+        """
+        order = sorted(self.begun, key=lambda number: (self.begun[number], number))
+        starts = [self.begun[number] for number in order]
+        spans = list(zip(starts, [*starts[1:], self.ended], strict=True)) if starts else []
+        if spans and spans[-1][0] < spans[-1][1]:
+            spans[-1] = (spans[-1][0], self.written)
+        return dict(zip(order, spans, strict=True))
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Compile a generation mark, as jinja2 asks an extension to."""
+        self.has_marks = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        """Take the text between two generation marks."""
+        text = str(caller())
+        self.marked.append((self.written, self.written + len(text)))
+        return text
+
+    def report_turns(self, tree: nodes.Node) -> None:
+        """Let every outermost loop in `tree` call `reach` for each message, and `leave` at its end.
+
+        A loop inside of another one looks at messages (gpt-oss searches the later ones); the
+        template writes the message of the outer loop.
+        """
+        for name, field in tree.iter_fields():
+            if not isinstance(field, list):
+                continue
+            reported = []
+            for child in field:
+                reported.append(child)
+                if isinstance(child, nodes.For) and isinstance(child.target, nodes.Name):
+                    variable = nodes.Name(child.target.name, "load")
+                    child.body.insert(0, self._statement("reach", variable, line=child.lineno))
+                    reported.append(self._statement("leave", line=child.lineno))
+                elif isinstance(child, nodes.Node):
+                    self.report_turns(child)
+            setattr(tree, name, reported)
+
+    def reach(self, message: Any) -> None:
+        """Note that the text of `message` begins, if it is one of the messages.
+
+        Of several loops over it the last counts, since the first ones check or search.
+        """
+        number = self.numbers.get(id(message))
+        self.inside = number is not None
+        if number is not None:
+            self.begun[number] = self.written
+
+    def leave(self) -> None:
+        """Note that a loop has ended; one over something else does not count."""
+        if self.inside:
+            self.ended = self.written
+            self.inside = False
+
+    def _statement(self, method: str, *arguments: nodes.Expr, line: int) -> nodes.Node:
+        statement = nodes.ExprStmt(self.call_method(method, list(arguments)))
+        return statement.set_lineno(line).set_environment(self.environment)
+
+
+def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message as transformers passes it on.
+
+    Keys that hold null are left out, since templates would write "None". Thinking is there under
+    both names that templates read. A copy, since reports know a message by its identity.
+    """
+    present = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    thinking = next((present[name] for name in names if name in present), None)
+    if thinking is None:
+        return present
+    return {"thinking": thinking, **present, "reasoning_content": thinking}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes for HTML that jinja2's own filter writes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
 class Template:
     """The chat template in a tokenizer's folder; ValueError, one line, if it has none.
 
@@ -60,7 +258,7 @@ class Template:
     def __init__(self, folder: str | Path, learned: str = "auto", today: datetime = _DAY) -> None:
         self.folder = Path(folder).expanduser()
         self.learned = learned
-        settings = read_json(self.folder / "tokenizer_config.json")
+        settings = untrusted.read_settings(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
         tokens = tokens_in(settings)
         self.renderer = Renderer(self.folder, source, tokens, today)
@@ -69,92 +267,80 @@ class Template:
                 f"data.turns={learned}: the generation marks in the chat template of {self.folder} "
                 "say what is learned; leave data.turns out, or take the marks out"
             )
-        described = read_json(self.folder / "tokenizer.json", untrusted.TOKENIZER_SIZE).get(
-            "added_tokens", []
-        )
-        self.special = [token["content"] for token in described if token.get("special")]
+        file = self.folder / "tokenizer.json"
+        added = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE).get("added_tokens", [])
+        self.special = [token["content"] for token in added if token.get("special")]
         digest = hashlib.sha256(json.dumps([_VERSION, learned, source, tokens]).encode())
         self.fingerprint = digest.hexdigest()[:32]
 
     @classmethod
     def of(cls, config: DataConfig) -> Template:
         """Read the chat template in the folder of `config.tokenizer`."""
-        if config.tokenizer is None:
-            raise ValueError(
-                "data.chat=true: needs a tokenizer with a chat template; "
-                "give its folder with data.tokenizer=, or init="
-            )
-        place = Path(config.tokenizer).expanduser()
-        return cls(place if place.is_dir() else place.parent, config.turns)
+        advice = "give its folder with data.tokenizer=, or init="
+        message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
+        refuse((config.tokenizer is None, message))
+        path = Path(config.tokenizer or "").expanduser()
+        return cls(path if path.is_dir() else path.parent, config.turns)
 
     def conversations(
         self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]
     ) -> Iterator[Conversation]:
         """Write row["messages"] of each (name, place, row) as text, with the assistant's spans.
 
-        Raises ValueError, naming the place and the message, if it is no conversation, or if the
+        Raises ValueError, which begins with the place, if a row is no conversation, or if the
         assistant's part cannot be told apart.
         """
         for name, place, row in rows:
-            messages = self._checked(place, row)
-            if all(message["role"] != "assistant" for message in messages):
-                raise ValueError(
-                    f"{place}: no message of the assistant, so nothing to learn; leave it out"
-                )
-            try:
+            with untrusted.named(place):
+                messages = self._checked(row)
+                problem = "no message of the assistant, so nothing to learn; leave it out"
+                refuse((not _numbers(messages, "assistant"), problem))
                 yield self._write(name, messages, row.get("tools"))
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
 
     def prompt(self, place: str, row: Mapping[str, Any]) -> str:
-        """Write row["messages"] up to where the assistant's next message begins."""
-        messages = self._checked(place, row)
-        try:
-            return self.renderer.render(messages, row.get("tools"), prompt=True).text
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
+        """Write row["messages"] up to the beginning of the assistant's next message."""
+        with untrusted.named(place):
+            return self.renderer.render(self._checked(row), row.get("tools"), prompt=True).text
 
-    def _checked(self, place: str, row: Mapping[str, Any]) -> list[Message]:
-        """Return the messages of `row`, after a look at what a template would take as it is."""
+    def _checked(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the messages of `row`; a template would take most mistakes as they are."""
         messages = row.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise ValueError(
-                f"{place}: 'messages' must be a list of messages, found {json.dumps(messages)[:60]}"
-            )
-        for n, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(f"{place}: message {n} must be an object with a role")
+            found = json.dumps(messages)[:60]
+            raise ValueError(f"'messages' must be a list of messages, found {found}")
+        for number, message in enumerate(messages, start=1):
+            place = f"message {number}"
+            has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+            refuse((not has_role, f"{place} must be an object with a role"))
             content = message.get("content")
-            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-                raise ValueError(f"{place}: message {n} must have its text in 'content'")
-            self._refuse_special(place, f"message {n}", message)
-        self._refuse_special(place, "tools", row.get("tools"))
+            has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
+            refuse((not has_text, f"{place} must have its text in 'content'"))
+            self._refuse_special(place, message)
+        self._refuse_special("tools", row.get("tools"))
         return messages
 
-    def _refuse_special(self, place: str, what: str, content: Any) -> None:
-        try:
+    def _refuse_special(self, place: str, content: Any) -> None:
+        # TypeError: dates of a Hub data set
+        with untrusted.named(place, "not plain text and numbers ({})", (TypeError, ValueError)):
             text = json.dumps(content, ensure_ascii=False)
-        except (TypeError, ValueError) as error:  # dates, numbers of thousands of digits
-            raise ValueError(f"{place}: {what} is not plain text and numbers ({error})") from error
         for token in self.special:
-            if token in text:
-                raise ValueError(f"{place}: {what} contains the special token {token}; take it out")
+            refuse((token in text, f"{place} contains the special token {token}; take it out"))
 
     def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Conversation:
         whole = self.renderer.render(messages, tools)
+        answers = _numbers(messages, "assistant")
         shortened = False
         if self.renderer.has_marks:
             text, spans = whole.text, whole.marked
         elif self.learned == "all" or (
             self.learned == "auto" and self._keeps_turns(messages, tools, whole)
         ):
-            text, spans = whole.text, self._spans(whole, _answers(messages))
+            text, spans = whole.text, self._spans(whole, answers)
         else:
-            text, spans = self._last_turn(messages[: _answers(messages)[-1] + 1], tools)
-            shortened = self.learned == "auto" and len(spans) < len(_answers(messages))
+            text, spans = self._last_turn(messages[: answers[-1] + 1], tools)
+            shortened = self.learned == "auto" and len(spans) < len(answers)
         spans = [(first, end) for first, end in spans if first < end]
-        if not spans:
-            raise ValueError("the chat template writes nothing of the assistant's; leave it out")
+        refuse((not spans, "the chat template writes nothing of the assistant's; leave it out"))
         return Conversation(name, text, spans, shortened)
 
     def _last_turn(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
@@ -168,10 +354,12 @@ class Template:
         whole = self.renderer.render(messages, tools)
         prompt = self.renderer.render(messages[:asked], tools, prompt=True).text
         before = prompt.removesuffix(self._openings[0])
-        start = min((first for n, (first, _) in whole.turns.items() if n >= asked), default=0)
+        later = [first for number, (first, _) in whole.turns.items() if number >= asked]
+        start = min(later, default=0)
         moved = len(before) - start
-        spans = self._spans(whole, [n for n in _answers(messages) if n >= asked])
-        return before + whole.text[start:], [(first + moved, end + moved) for first, end in spans]
+        answers = [number for number in _numbers(messages, "assistant") if number >= asked]
+        spans = [(first + moved, end + moved) for first, end in self._spans(whole, answers)]
+        return before + whole.text[start:], spans
 
     def _keeps_turns(self, messages: Sequence[Message], tools: Any, whole: Rendered) -> bool:
         """Return True if `whole` has every answer as the model is asked for it and writes it.
@@ -179,18 +367,16 @@ class Template:
         Compares the prompts of the first and the last answer, and each turn with the same turn
         alone. A rendering for each prompt would take time that is quadratic in the turns.
         """
-        answers = _answers(messages)
+        answers = _numbers(messages, "assistant")
         for count in {answers[0], _asked(messages)} - {0}:
             prompt = self.renderer.render(messages[:count], tools, prompt=True)
             if not whole.text.startswith(prompt.text):
                 return False
-        for first, end in pairwise(_questions(messages)):
-            last = max(
-                (n for n in range(first, end) if messages[n]["role"] == "assistant"), default=None
-            )
+        for first, end in pairwise(_numbers(messages, "user")):
+            last = max((number for number in answers if first <= number < end), default=None)
             if last is not None:
                 alone = self.renderer.render(messages[first : last + 1])
-                if not _turn(alone, last - first).startswith(_turn(whole, last)):
+                if not alone.turn(last - first).startswith(whole.turn(last)):
                     return False
         return True
 
@@ -198,16 +384,18 @@ class Template:
         """Return the spans of `answers` without the text that opens them."""
         spans = []
         openings = (*self._openings, "")
-        for first, end in (rendered.turns[n] for n in answers if n in rendered.turns):
-            text = rendered.text[first:end]
-            opening = next(prefix for prefix in openings if text.startswith(prefix))
-            spans.append((first + len(opening), end))
+        for number in answers:
+            if number in rendered.turns:
+                first, end = rendered.turns[number]
+                text = rendered.text[first:end]
+                opening = next(prefix for prefix in openings if text.startswith(prefix))
+                spans.append((first + len(opening), end))
         return spans
 
     @cached_property
     def _openings(self) -> tuple[str, str]:
-        """What a template writes between a question and the model's text: in a prompt, and before
-        an answer. The prompt may have more of it, such as the mark at which thinking begins.
+        """Return the text between a question and the model's text: in a prompt, and before an
+        answer. The prompt may have more of it, such as the mark at which thinking begins.
         """
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         prompt = self.renderer.render([question], prompt=True).text
@@ -223,25 +411,18 @@ class Template:
         return opening, shared
 
 
-def _answers(messages: Sequence[Message]) -> list[int]:
-    return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _questions(messages: Sequence[Message]) -> list[int]:
-    return [n for n, message in enumerate(messages) if message["role"] == "user"]
+def _numbers(messages: Sequence[Message], role: str) -> list[int]:
+    """Return the numbers of the messages of `role`."""
+    return [number for number, message in enumerate(messages) if message["role"] == role]
 
 
 def _asked(messages: Sequence[Message]) -> int:
     """Return how many messages the last turn answers: up to the user's last one before an answer,
     or without one of the user, up to the first answer.
     """
-    answers = _answers(messages)
-    return max((n + 1 for n in _questions(messages) if n < answers[-1]), default=answers[0])
-
-
-def _turn(rendered: Rendered, number: int) -> str:
-    first, end = rendered.turns.get(number, (0, 0))
-    return rendered.text[first:end]
+    answers = _numbers(messages, "assistant")
+    questions = _numbers(messages, "user")
+    return max((number + 1 for number in questions if number < answers[-1]), default=answers[0])
 
 
 def template_in(settings: Mapping[str, Any]) -> str | None:
@@ -255,8 +436,12 @@ def template_in(settings: Mapping[str, Any]) -> str | None:
 
 def tokens_in(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the tokens that a template may write, from a tokenizer_config.json; "" if missing."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    return {name: _text(settings.get(name)) for name in names}
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        tokens[name] = token if isinstance(token, str) else ""
+    return tokens
 
 
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
@@ -267,11 +452,6 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     if template is None:
         raise ValueError(
             f"{folder}: no chat template, which conversations need; give the folder of a tokenizer "
-            "that has one (data.tokenizer= where you train)"
+            "that has one (data.tokenizer= in training)"
         )
     return template
-
-
-def _text(token: Any) -> str:
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else ""

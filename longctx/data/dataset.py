@@ -1,45 +1,55 @@
-"""One source as a data set: its tokenizer, tokens, split and rows, each cached by a fingerprint of
-what it depends on.
+"""A data set: documents of one source or several, tokenized, split and packed into sequences.
 
-tokenizers/KEY    BPE trained on the corpus           key: the corpus' identity, vocabulary size
-documents/KEY     documents as tokens (Arrow)         key: the corpus' identity, tokenizer
-packings/KEY      which piece lies in which row       key: documents, split, seq_len
+tokenizers/KEY    BPE trained on the documents         key: identities of corpora, vocabulary size
+documents/KEY     documents as tokens (Arrow)          key: identity of a corpus, tokenizer
+packings/KEY      position of each piece in sequences  key: documents, split, seq_len
 
-torch is imported by what returns rows: to describe a data set does not need it, and it takes 3 s.
+Each folder is cached by a fingerprint of these values. A weight in a mix is a share of the
+sequences; the counts tell how many tokens of them documents fill. Validation reads the sequences of
+all sources, each as many as it has.
+
+torch is imported by the functions that return sequences: describing a data set does not need it,
+and it takes 3 s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from longctx import untrusted
 from longctx.config.data_config import DataConfig
+from longctx.config.fields import refuse
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
-from longctx.data.sources import open_corpus
+from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
 from longctx.data.split import by_bytes
 from longctx.data.store import Store, build, progress
 from longctx.data.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
-    from torch.utils.data import Sampler
+    from torch import Tensor
+    from torch.utils.data import ConcatDataset, Sampler
 
     from longctx.data.rows import Rows
 
-# Of what is in the cache; raised when the same documents would become other tokens or rows.
+# Of the cache; raised when the same documents would become other tokens or sequences.
 _VERSION = 1
+_MIX = "mix 1"
 SAMPLE = 16 << 20  # characters that a BPE is trained on
 SPLITS = ("train", "val")
 
 
 class EncodedDocument(NamedTuple):
-    """A document of a split, or the part of one that is in it: tokens (tokens,) int64, at the end
-    of a document end-of-text, and UTF-8 bytes of its text.
+    """A document of a split, or the part of one that is in it: tokens (tokens,) int64, with
+    end-of-text at the end of a document, and UTF-8 bytes of its text.
 
-    scored: which tokens of a conversation are learned, (tokens,) bool; None: all of a text.
+    scored: a mark for each token of a conversation that is learned, (tokens,) bool; None: all.
     """
 
     name: str
@@ -48,45 +58,50 @@ class EncodedDocument(NamedTuple):
     scored: np.ndarray | None = None
 
 
-class SplitDocuments(NamedTuple):
-    """The tokenized documents of a source.
+class Part:
+    """The documents of one source in sequences of `seq_len` tokens.
 
-    trained: (documents,) int64, how many tokens of each are trained on; the rest validates.
+    trained: (documents,) int64, the count of tokens of each that are trained on; the rest
+    validates.
     """
 
-    tokenizer: Tokenizer
-    store: Store
-    trained: np.ndarray
-
-    def unseen(self) -> set[bytes]:
-        """Return the keys of documents that validate, whole or in part."""
-        return {key.tobytes() for key in self.store.keys[self.trained < self.store.lengths]}
-
-
-class Data:
-    """A data set at one row length: `train` and `val` rows, tokenizer, uncut documents, counts."""
-
-    def __init__(self, config: DataConfig, seq_len: int, documents: SplitDocuments | None = None):
-        """Tokenize and split the documents, unless a mix has done so: then take its `documents`."""
-        if seq_len < 2:
-            raise ValueError(f"seq_len={seq_len}: a row holds at least 2 tokens; give more")
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, store: Store, trained: np.ndarray
+    ) -> None:
         self.config = config
-        self.seq_len = seq_len
-        self.tokenizer, self.store, self.trained = documents or split_documents(config)
-        validates = self.trained < self.store.lengths
-        self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
-        content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
-        if (validates & (self.trained > 0)).any():
-            content.append(self.trained[validates].tolist())
-        self.fingerprint: str = fingerprint([_VERSION, *content])
-        self.packings = self._pack()
+        self.tokenizer = tokenizer
+        self.store = store
+        self.trained = trained
+        self.seq_len = 0
+        self.packings: dict[str, Packing] = {}
+        validates = trained < store.lengths
+        self.split = {"train": np.flatnonzero(trained), "val": np.flatnonzero(validates)}
+        content = [store.content(), tokenizer.fingerprint, self.split["val"].tolist()]
+        if (validates & (trained > 0)).any():
+            content.append(trained[validates].tolist())
+        self.fingerprint = fingerprint([_VERSION, *content])
 
-    def at(self, seq_len: int) -> Data:
-        """Return the same documents and split in rows of `seq_len`; no file of theirs is opened."""
-        return Data(self.config, seq_len, SplitDocuments(self.tokenizer, self.store, self.trained))
+    def packed(self, seq_len: int) -> Part:
+        """Return a copy in sequences of `seq_len`."""
+
+        def write(folder: Path) -> None:
+            for split, documents in self.split.items():
+                starts, stops = self.span(split)
+                # If the end validates, the last token that is trained on is only predicted. No
+                # sequence shows it, or the first token that validates would be its target.
+                shown = stops - starts - (stops < self.store.lengths[documents])
+                packing = pack(shown, seq_len, documents, starts)
+                packing.save(folder / f"{split}.npz")
+
+        key = fingerprint([self.fingerprint, seq_len])
+        folder = cached(self.config.cache_folder() / "packings" / key, write)
+        other = copy(self)
+        other.seq_len = seq_len
+        other.packings = {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
+        return other
 
     def identity(self) -> dict[str, str]:
-        """Describe what all ranks must agree on: documents, tokenizer and split, not `seq_len`."""
+        """Describe the documents, the tokenizer and the split, not `seq_len`."""
         split = f"{len(self.split['train']):,} + {len(self.split['val']):,}"
         tokens = f"{int(self.store.lengths.sum()):,}"
         return {
@@ -95,28 +110,23 @@ class Data:
             "split": f"{split} documents, {fingerprint(self.trained.tolist())}",
         }
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of every document."""
-        return self.store.lengths
+    def span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return first and last + 1 token of each document in `split`."""
+        documents = self.split[split]
+        trained = self.trained[documents]
+        if split == "train":
+            return np.zeros_like(trained), trained
+        return trained, self.store.lengths[documents]
 
-    @property
-    def train(self) -> Rows:
-        return self._rows("train")
+    def rows(self, split: str) -> Rows:
+        """Return the sequences of `train` or `val`."""
+        from longctx.data.rows import Rows
 
-    @property
-    def val(self) -> Rows:
-        return self._rows("val")
+        return Rows(self.store, self.packings[split], self.seq_len, self.tokenizer.eos_id)
 
-    def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
-        """Return the endless order of the rows of `train`."""
-        from longctx.data.rows import SampleStream
-
-        return SampleStream(len(self.train), seed, rank, world_size, consumed)
-
-    def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
-        """Read the documents of `train` or `val`, not cut into rows, in their fixed order."""
-        starts, stops = self._span(split)
+    def documents(self, split: str) -> Iterator[EncodedDocument]:
+        """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
+        starts, stops = self.span(split)
         for document, start, stop in zip(
             self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
@@ -125,17 +135,13 @@ class Data:
             if len(ids) < self.store.lengths[document]:
                 name += " (end)" if start else " (before its end)"
                 ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
-                n_bytes = len(self.tokenizer.decode(x for x in ids if x not in ends).encode())
+                text = self.tokenizer.decode(token for token in ids if token not in ends)
+                n_bytes = len(text.encode())
             yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
 
-    def tokens(self, split: str) -> int:
-        """Count the tokens of `train` or `val`."""
-        starts, stops = self._span(split)
-        return int((stops - starts).sum())
-
     def summary(self) -> dict[str, Any]:
-        """Counts for a table or a log; `efficiency` is the share of row positions that hold a
-        document's token rather than padding.
+        """Count documents, tokens and sequences; `efficiency` is the share of a sequence that
+        documents fill, rather than padding.
         """
         counts: dict[str, Any] = {
             "source": self.config.source,
@@ -148,80 +154,208 @@ class Data:
             "vocab_size": self.tokenizer.vocab_size,
             "seq_len": self.seq_len,
         }
-        for split in SPLITS:
-            packing = self.packings[split]
+        for split, packing in self.packings.items():
+            starts, stops = self.span(split)
             counts[f"{split}_documents"] = len(self.split[split])
-            counts[f"{split}_tokens"] = self.tokens(split)
+            counts[f"{split}_tokens"] = int((stops - starts).sum())
             counts[f"{split}_rows"] = packing.rows
             counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
-        # Documents that are trained on and whose ends validate.
+        # Documents that are trained on and whose ends validate
         counts["val_ends"] = int(np.count_nonzero(self.trained[self.split["val"]]))
         return counts
 
-    def _span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return first and last + 1 token of each document in `split`."""
-        documents = self.split[split]
-        trained = self.trained[documents]
-        if split == "train":
-            return np.zeros_like(trained), trained
-        return trained, self.store.lengths[documents]
 
-    def _rows(self, split: str) -> Rows:
-        from longctx.data.rows import Rows
+class Data:
+    """A data set at one `seq_len`: `train` and `val` sequences, tokenizer, documents, counts.
 
-        return Rows(self.store, self.packings[split], self.seq_len, self.tokenizer.eos_id)
-
-    def _pack(self) -> dict[str, Packing]:
-        def write(folder: Path) -> None:
-            for split, documents in self.split.items():
-                starts, stops = self._span(split)
-                # If the end validates, the last token that is trained on is only predicted. No row
-                # shows it, or the first token that validates would be its target.
-                shown = stops - starts - (stops < self.store.lengths[documents])
-                packing = pack(shown, self.seq_len, documents, starts)
-                packing.save(folder / f"{split}.npz")
-
-        key = fingerprint([self.fingerprint, self.seq_len])
-        folder = cached(self.config.cache_folder() / "packings" / key, write)
-        return {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
-
-
-def split_documents(config: DataConfig, without: Set[bytes] = frozenset()) -> SplitDocuments:
-    """Tokenize the documents of one source and choose which of them validate."""
-    tokenizer, store = tokenize(config, without)
-    (trained,) = by_bytes([store], {"data": config.val_fraction}, tokenizer)
-    return SplitDocuments(tokenizer, store, trained)
-
-
-def tokenize(config: DataConfig, without: Set[bytes] = frozenset()) -> tuple[Tokenizer, Store]:
-    """Open the tokenizer and the documents in its tokens, building what the cache lacks.
-
-    Generated documents hold no text whose key (see `Store`) is in `without`.
+    parts: the documents of each source; a mix has their names, a single source is "".
     """
-    corpus = open_corpus(config, without)
-    identity = [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
-    if config.tokenizer is None:
-        folder = train_tokenizer(config, [identity, config.vocab_size], corpus.sample(SAMPLE))
-        tokenizer = Tokenizer.load(folder)
-    else:
-        tokenizer = Tokenizer.load(config.tokenizer)
 
-    def encode(folder: Path) -> None:
-        place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
-        build(folder, place, corpus, tokenizer, config.chat)
+    def __init__(self, config: DataConfig, seq_len: int) -> None:
+        """Build what the cache lacks."""
+        refuse((seq_len < 2, f"seq_len={seq_len}: a sequence has at least 2 tokens; give more"))
+        members = mix.members(config) or {"": mix.Member(1.0, config)}
+        self.config = config
+        self.seq_len = seq_len
+        self.weights = [member.weight for member in members.values()]
+        sources = {name: member.config for name, member in members.items()}
+        parts = _split(sources, *_tokenizer(config, sources))
+        self.parts = {name: part.packed(seq_len) for name, part in parts.items()}
+        self.tokenizer: Tokenizer = next(iter(parts.values())).tokenizer
+        fingerprints = [part.fingerprint for part in parts.values()]
+        content = [list(each) for each in zip(parts, self.weights, fingerprints, strict=True)]
+        self.fingerprint = fingerprint([_MIX, content]) if config.mix else fingerprints[0]
 
-    key = fingerprint([identity, tokenizer.fingerprint, "signatures"])
-    return tokenizer, Store(cached(config.cache_folder() / "documents" / key, encode))
+    def at(self, seq_len: int) -> Data:
+        """Return the same documents and split in sequences of `seq_len`; opens no document."""
+        other = copy(self)
+        other.seq_len = seq_len
+        other.parts = {name: part.packed(seq_len) for name, part in self.parts.items()}
+        return other
+
+    def identity(self) -> dict[str, str]:
+        """Describe what all ranks must agree on: documents, tokenizer and split, not `seq_len`."""
+        return {
+            f"mix.{name} {key}" if name else key: value
+            for name, part in self.parts.items()
+            for key, value in part.identity().items()
+        }
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of every document."""
+        return np.concatenate([part.store.lengths for part in self.parts.values()])
+
+    @property
+    def split(self) -> dict[str, np.ndarray]:
+        """Return the documents of train and val, numbered through over the sources."""
+        parts = list(self.parts.values())
+        starts = np.cumsum([0, *(len(part.store) for part in parts[:-1])])
+        return {
+            split: np.concatenate(
+                [start + part.split[split] for start, part in zip(starts, parts, strict=True)]
+            )
+            for split in SPLITS
+        }
+
+    @property
+    def train(self) -> ConcatDataset[dict[str, Tensor]]:
+        return self._rows("train")
+
+    @property
+    def val(self) -> ConcatDataset[dict[str, Tensor]]:
+        return self._rows("val")
+
+    def _rows(self, split: str) -> ConcatDataset[dict[str, Tensor]]:
+        from torch.utils.data import ConcatDataset
+
+        return ConcatDataset([part.rows(split) for part in self.parts.values()])
+
+    def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
+        """Return the endless order of the sequences of `train`."""
+        from longctx.data.rows import SampleStream
+
+        rows = [part.packings["train"].rows for part in self.parts.values()]
+        return SampleStream(rows, self.weights, seed, rank, world_size, consumed)
+
+    def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
+        """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
+        for name, part in self.parts.items():
+            for document in part.documents(split):
+                yield document._replace(name=f"{name}/{document.name}") if name else document
+
+    def summary(self) -> dict[str, Any]:
+        """Count over all sources, and under `mix` for each; see `Part.summary`."""
+        each = [part.summary() for part in self.parts.values()]
+        if not self.config.mix:
+            return each[0]
+        whole = {key: value for key, value in each[0].items() if isinstance(value, int)}
+        counts: dict[str, Any] = {"source": "mix"}
+        counts |= {key: sum(part[key] for part in each) for key in whole}
+        counts |= {"vocab_size": self.tokenizer.vocab_size, "seq_len": self.seq_len}
+        for split in SPLITS:
+            positions = counts[f"{split}_rows"] * self.seq_len
+            share = round(counts[f"{split}_tokens"] / positions, 6) if positions else 1.0
+            counts[f"{split}_efficiency"] = share
+        parts = zip(self.parts, self.weights, each, strict=True)
+        counts["mix"] = {name: {"weight": weight} | part for name, weight, part in parts}
+        return counts
 
 
-def train_tokenizer(config: DataConfig, identity: Any, texts: Iterable[str]) -> Path:
-    """Train a tokenizer of `config.vocab_size` tokens on `texts`, which `identity` stands for.
+def load(config: DataConfig, seq_len: int) -> Data:
+    """Open a data set in sequences of `seq_len` tokens.
 
-    Returns its folder in the cache. `texts` are read only if it is not there yet.
+    Builds what the cache lacks. Raises ValueError or OSError in one line that names the key or
+    file, if something is wrong with the documents.
     """
+    check(config)
+    return Data(config, seq_len)
+
+
+def _named(name: str) -> Any:
+    """Return a context that puts the member of a mix before the text of an error."""
+    errors = (ValueError, OSError)
+    return untrusted.named(f"data.mix.{name}", errors=errors) if name else nullcontext()
+
+
+def _identity(config: DataConfig, corpus: Corpus) -> list[Any]:
+    return [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
+
+
+def _tokenizer(
+    config: DataConfig, sources: Mapping[str, DataConfig]
+) -> tuple[Tokenizer, dict[str, Corpus]]:
+    """Return the tokenizer, trained on a sample of all sources if none is given, and the corpora
+    opened so far.
+    """
+    corpora = {}
+    for name, source in sources.items():
+        with _named(name):
+            corpora[name] = open_corpus(source)
+    if config.tokenizer is not None:
+        return Tokenizer.load(config.tokenizer), corpora
 
     def write(folder: Path) -> None:
+        texts = (text for corpus in corpora.values() for text in corpus.sample(size))
         with progress(f"training a tokenizer of {config.vocab_size:,} tokens"):
             train(texts, config.vocab_size).save(folder / "tokenizer.json")
 
-    return cached(config.cache_folder() / "tokenizers" / fingerprint(identity), write)
+    size = SAMPLE // len(corpora)
+    identities: list[Any] = [_MIX, [corpus.identity for corpus in corpora.values()]]
+    if not config.mix:
+        identities = [_identity(config, corpora[""])]
+    key = fingerprint([*identities, config.vocab_size])
+    return Tokenizer.load(cached(config.cache_folder() / "tokenizers" / key, write)), corpora
+
+
+def _split(
+    sources: Mapping[str, DataConfig], tokenizer: Tokenizer, corpora: Mapping[str, Corpus]
+) -> dict[str, Part]:
+    """Tokenize and split every source so that no text is on both sides.
+
+    Near-duplicates in several sources are on one side; generated documents contain no text that
+    validates.
+    """
+    is_generated = {name: SOURCES[source.source].generated for name, source in sources.items()}
+    stores = {
+        name: _tokenized(name, source, corpora[name], tokenizer)
+        for name, source in sources.items()
+        if not is_generated[name]
+    }
+    parts = _parts(sources, stores, tokenizer) if stores else {}
+    unseen = {
+        key.tobytes()
+        for part in parts.values()
+        for key in part.store.keys[part.trained < part.store.lengths]
+    }
+    for name, source in sources.items():
+        if is_generated[name]:
+            with _named(name):
+                corpus = open_corpus(source, unseen) if unseen else corpora[name]
+            store = _tokenized(name, source, corpus, tokenizer)
+            parts |= _parts(sources, {name: store}, tokenizer)
+    return {name: parts[name] for name in sources}
+
+
+def _parts(
+    sources: Mapping[str, DataConfig], stores: Mapping[str, Store], tokenizer: Tokenizer
+) -> dict[str, Part]:
+    places = {name: f"data.mix.{name}" if name else "data" for name in stores}
+    fractions = {places[name]: sources[name].val_fraction for name in stores}
+    splits = by_bytes(list(stores.values()), fractions, tokenizer)
+    return {
+        name: Part(sources[name], tokenizer, store, trained)
+        for (name, store), trained in zip(stores.items(), splits, strict=True)
+    }
+
+
+def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Store:
+    """Open the documents of one source in tokens of `tokenizer`."""
+
+    def write(folder: Path) -> None:
+        place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
+        build(folder, place, corpus, tokenizer, config.chat)
+
+    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures"])
+    with _named(name):
+        return Store(cached(config.cache_folder() / "documents" / key, write))

@@ -1,40 +1,105 @@
 """The tables and the picture of `longctx data`: the size of a data set, the lengths of its
-documents, and how well they fill rows.
+documents, and the share of each sequence that they fill.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.config.command_config import DescribeConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from longctx.data.dataset import Data
-    from longctx.data.mixture import Mixture
 
-_LONG = (4096, 16384, 65536)  # tokens; documents above these are what a long context is for
+_LONG = (4096, 16384, 65536)  # tokens; a long context is for documents above these
 
 
 def describe(config: DescribeConfig) -> int:
     """Print the counts of a data set, and draw its document lengths if `out` is given."""
-    from longctx.data.mixture import load  # pyarrow and tokenizers, which --help does not need
+    from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
     from longctx.tables import show
 
     data = load(config.data, config.seq_len)
-    counts = data.summary()
-    show(_overview(data, counts))
-    show(_rows(counts))
-    if "mix" in counts:
-        show(_members(counts["mix"]))
-    show(_lengths(histogram(data), counts["tokens"]))
+    for table in tables(data):
+        show(table)
     if config.out is not None:
         draw(data, Path(config.out))
         print(f"\nHistogram of document lengths: {config.out}")
     return 0
+
+
+def tables(data: Data) -> list[Table]:
+    """Return the tables of a data set: an overview, its splits, its sources, document lengths."""
+    counts = data.summary()
+    result = [_overview(data, counts)]
+    numbers = ("documents", "tokens", "rows")
+    splits = []
+    for split in ("train", "val"):
+        filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
+        splits.append([split, *(f"{counts[f'{split}_{name}']:,}" for name in numbers), filled])
+    title = f"Sequences of {counts['seq_len']:,} tokens"
+    result.append(_table(title, ["split", "documents", "tokens", "sequences", "filled"], splits))
+    if "mix" in counts:
+        names = ["name", "weight", "documents", "tokens", "sequences to train on"]
+        sources = [
+            [name, f"{part['weight']:g}"]
+            + [f"{part[key]:,}" for key in ("documents", "tokens", "train_rows")]
+            for name, part in counts["mix"].items()
+        ]
+        result.append(_table("Sources", names, sources))
+    bins = histogram(data)
+    limit = max(part.tokens for part in bins)
+    lengths = []
+    for part in bins:
+        span = f"{part.low:,} – {2 * part.low - 1:,}" if part.low > 1 else "1"
+        bar = "█" * round(32 * part.tokens / limit)
+        share = f"{part.tokens / counts['tokens']:6.1%} {bar}"
+        lengths.append([span, f"{part.documents:,}", share])
+    table = _table("Document lengths", ["tokens", "documents", "share of all tokens"], lengths)
+    table.columns[0].justify = "right"
+    table.columns[2].justify = "left"
+    return [*result, table]
+
+
+def _overview(data: Data, counts: dict[str, Any]) -> Table:
+    lengths = data.lengths
+    empty, total = counts["documents_dropped"], counts["tokens"]
+    about = f"{counts['near_duplicates']:,} near-duplicates of others"
+    about += f", {empty:,} without text left out" if empty else ""
+    rows = [["documents", f"{counts['documents']:,} ({about})"]]
+    if counts["conversations_shortened"]:
+        rows.append(["learned in the last turn only", f"{counts['conversations_shortened']:,}"])
+    rows += [
+        ["bytes", f"{counts['bytes']:,}"],
+        ["tokens", f"{total:,}"],
+        ["vocabulary", f"{counts['vocab_size']:,} tokens"],
+        ["bytes per token", f"{counts['bytes'] / total:.2f}"],
+        ["longest document", f"{int(lengths.max()):,} tokens"],
+    ]
+    for length in _LONG:
+        share = lengths[lengths > length].sum() / lengths.sum()
+        rows.append([f"tokens in documents > {length // 1024}K", f"{share:.1%}"])
+    table = _table(f"data={counts['source']}", ["", ""], rows)
+    table.show_header = False
+    table.columns[0].style = "dim"
+    return table
+
+
+def _table(title: str, names: list[str], rows: Iterable[list[str]]) -> Table:
+    """Return a table whose columns but the first are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Bin(NamedTuple):
@@ -45,7 +110,7 @@ class Bin(NamedTuple):
     tokens: int
 
 
-def histogram(data: Data | Mixture) -> list[Bin]:
+def histogram(data: Data) -> list[Bin]:
     """Count document lengths in bins from one power of two to the next, without gaps."""
     import numpy as np
 
@@ -57,84 +122,7 @@ def histogram(data: Data | Mixture) -> list[Bin]:
     return [Bin(2 ** (first + i), int(documents[i]), int(tokens[i])) for i in range(count)]
 
 
-def share_in_longer(data: Data | Mixture, length: int) -> float:
-    """Return the share of all tokens in documents of more than `length` tokens."""
-    lengths = data.lengths
-    return float(lengths[lengths > length].sum() / lengths.sum())
-
-
-def _overview(data: Data | Mixture, counts: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title=f"data={counts['source']}",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        pad_edge=False,
-    )
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    empty = counts["documents_dropped"]
-    about = f"{counts['near_duplicates']:,} near-duplicates of others"
-    about += f", {empty:,} without text left out" if empty else ""
-    table.add_row("documents", f"{counts['documents']:,} ({about})")
-    if counts["conversations_shortened"]:
-        table.add_row("learned in the last turn only", f"{counts['conversations_shortened']:,}")
-    table.add_row("bytes", f"{counts['bytes']:,}")
-    table.add_row("tokens", f"{counts['tokens']:,}")
-    table.add_row("vocabulary", f"{counts['vocab_size']:,} tokens")
-    table.add_row("bytes per token", f"{counts['bytes'] / counts['tokens']:.2f}")
-    table.add_row("longest document", f"{int(data.lengths.max()):,} tokens")
-    for length in _LONG:
-        share = share_in_longer(data, length)
-        table.add_row(f"tokens in documents > {length // 1024}K", f"{share:.1%}")
-    return table
-
-
-def _rows(counts: dict[str, Any]) -> Table:
-    table = _columns(
-        f"Rows of {counts['seq_len']:,} tokens", "split", "documents", "tokens", "rows", "filled"
-    )
-    for split in ("train", "val"):
-        numbers = [f"{counts[f'{split}_{name}']:,}" for name in ("documents", "tokens", "rows")]
-        filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
-        table.add_row(split, *numbers, filled)
-    return table
-
-
-def _members(mix: dict[str, dict[str, Any]]) -> Table:
-    table = _columns("Sources", "name", "weight", "documents", "tokens", "rows to train on")
-    for name, counts in mix.items():
-        numbers = [f"{counts[key]:,}" for key in ("documents", "tokens", "train_rows")]
-        table.add_row(name, f"{counts['weight']:g}", *numbers)
-    return table
-
-
-def _lengths(bins: list[Bin], tokens: int) -> Table:
-    table = _columns("Document lengths", "tokens", "documents")
-    table.add_column("share of all tokens", header_style="dim")
-    table.columns[0].justify = "right"
-    limit = max(part.tokens for part in bins)
-    for part in bins:
-        bar = "█" * round(32 * part.tokens / limit)
-        span = f"{part.low:,} – {2 * part.low - 1:,}" if part.low > 1 else "1"
-        table.add_row(span, f"{part.documents:,}", f"{part.tokens / tokens:6.1%} {bar}")
-    return table
-
-
-def _columns(title: str, name: str, *numbers: str) -> Table:
-    """Return a table of a name and, aligned to the right, of `numbers`."""
-    from rich.table import Table
-
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
-    table.add_column(name, header_style="dim")
-    for number in numbers:
-        table.add_column(number, justify="right", header_style="dim")
-    return table
-
-
-def draw(data: Data | Mixture, path: Path) -> None:
+def draw(data: Data, path: Path) -> None:
     """Write a picture of the document lengths: the number of documents, and their tokens."""
     import matplotlib
 
@@ -168,13 +156,11 @@ def draw(data: Data | Mixture, path: Path) -> None:
         if edges[0] <= data.seq_len <= edges[-1]:
             axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
     above.set_title(f"{data.config.source} · {len(data.lengths):,} documents, {total:,} tokens")
-    try:
-        with files.atomic(path) as partial:
-            figure.savefig(partial, dpi=150, format=path.suffix.lstrip(".") or "png")
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib cannot write
-        raise ValueError(f"out={path}: cannot be written ({error}); give another file") from error
-    finally:
-        pyplot.close(figure)
+    # ValueError: an ending that matplotlib cannot write
+    problem = "cannot be written ({}); give another file"
+    with untrusted.named(f"out={path}", problem, (OSError, ValueError)), files.atomic(path) as file:
+        figure.savefig(file, dpi=150, format=path.suffix.lstrip(".") or "png")
+    pyplot.close(figure)
 
 
 def _short(tokens: int) -> str:

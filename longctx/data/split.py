@@ -1,16 +1,16 @@
-"""Which tokens validate: a share of the corpus, near-duplicates on one side.
+"""The tokens that validate: a share of the corpus, with near-duplicates on one side.
 
-Documents validate whole, in the order of their hashes, until the share is there. If whole documents
+Documents validate whole, in the order of their hashes, until the share is full. If whole documents
 cannot make it up, because they are few or long, the ends of documents do. Shares are counted in
 bytes, so a run with another tokenizer validates the same documents. A split is an array `trained`
 (documents,) int64 for each store: the first `trained` tokens of a document are trained on, and the
 rest validates.
 
 Near-duplicates are found by MinHash (Broder 1997) over shingles of five words. Signatures are
-banded, so that documents with mostly equal shingles meet in a bucket, and joined if they agree in
-at least `SIMILAR` of the places. Words are in lower case and split at white space, so indentation
-does not count. By hand because datasketch 2.0 takes five times as long (10.3 s, here 2.0 s for the
-2,400 embedded documents) and forms other groups, so old runs could not be resumed.
+banded: documents with mostly equal shingles share a bucket, and are joined if at least `SIMILAR` of
+their positions agree. Words are in lower case and split at white space, so indentation does not
+count. By hand because datasketch 2.0 takes five times as long (10.3 s, here 2.0 s for the 2,400
+embedded documents) and forms other groups, so old runs could not be resumed.
 """
 
 from __future__ import annotations
@@ -21,32 +21,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longctx.data.tokenizer import Tokenizer
+from longctx.config.fields import refuse
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
+    from longctx.data.tokenizer import Tokenizer
 
-SHARE = 0.02  # of the bytes, where data.val_fraction does not say
-# Bytes, about 32,000 tokens, from which the standard error of a mean loss is some 0.02 nats; but of
-# a small corpus no more than MOST.
+SHARE = 0.02  # of the bytes, if data.val_fraction is null
+# Bytes, about 32,000 tokens: the standard error of their mean loss is some 0.02 nats. Of a small
+# corpus at most MOST.
 ENOUGH = 128 << 10
 MOST = 0.1
 NEARLY = 0.98  # of the wanted bytes, at which no more documents are looked for
-SHORTEST = 2  # tokens of a part: one that is shown and one to predict
+SHORTEST = 2  # tokens of a part: one to show and one to predict
 
 PLACES = 64  # of a signature, each the smallest of one hash over all shingles
 # Places per bucket key: documents alike by 0.8 share one of 16 keys with probability 0.9998.
 _BAND = 4
 _SHINGLE = 5  # words
-SIMILAR = 0.6  # share of equal places from which two documents are one group
+SIMILAR = 0.6  # share of equal places that makes two documents one group
 
 _ODD = np.random.Generator(np.random.PCG64(20)).integers(
     0, 2**64, PLACES, dtype=np.uint64
 ) | np.uint64(1)
 _ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, PLACES, dtype=np.uint64)
 
-# Place of the key, such as data, → val_fraction of each store.
+# Place of the keys, such as data, → val_fraction of each store.
 Fractions = Mapping[str, float | None]
+
+
+def splitmix(numbers: np.ndarray | np.uint64) -> np.ndarray:
+    """Mix the bits of each number, (n,) uint64, as SplitMix64 does after its addition."""
+    mixed = np.asarray(numbers, dtype=np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def by_bytes(
@@ -71,21 +80,27 @@ def by_bytes(
     validating = np.split(validates[group], bounds)
     can_be_cut = np.split((alone & ~validates & _members_are_copies(stores, group))[group], bounds)
     splits = []
-    for n, (place, store) in enumerate(zip(fractions, stores, strict=True)):
-        trained = np.where(validating[n], 0, store.lengths)
-        missing = wanted[n] - int(store.n_bytes[validating[n]].sum())
-        if wanted[n] and (missing > wanted[n] / 2 or not validating[n].any()):
-            _cut_ends(trained, can_be_cut[n], missing, store, tokenizer)
-        if wanted[n] and (trained == store.lengths).all():
-            # Groups too large for the share, of which no end can validate: the smallest then.
-            size = np.where(alone, sizes[:, n], 0)
-            smallest = int(np.argmin(np.where(size > 0, size, totals[n])))
-            if 0 < size[smallest] < totals[n]:
-                trained[np.split(group, bounds)[n] == smallest] = 0
-            elif (sizes[:, n] > 0).sum() == 1:  # else it validates nothing, which the run says
-                raise _cannot_split(place, fractions[place], len(store))
-        if not trained.any():  # a single byte of text
-            raise _cannot_split(place, fractions[place], len(store))
+    for number, (place, store) in enumerate(zip(fractions, stores, strict=True)):
+        whole = validating[number]
+        trained = np.where(whole, 0, store.lengths)
+        missing = wanted[number] - int(store.n_bytes[whole].sum())
+        if wanted[number] and (missing > wanted[number] / 2 or not whole.any()):
+            _cut_ends(trained, can_be_cut[number], missing, store, tokenizer)
+        if wanted[number] and (trained == store.lengths).all():
+            # The groups are too large for the share, and no end can validate: the smallest then.
+            size = np.where(alone, sizes[:, number], 0)
+            smallest = int(np.argmin(np.where(size > 0, size, totals[number])))
+            if 0 < size[smallest] < totals[number]:
+                trained[np.split(group, bounds)[number] == smallest] = 0
+        is_one_group = (sizes[:, number] > 0).sum() == 1
+        # With groups in other stores too, nothing may validate here; the run prints that.
+        is_unsplit = wanted[number] > 0 and (trained == store.lengths).all() and is_one_group
+        key = f"{place}.val_fraction"
+        value = "null" if fractions[place] is None else fractions[place]
+        problem = f"{key}={value}: cannot split {len(store)} document(s), all alike or too short"
+        advice = f"give more documents, or {key}=0 to train without validation"
+        is_impossible = is_unsplit or not trained.any()  # nothing to train on: a byte of text
+        refuse((is_impossible, f"{problem}, into training and validation; {advice}"))
         splits.append(trained)
     return splits
 
@@ -103,10 +118,8 @@ def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
     """Return the groups in the order of a hash that ignores order and number of their members."""
     smallest = np.full(int(group.max()) + 1, 2**64 - 1, np.uint64)
     np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
-    # The smallest of many is small: hashed again (splitmix64), large groups come no earlier.
-    mixed = (smallest ^ (smallest >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")
+    # The smallest of many is small: hashed again, large groups come no earlier.
+    return np.argsort(splitmix(smallest), kind="stable")
 
 
 def _wanted(total: int, fraction: float | None) -> int:
@@ -117,7 +130,7 @@ def _wanted(total: int, fraction: float | None) -> int:
 
 
 def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-    """Return which groups validate whole, (groups,) bool.
+    """Choose the groups that validate whole, (groups,) bool.
 
     Takes each group that fits into the bytes still wanted of each store, then for each store one
     more group if that brings it closer.
@@ -125,30 +138,30 @@ def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[in
     validates = np.zeros(len(sizes), bool)
     room = np.array(wanted, np.int64)
     enough = np.maximum(1, (1 - NEARLY) * room).astype(np.int64)  # room that may stay
-    for one in order.tolist():
+    for group in order.tolist():
         if (room < enough).all():
             break
-        size = sizes[one]
+        size = sizes[group]
         if (size <= np.where(room < enough, 0, room)).all():
-            validates[one] = True
+            validates[group] = True
             room -= size
-    for n, total in enumerate(sizes.sum(axis=0).tolist()):
-        in_this_alone = (sizes > 0).sum(axis=1) == 1
-        others = order[(~validates & in_this_alone & (sizes[:, n] > 0))[order]]
-        if room[n] < enough[n] or not len(others):
+    in_one_store = (sizes > 0).sum(axis=1) == 1
+    for number, total in enumerate(sizes.sum(axis=0).tolist()):
+        others = order[(~validates & in_one_store & (sizes[:, number] > 0))[order]]
+        if room[number] < enough[number] or not len(others):
             continue
-        size = sizes[others, n]
-        closer = np.abs(room[n] - size) < room[n]
-        closer &= size <= room[n] + wanted[n] // 2
-        closer &= wanted[n] - room[n] + size < total
+        size = sizes[others, number]
+        closer = np.abs(room[number] - size) < room[number]
+        closer &= size <= room[number] + wanted[number] // 2
+        closer &= wanted[number] - room[number] + size < total
         if closer.any():
-            best = int(np.argmin(np.where(closer, np.abs(room[n] - size), total)))
+            best = int(np.argmin(np.where(closer, np.abs(room[number] - size), total)))
             validates[others[best]] = True
     return validates
 
 
 def _members_are_copies(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
-    """Return which groups hold one text only, (groups,) bool.
+    """Find the groups that hold one text only, (groups,) bool.
 
     In other groups, the end of one document may be in the trained part of another.
     """
@@ -181,20 +194,11 @@ def _cut_ends(
 
 def _between_characters(store: Store, tokenizer: Tokenizer, document: int, cut: int) -> int:
     """Return `cut`, or up to 3 tokens before it, so that no character is cut."""
-    for place in range(cut, max(SHORTEST, cut - 3) - 1, -1):
-        after = store.tokens(document, place, place + 4).tolist()  # of a byte each at least
+    for position in range(cut, max(SHORTEST, cut - 3) - 1, -1):
+        after = store.tokens(document, position, position + 4).tolist()  # of a byte each at least
         if not tokenizer.decode(after).startswith("\ufffd"):
-            return place
+            return position
     return cut
-
-
-def _cannot_split(place: str, fraction: float | None, documents: int) -> ValueError:
-    shown = "null" if fraction is None else fraction
-    return ValueError(
-        f"{place}.val_fraction={shown}: cannot split {documents} document(s), all alike or too "
-        "short, into training and validation; give more documents, "
-        f"or {place}.val_fraction=0 to train without validation"
-    )
 
 
 def signature(text: str) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Tokenized documents in one Arrow file, read through the memory map.
 
 `datasets.Dataset.from_file` opens it too: a row per document with name, input_ids, n_bytes. It is
-written and read through pyarrow because importing datasets takes 1.5 s. Next to it are the groups
-of near-duplicates and the content hashes.
+written and read through pyarrow because importing datasets takes 1.5 s. The groups of
+near-duplicates and the content hashes are in a file next to it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from longctx.config.fields import refuse
 from longctx.data.chat import Conversation
-from longctx.data.corpus import Corpus, Document, content_key
+from longctx.data.sources import Corpus, Document, content_key
 from longctx.data.split import near_duplicates, signature
 from longctx.data.tokenizer import Tokenizer
 
@@ -33,8 +34,8 @@ class Store:
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
     groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `content_key`.
-    signatures: see `split.signature`. dropped: how many documents had nothing to predict.
-    shortened: how many conversations are learned in their last turn alone, because the chat
+    signatures: see `split.signature`. dropped: a count of documents with nothing to predict.
+    shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before.
     """
 
@@ -54,7 +55,7 @@ class Store:
         if "scored" in self.table.column_names:
             marks = [chunk.values for chunk in self.table.column("scored").chunks]
             self._scored = [view(values).view(bool) for values in marks]
-        # Where each document begins and ends within the tokens of its chunk.
+        # First and last + 1 token of each document, counted in its chunk.
         offsets = [view(chunk.offsets).astype(np.int64) for chunk in chunks]
         self._first = np.concatenate([bounds[:-1] for bounds in offsets])
         self._chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
@@ -75,7 +76,7 @@ class Store:
         return self._ids[self._chunk[document]][first + start : first + stop]
 
     def scored(self, document: int, start: int, stop: int) -> np.ndarray | None:
-        """Return which of the tokens `start:stop` of a document are scored, bool; None: all."""
+        """Return a mark for each scored token of `start:stop`, bool; None: all are scored."""
         if self._scored is None:
             return None
         first = int(self._first[document])
@@ -115,35 +116,32 @@ def view(array: Any) -> np.ndarray:
 def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
     """Show a moving line on a terminal while the block runs, then print the totals.
 
-    The block calls `advance(documents, tokens)`. `total` is the number of documents, if known.
+    The block calls the yielded function with the documents and tokens so far. `total` is the number
+    of documents, if known.
     """
     began = time.monotonic()
-    documents = tokens = 0
-    bar = Progress(
+    state = ""
+    columns = (
         SpinnerColumn(),
-        TextColumn(f"data: {task}"),
+        TextColumn("data: {task.description}"),
         BarColumn(),
         TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
     )
-    row = bar.add_task(task, total=total, state="")
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        row = bar.add_task(task, total=total, state="")
 
-    def state() -> str:
-        return f"{documents:,} documents, {tokens:,} tokens"
+        def show(documents: int, tokens: int) -> None:
+            nonlocal state
+            state = f"{documents:,} documents, {tokens:,} tokens"
+            bar.update(row, completed=documents, state=state)
 
-    def advance(more_documents: int, more_tokens: int) -> None:
-        nonlocal documents, tokens
-        documents += more_documents
-        tokens += more_tokens
-        bar.update(row, advance=more_documents, state=state())
-
-    with bar:
-        yield advance
-    count = f"{state()} in " if documents else ""
-    print(f"data: {task}: {count}{time.monotonic() - began:.1f} s", file=sys.stderr)
+        yield show
+    state = f"{state} in " if state else ""
+    print(f"data: {task}: {state}{time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
 def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: bool) -> None:
@@ -158,36 +156,36 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
     signatures: list[np.ndarray] = []
-    dropped = shortened = 0
+    documents = tokens = shortened = 0
+    # Shorter documents have nothing to predict.
     shortest = 2 if chat else tokenizer.shortest
     with (
-        progress("tokenizing", corpus.total) as advance,
+        progress("tokenizing", corpus.total) as show,
         pa.OSFile(str(folder / "documents.arrow"), "wb") as sink,
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
             encoded, scored = _encoded(batch, tokenizer, chat)
-            held = [n for n, ids in enumerate(encoded) if len(ids) >= shortest]
-            dropped += len(batch) - len(held)
+            kept = [number for number, ids in enumerate(encoded) if len(ids) >= shortest]
             shortened += sum(isinstance(item, Conversation) and item.shortened for item in batch)
-            for n in held:
-                keys.append(content_key(batch[n].text))
-                signatures.append(signature(batch[n].text))
+            for number in kept:
+                keys.append(content_key(batch[number].text))
+                signatures.append(signature(batch[number].text))
             # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
-            offsets = np.cumsum([0, *(len(encoded[n]) for n in held)]).astype(np.int32)
+            offsets = np.cumsum([0, *(len(encoded[number]) for number in kept)]).astype(np.int32)
             columns: list[Any] = [
-                [batch[n].name for n in held],
-                _lists(offsets, [encoded[n] for n in held], token_type),
-                [len(batch[n].text.encode()) for n in held],
+                [batch[number].name for number in kept],
+                _lists(offsets, [encoded[number] for number in kept], token_type),
+                [len(batch[number].text.encode()) for number in kept],
             ]
             if chat:
-                columns.append(_lists(offsets, [scored[n] for n in held], pa.uint8()))
+                columns.append(_lists(offsets, [scored[number] for number in kept], pa.uint8()))
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            advance(len(batch), int(offsets[-1]))
-    if not keys:
-        raise ValueError(
-            f"{place}: none of {dropped:,} documents has a token to predict; give longer documents"
-        )
+            documents += len(batch)
+            tokens += int(offsets[-1])
+            show(documents, tokens)
+    problem = f"{place}: none of {documents:,} documents has a token to predict"
+    refuse((not keys, f"{problem}; give longer documents"))
     stacked = np.stack(signatures)
     counts: dict[str, Any] = {"shortened": shortened} if chat else {}
     np.savez(
@@ -196,14 +194,14 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
         groups=near_duplicates(stacked),
         signatures=stacked,
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
-        dropped=dropped,
+        dropped=documents - len(keys),
     )
 
 
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
 ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-    """Return the tokens of each document, and with `chat` which of them are scored."""
+    """Return the tokens of each document, and with `chat` a mark for each scored token."""
     if not chat:
         return tokenizer.encode_documents([document.text for document in batch]), []
     pairs = []
@@ -219,6 +217,7 @@ def _lists(offsets: np.ndarray, lists: Sequence[np.ndarray], value_type: Any) ->
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Group documents until they have `_BATCH` characters; names count about 64."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -226,6 +225,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         characters += len(document.text) + 64
         if characters >= _BATCH:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch

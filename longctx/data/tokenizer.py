@@ -1,9 +1,7 @@
-"""Text to token ids and back: a byte-level BPE trained here, or any tokenizer that a tokenizer.json
-describes.
+"""Text to token ids and back: a byte-level BPE trained here, or any tokenizer.json.
 
-Around Hugging Face `tokenizers`; adds what training needs and tokenizer.json does not say: which
-token ends a document. Text never turns into special tokens: a document that quotes `<|endoftext|>`
-does not end there.
+Hugging Face `tokenizers` with the token that ends a document, which tokenizer.json does not name.
+Text never turns into special tokens: a document that quotes `<|endoftext|>` does not end there.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 
 from longctx import files, untrusted
+from longctx.config.fields import refuse
 
 # Unset, the library warns at every fork of a data worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -34,6 +31,7 @@ _BOUNDARY = re.compile(r"[^\W_]\n")
 _LONGEST_RUN = 1000
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of one byte, where others are of characters
 _BYTE_LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # each writes a byte
+_FAILED = ("the tokenizer does not get through a text", "use another ({})", (Exception,))
 _ENDLESS = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
@@ -69,8 +67,10 @@ class Tokenizer:
         return [*self.begin, *self.encode(text)] or [self.eos_id]
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
-        """Return the text of token ids, with `special` that of special tokens too."""
-        return self._tokenizer.decode([int(x) for x in ids], skip_special_tokens=not special)
+        """Return the text of token ids; `special` includes that of special tokens."""
+        return self._tokenizer.decode(
+            [int(token) for token in ids], skip_special_tokens=not special
+        )
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of uncut documents, (tokens,) int32 each.
@@ -94,22 +94,22 @@ class Tokenizer:
     def encode_conversation(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids (tokens,) int32 of a rendered conversation, and which of them have text
-        in one of `spans`, (tokens,) bool.
+        """Return token ids (tokens,) int32 of a rendered conversation, and a mark for each token
+        with text in one of `spans`, (tokens,) bool.
 
         `spans` are ascending and apart. Special tokens in the text count as such, and none is put
         before or after it.
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            with _failures_named():
+            with untrusted.named(*_FAILED):
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, begins + 1)  # a token without text counts as its next character
         firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
-        # Spans that begin before the token's end, less those that end before it begins
+        # Of the spans that begin before a token ends, some end before it begins; the rest overlap.
         overlapping = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
         return np.asarray(encoding.ids, np.int32), overlapping > 0
 
@@ -150,60 +150,38 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a tokenizer.json, or a folder that has one (a run, a Hugging Face model).
 
-        Raises FileNotFoundError or ValueError if there is none, it is broken, or no token ends a
-        text.
+        Raises FileNotFoundError or ValueError if it is missing or broken, or no token ends a text.
         """
         given = Path(path).expanduser()
         file = given / "tokenizer.json" if given.is_dir() else given
         within = given if given.is_dir() else None
-        try:
-            text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
-        except FileNotFoundError as error:
+        if not os.path.lexists(file):
             raise FileNotFoundError(
                 f"tokenizer {file}: not there; give a tokenizer.json, or a Hugging Face folder"
-            ) from error
-        try:
+            )
+        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+        # The library raises plain Exception.
+        with untrusted.named(f"tokenizer {file}", "cannot be used ({})", (Exception,)):
             tokenizer = tokenizers.Tokenizer.from_str(text)
             # The same text would become other tokens each time.
-            if getattr(tokenizer.model, "dropout", None):
-                raise ValueError("dropout is set; set it to null")
+            dropout = getattr(tokenizer.model, "dropout", None)
+            refuse((dropout, "dropout is set; set it to null"))
             return cls(tokenizer, _find_eos(tokenizer, file.parent))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"tokenizer {file}: cannot be used ({error})") from error
 
     def _find_bos(self) -> int | None:
-        with _failures_named():
-            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-            full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        (plain,) = self._encode_parts(["a"])
+        (full,) = self._encode_parts(["a"], special=True)
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None
 
-    def _encode_parts(self, parts: Sequence[str]) -> list[list[int]]:
-        with _failures_named():
-            encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+    def _encode_parts(self, parts: Sequence[str], special: bool = False) -> list[list[int]]:
+        with untrusted.named(*_FAILED):
+            encoded = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=special)
+        return [encoding.ids for encoding in encoded]
 
     def _segments(self, text: str) -> list[str]:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
         return list(segments(text, _SEGMENT))
-
-
-@contextmanager
-def _failures_named() -> Iterator[None]:
-    """Raise ValueError if the library gives up on a text.
-
-    It raises a plain Exception for an unknown word without a token for such. It panics, which is no
-    Exception, if a regular expression would take for ever.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"the tokenizer does not get through a text ({reason}); use another"
-        ) from error
 
 
 def segments(text: str, size: int) -> Iterator[str]:
@@ -249,28 +227,16 @@ def _without_endless_runs(text: str) -> Iterator[str]:
 
 def _find_eos(tokenizer: tokenizers.Tokenizer, folder: Path) -> str:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = read_json(folder / name).get("eos_token")
+        token = untrusted.read_settings(folder / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
             return token
     for name in ("config.json", "generation_config.json"):
-        number = read_json(folder / name).get("eos_token_id")
+        number = untrusted.read_settings(folder / name).get("eos_token_id")
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and (text := tokenizer.id_to_token(number)) is not None:
             return text
-    for token in _KNOWN_EOS:
-        if tokenizer.token_to_id(token) is not None:
-            return token
-    raise ValueError(
-        "no token that ends a text is known; "
-        'put a tokenizer_config.json with "eos_token" next to it'
-    )
-
-
-def read_json(file: Path, limit: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
-    """Return the object in a JSON file of at most `limit` bytes, {} if there is no file."""
-    try:
-        content = untrusted.read_json(file, limit, within=file.parent)
-    except FileNotFoundError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    known = [token for token in _KNOWN_EOS if tokenizer.token_to_id(token) is not None]
+    advice = 'put a tokenizer_config.json with "eos_token" next to it'
+    refuse((not known, f"no token that ends a text is known; {advice}"))
+    return known[0]

@@ -11,6 +11,7 @@ import torch
 from longctx.config.eval_config import SHORTEST, EvalConfig, default_lengths
 from longctx.config.memory_config import POLICIES
 from longctx.config.model_config import GPTConfig
+from longctx.config.parallel_config import STRATEGIES
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.weights import skeleton
 from longctx.model.kv_cache import KVCache
@@ -81,17 +82,15 @@ def needed(
     """What each device needs of `forward`, where they share the model by `strategy`."""
     whole = skeleton(model, config.attention, dtype)
     weights = float(sum(x.numel() * x.element_size() for x in whole.parameters()))
-    if strategy == "fsdp":  # a slice; of two blocks, and what is outside of them, all
+    if STRATEGIES[strategy].shards_weights:
+        # a slice; of two blocks, and what is outside of them, all
         blocks = sum(x.numel() * x.element_size() for x in whole.blocks.parameters())
         gathered = weights - blocks + 2 * blocks / model.layers
         weights = min(weights, weights / config.devices + gathered)
-    # Of a token: the residual stream, its norm, attention's q, k, v and output, and of the MLP gate
-    # and up in one tensor, their product, and its input and output.
     size, tokens = dtype.itemsize, forward.tokens
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_size
     in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
-    activations: float = size * (tokens * (4 * model.channels + heads) + 3 * in_mlp * model.ffn)
-    if config.attention.backend == "naive":
+    activations: float = size * model.block(0).forward_elements(tokens, in_mlp)
+    if config.attention.description.score_bytes is not None:
         packed = forward.rows if forward.generates else 1
         pairs = packed * forward.rows * forward.length**2 / forward.sharing
         activations += model.heads * pairs * (2 * 4 + size)  # scores twice in fp32, probabilities
@@ -136,11 +135,11 @@ def check_fits(
     if of_device.total <= CLEARLY[device] * there:
         return
     kind = "memory" if device == "cpu" else "GPU memory"
-    advice = ["attention=flash"] if config.attention.backend == "naive" else []
+    advice = ["attention=flash"] if config.attention.description.score_bytes is not None else []
     if forward.key == "seq_len" and forward.rows > 1:
         advice.append("a smaller batch_size")
     advice.append("a smaller seq_len" if forward.key == "seq_len" else f"shorter {forward.key}")
-    if strategy != "fsdp" and of_device.weights > there / 2:
+    if not STRATEGIES[strategy].shards_weights and of_device.weights > there / 2:
         advice.append("more devices with strategy=fsdp")
     given = f"[{forward.length}]" if forward.key != "seq_len" else forward.length
     texts = f"{forward.rows:,} texts" if forward.rows > 1 else "a text"

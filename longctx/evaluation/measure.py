@@ -123,7 +123,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
             "tokens per sequence that the model was trained at"
         )
     text = None
-    if ruler.needs_text(config.ruler):
+    if config.ruler.made or any(ruler.TASKS[task].essay for task in config.ruler.chosen):
         documents = documents_of(subject, setup.request)
         ids = filler_of(documents, subject.tokenizer, 2 * max(lengths))
         if 4 * len(ids) < max(lengths):
@@ -135,7 +135,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> Result:
         text = subject.tokenizer.decode(ids)
     elif setup.request.other_data or config.documents is not None:
         raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
-    texts = ruler.Texts.of(config.ruler, subject.tokenizer, text or "")
+    texts = ruler.Texts(config.ruler, subject.tokenizer, text or "")
     results = list(
         track(
             ruler.measured(scorer, texts, lengths, subject.end_tokens),

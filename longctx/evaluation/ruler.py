@@ -1,178 +1,477 @@
-"""RULER: what a model finds, follows and counts in texts of every length (arXiv 2404.06654).
+"""RULER: finding, following and counting in texts of every length (arXiv 2404.06654).
 
-A text of a length has at most so many tokens together with the answer, which is generated greedily.
-An answer scores the share of what it is to contain (`match_all`); a question is answered if one of
-its right answers is in it (`match_part`). A task scores the mean of its samples.
+Prompts, numbers of needles, chains and words, and the tokens of an answer are those of
+https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded, so the essays are the
+user's own documents; docs/evaluation.md lists every difference. A task makes a text of any size in
+a unit of its own: words of the essay, lines, words of a list, documents. Equal seeds make equal
+texts, and every size of a text asks the same question.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import string
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property, partial
+from itertools import cycle, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from longctx import untrusted
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
-from longctx.evaluation import ruler_texts
+from longctx.data.sources.needles import CITIES
 from longctx.evaluation.passkey import TOKENS_TOGETHER
-from longctx.evaluation.questions import MadeQuestions, Questions, read_hotpotqa, read_squad
-from longctx.evaluation.ruler_texts import Sample, Sized
 from longctx.evaluation.scorer import Scorer, in_eval_mode
 
-READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
-TRIES = 12  # texts that are made to find the size that fills a length
+T = TypeVar("T")
+# RULER draws words from the package wonderwords. This list of our own keeps a task equal on every
+# machine, without a download.
+ADJECTIVES, NOUNS, FIRST_NAMES, LAST_NAMES = (
+    part.split() for part in Path(__file__).with_name("ruler_words.txt").read_text().split("\n\n")
+)
+WORDS = sorted({*ADJECTIVES, *NOUNS})
+PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
+PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {form} for {key} is: {value}."
+PROMPTS = {
+    "niah": "Some special magic {form} are hidden within the following text. Make sure to memorize "
+    "it. I will quiz you about the {form} afterwards.\n{context}\n"
+    "What are all the special magic {form} for {query} mentioned in the provided text? "
+    "The special magic {form} for {query} mentioned in the provided text are",
+    # RULER's answer begins with "variables are assgined the value", here without the misprint.
+    "vt": "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+    "{context}\nQuestion: Find all variables that are assigned the value {query} in the text "
+    "above. Answer: According to the chain(s) of variable assignment in the text above, {count} "
+    "variables are assigned the value {query}, they are:",
+    "cwe": "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list? "
+    "Answer: The top 10 words that appear most often in the list are:",
+    "fwe": "Read the following coded text and track the frequency of each coded word. Find the "
+    "three most frequently appeared coded words. {context}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
+    "most frequently appeared words in the above coded text? "
+    "Answer: According to the coded text above, the three most frequently appeared words are:",
+    "qa": "Answer the question based on the given documents. Only give me the answer and do not "
+    "output any other words.\n\nThe following are given documents.\n\n{context}\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\nQuestion: {query} Answer:",
+}
+DEPTHS = [round(100 * n / 39) / 100 for n in range(40)]  # of needles in an essay
+HOPS = 4  # of a chain of variables
+EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
+SHORT = 4096  # tokens; lists of words are shorter below
+PIECE = 32  # characters of a text without spaces that count as a word
+SENTENCE = 40  # words without an end that count as a sentence
+PASSAGE = 600  # characters of a passage, about those of a paragraph of SQuAD
+FACTS = 10  # people in the facts of a made question, at most
+LARGEST_FILE = 1 << 30  # bytes
+PROBES = 12  # texts that are made to find the size of a length
 
 
-def needs_text(config: RulerConfig) -> bool:
-    """Whether a task of `config` is made of one's own text."""
-    return bool(config.made) or any(ruler_texts.needs_essay(task) for task in config.chosen)
+class Sample(NamedTuple):
+    """A prompt to continue, and the words that the answer is to contain."""
 
-
-class Scored(NamedTuple):
-    """One sample, what the model answered, and the score of that, 0 to 1."""
-
-    task: str
-    length: int
-    tokens: int  # of the prompt
+    prompt: str
     outputs: list[str]
-    answer: str
-    score: float
 
 
-@dataclass
+class Question(NamedTuple):
+    """A question of a file, with the documents that answer it and others of its article."""
+
+    text: str
+    answers: list[str]  # each of them is right
+    needed: list[str]
+    near: list[str]
+
+
+class Task(NamedTuple):
+    """How a task makes a text of a size, the tokens of its answers, and the sizes it can have."""
+
+    make: Callable[[Texts, int, int, random.Random], Sample]  # of a length and a size
+    answer: int
+    smallest: int
+    largest: int = 10**9
+    essay: bool = False  # needles are hidden in the user's own text
+
+
 class Texts:
-    """The samples of every task and length that `config` names, made of `essay`, a text."""
+    """The samples of the tasks of `config`, made of `text`; ValueError for a file of questions in
+    another form.
+    """
 
-    config: RulerConfig
-    tokenizer: Tokenizer
-    essay: list[str]
-    questions: dict[str, Questions]
+    def __init__(self, config: RulerConfig, tokenizer: Tokenizer, text: str) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.essay = essay_words(text)
+        files = {task: config.file_of(task) for task in QUESTIONS if task in config.chosen}
+        # Questions of each task with a file, and all of its documents.
+        self.files = {task: read_questions(task, file) for task, file in files.items() if file}
 
-    @classmethod
-    def of(cls, config: RulerConfig, tokenizer: Tokenizer, text: str) -> Texts:
-        """Raises ValueError naming the file for questions that cannot be read."""
-        essay = ruler_texts.words_of(text)
-        questions: dict[str, Questions] = {}
-        for hops, (task, read) in enumerate(READERS.items(), start=1):
-            if task in config.made:
-                questions[task] = MadeQuestions(ruler_texts.sentences(essay), hops)
-            elif task in config.chosen:
-                questions[task] = read(Path(config.file_of(task) or ""))
-        return cls(config, tokenizer, essay, questions)
+    @cached_property
+    def passages(self) -> list[list[str]]:
+        """The essay's sentences, in groups of PASSAGE characters or a little more."""
+        passages: list[list[str]] = [[]]
+        characters = 0
+        for sentence in sentences(self.essay):
+            if characters >= PASSAGE:
+                passages.append([])
+                characters = 0
+            passages[-1].append(sentence)
+            characters += len(sentence)
+        return passages
 
-    def count(self, prompt: str) -> int:
-        """Tokens of a prompt."""
-        return len(self.tokenizer.encode_prompt(prompt))
+    @cached_property
+    def example_size(self) -> int:
+        """Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold."""
+        size = HOPS + 1
+        while True:
+            longer = chain(size + 1, 3, random.Random(0)).prompt
+            if len(self.tokenizer.encode_prompt(longer)) > EXAMPLE_TOKENS:
+                return size
+            size += 1
 
-    def sized(self, task: str, length: int) -> Sized:
-        return ruler_texts.sized(task, length, self.essay, self.questions.get(task), self.count)
-
-    def chance(self, task: str, length: int, number: int) -> random.Random:
-        return random.Random(f"ruler {self.config.seed} {task} {length} {number}")
-
-    def check(self, task: str, length: int) -> None:
-        """ValueError where the smallest texts of `task` are longer than `length`."""
-        texts = self.sized(task, length)
-        chances = [self.chance(task, length, number) for number in range(self.config.samples)]
-        least = texts.answer + max(self.count(texts.make(texts.least, x).prompt) for x in chances)
-        if least > length:
-            raise ValueError(
-                f"ruler.lengths=[{length}]: {task} needs {least:,} tokens at least, "
-                f"{texts.answer} of them for the answer; give greater lengths, or other ruler.tasks"
-            )
+    def sample(self, task: str, length: int, number: int, size: int) -> tuple[Sample, list[int]]:
+        """Make sample `number`, which asks the same at every size; with the prompt's tokens."""
+        rng = random.Random(f"ruler {self.config.seed} {task} {length} {number}")
+        sample = TASKS[task].make(self, length, size, rng)
+        return sample, self.tokenizer.encode_prompt(sample.prompt)
 
     def samples(self, task: str, length: int) -> Iterator[tuple[Sample, list[int]]]:
-        """Samples with the tokens of their prompts, as long as `length` allows."""
-        texts = self.sized(task, length)
-        room = length - texts.answer
+        """Return samples as long as `length` allows, with the tokens of their prompts.
 
-        def tokens(size: int) -> int:
-            return self.count(texts.make(size, self.chance(task, length, 0)).prompt)
+        Raises ValueError, before the first is asked for, if the smallest texts are longer.
+        """
+        _, answer, smallest, largest, _ = TASKS[task]
+        if task in self.files:
+            smallest = max(len(question.needed) for question in self.files[task][0])
+        makers = [partial(self.sample, task, length, n) for n in range(self.config.samples)]
+        limit = length - answer
+        needed = answer + max(len(make(smallest)[1]) for make in makers)
+        if needed > length:
+            raise ValueError(
+                f"ruler.lengths=[{length}]: {task} needs {needed:,} tokens at least, {answer} of "
+                "them for the answer; give greater lengths, or other ruler.tasks"
+            )
+        # The size is that of the first sample. Others of this size may be a little longer.
+        size, per_unit = largest_size(
+            lambda size: len(makers[0](size)[1]), limit, smallest, largest
+        )
 
-        size, per_unit = fitting(tokens, room, texts.least, texts.most)
-        for number in range(self.config.samples):
-            of_this = size
-            while True:
-                sample = texts.make(of_this, self.chance(task, length, number))
-                ids = self.tokenizer.encode_prompt(sample.prompt)
-                if len(ids) <= room:
-                    break
-                assert of_this > texts.least, "see `check`"
-                over = max(1, round((len(ids) - room) / per_unit))
-                of_this = max(texts.least, of_this - over)
-            yield sample, ids
+        def shortened(make: Callable[[int], tuple[Sample, list[int]]]) -> tuple[Sample, list[int]]:
+            own_size = size
+            while len((made := make(own_size))[1]) > limit:
+                excess = len(made[1]) - limit
+                own_size = max(smallest, own_size - max(1, round(excess / per_unit)))
+            return made
+
+        return map(shortened, makers)
 
 
-def fitting(tokens: Callable[[int], int], room: int, least: int, most: int) -> tuple[int, float]:
-    """The greatest size whose text has at most `room` tokens, nearly, and the tokens per unit of
-    size.
+def largest_size(
+    tokens: Callable[[int], int], limit: int, smallest: int, largest: int
+) -> tuple[int, float]:
+    """Return nearly the largest size with at most `limit` tokens, and the tokens per unit.
 
-    `least` fits, and `tokens` grows about evenly with the size.
+    The `smallest` fits, and `tokens` grows about evenly with the size.
     """
-    low, high = least, most + 1
+    low, high = smallest, largest + 1
     base = at_low = tokens(low)
     guess = 2 * low + 8
     per_unit = 1.0
-    for _ in range(TRIES):
+    for _ in range(PROBES):
         if high - low <= 1:
             break
         guess = min(guess, high - 1)
         count = tokens(guess)
-        per_unit = max(1e-3, (count - base) / (guess - least))
-        if count <= room:
+        per_unit = max(1e-3, (count - base) / (guess - smallest))
+        if count <= limit:
             low, at_low = guess, count
         else:
             high = guess
-        step = max(1, int((room - at_low) / per_unit))
+        step = max(1, int((limit - at_low) / per_unit))
         guess = low + step if low + step < high else (low + high) // 2
     return low, per_unit
 
 
+def essay_words(text: str) -> list[str]:
+    """Return the words of a text with the one space after each.
+
+    A stretch without white space counts as several words.
+    """
+    return re.findall(rf"\S{{1,{PIECE}}} ?", " ".join(text.split()) + " ")
+
+
+def sentences(words: Sequence[str]) -> list[str]:
+    """Return the sentences of an essay's words, of SENTENCE words if none of them ends one."""
+    result: list[str] = []
+    first = 0
+    for n, word in enumerate(words, start=1):
+        ends = word.rstrip().endswith((".", "!", "?", "。", "！", "？"))
+        if ends or n - first == SENTENCE or n == len(words):
+            result.append("".join(words[first:n]).strip())
+            first = n
+    return result
+
+
+def different(draw: Callable[[], str], count: int) -> list[str]:
+    """Return the first `count` different values of `draw`."""
+    values: dict[str, None] = {}
+    while len(values) < count:
+        values[draw()] = None
+    return list(values)
+
+
+def inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[str]) -> list[str]:
+    """Return `lines` with the `hidden` ones before those at `positions`, which rise."""
+    result = list(lines)
+    for position, line in reversed(list(zip(positions, hidden, strict=True))):
+        result.insert(position, line)
+    return result
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A maker of texts with needles: `values` of each of the keys, some of which are asked for."""
+
+    haystack: str  # noise | essay | needle; the size is in lines, or in words of the essay
+    key_form: str  # words | uuids
+    form: str  # numbers | uuids
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    def __call__(self, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+        def draw(form: str) -> str:
+            if form == "words":
+                return PAIRS[rng.randrange(len(PAIRS))]
+            if form == "numbers":
+                return str(rng.randint(10**6, 10**7 - 1))
+            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+        form = self.form
+        keys = different(lambda: draw(self.key_form), self.keys)
+        values = {key: [draw(form) for _ in range(self.values)] for key in keys}
+        needles = [
+            NEEDLE.format(form=form, key=key, value=value) for key in keys for value in values[key]
+        ]
+        rng.shuffle(needles)
+        asked = rng.sample(keys, self.queries)
+        # An essay begins anywhere, and begins again after its end.
+        start = rng.randrange(len(texts.essay)) if self.haystack == "essay" else 0
+        depths = sorted(rng.sample(DEPTHS, len(needles)))
+        if self.haystack == "essay":
+            lines = sentences(list(islice(cycle(texts.essay), start, start + size)))
+            positions = [int(len(lines) * depth) for depth in depths]
+            context = " ".join(inserted(lines, positions, needles))
+        else:
+            lines = [NOISE] * size
+            if self.haystack == "needle":
+                others = iter(lambda: draw(self.key_form), None)
+                others = (key for key in others if key not in keys)
+                lines = [
+                    NEEDLE.format(form=form, key=next(others), value=draw(form)) for _ in lines
+                ]
+            positions = sorted(rng.sample(range(size), len(needles)))
+            context = "\n".join(inserted(lines, positions, needles[::-1]))
+        prompt = PROMPTS["niah"]
+        # A single value is asked for in the singular.
+        if self.queries * self.values == 1:
+            prompt = prompt.replace("Some", "A").replace("are all", "is").replace("are", "is")
+            form = form.removesuffix("s")
+        query = f"{', '.join(asked[:-1])}, and {asked[-1]}" if self.queries > 1 else asked[0]
+        outputs = [value for key in asked for value in values[key]]
+        return Sample(prompt.format(form=form, context=context, query=query), outputs)
+
+
+def variables(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask for a chain of variables in `size` lines of noise, after a solved example."""
+    solved, task = chain(texts.example_size, 3, rng), chain(size, 5, rng)
+    return Sample(f"{solved.prompt} {' '.join(solved.outputs)}\n\n{task.prompt}", task.outputs)
+
+
+def chain(size: int, letters: int, rng: random.Random) -> Sample:
+    """Hide HOPS assignments from variable to variable in `size` lines of noise."""
+    names = different(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
+    value = str(rng.randrange(10000, 99999))
+    assigned = [f"VAR {name} = VAR {before}" for before, name in pairwise(names)]
+    positions = sorted(rng.sample(range(size), HOPS + 1))
+    lines = inserted([NOISE] * size, positions, [f"VAR {names[0]} = {value}", *assigned])
+    context = "\n".join(lines)
+    return Sample(PROMPTS["vt"].format(context=context, query=value, count=HOPS + 1), names)
+
+
+def common_words(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask for the 10 most common of `size` different words, after a solved example."""
+    example, often, seldom = ((20, 3, 1), 6, 1) if length < SHORT else ((40, 10, 3), 30, 3)
+    solved, task = word_list(*example, rng), word_list(size, often, seldom, rng)
+    return Sample(f"{solved.prompt} {numbered(solved.outputs)}\n{task.prompt}", task.outputs)
+
+
+def word_list(size: int, often: int, seldom: int, rng: random.Random) -> Sample:
+    """Mix 10 words, each `often` times, with the others, each `seldom` times."""
+    # Pairs, if there are too few words.
+    words = rng.sample(WORDS if size <= len(WORDS) else PAIRS, size)
+    mixed = words[:10] * often + words[10:] * seldom
+    rng.shuffle(mixed)
+    return Sample(PROMPTS["cwe"].format(context=numbered(mixed)), words[:10])
+
+
+def numbered(words: Sequence[str]) -> str:
+    """Return the words in one line, each after its number."""
+    return " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1))
+
+
+def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask for the most frequent of `size` words; the n-th has a share of n^-2 / ζ(2).
+
+    The most frequent of all is "...", to be ignored.
+    """
+    count = max(4, (length - 50) // 50)
+    coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), count - 1)
+    mixed: list[str] = []
+    for n, word in enumerate(["...", *coded], start=1):
+        mixed += [word] * int(size / n**2 / (math.pi**2 / 6))
+    rng.shuffle(mixed)
+    return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
+
+
+def asked(documents: Sequence[str], question: str, answers: list[str]) -> Sample:
+    """Return the question about the documents."""
+    shown = (f"Document {n}:\n{document}" for n, document in enumerate(documents, start=1))
+    return Sample(PROMPTS["qa"].format(context="\n\n".join(shown), query=question), answers)
+
+
+def spread(values: Sequence[T], count: int, rng: random.Random) -> list[T]:
+    """Return all of `values` as often as they fit into `count`, and a sample for the rest."""
+    repeats, rest = divmod(count, len(values))
+    return [*values] * repeats + rng.sample(values, rest)
+
+
+def question_of_file(task: str, texts: Texts, size: int, rng: random.Random) -> Sample:
+    """Ask about the documents that answer a question, then others of its article, then any."""
+    questions, documents = texts.files[task]
+    text, answers, needed, near = rng.choice(questions)
+    others = [document for document in near if document not in needed]
+    rng.shuffle(others)
+    missing = size - len(needed) - len(others)
+    if missing > 0:
+        known = {*needed, *others}
+        far = [document for document in documents if document not in known]
+        others += spread(far or sorted(known), missing, rng)
+    chosen = [*needed, *others][:size]
+    rng.shuffle(chosen)
+    return asked(chosen, text, answers)
+
+
+def question(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask about `size` documents: those of a file, or passages of the user's text with facts.
+
+    qa_1, as SQuAD: the town in which a person was born. qa_2, as HotpotQA: that town's mayor.
+    Other passages have facts about other people.
+    """
+    if task in texts.files:
+        return question_of_file(task, texts, size, rng)
+    people, mayors, towns = (rng.sample(names, FACTS) for names in (PEOPLE, PEOPLE, CITIES))
+    passages = spread(texts.passages, size, rng)
+    rng.shuffle(passages)
+    documents = [list(passage) for passage in passages]
+    count = min(FACTS, size // TASKS[task].smallest)
+    facts = [f"{people[n]} was born in {towns[n]}." for n in range(count)]
+    if task == "qa_2":
+        facts += [f"The mayor of {towns[n]} is {mayors[n]}." for n in range(count)]
+    for fact, number in zip(facts, rng.sample(range(size), len(facts)), strict=True):
+        documents[number].insert(rng.randint(0, len(documents[number])), fact)
+    query, answer = f"Where was {people[0]} born?", towns[0]
+    if task == "qa_2":
+        query, answer = f"Who is the mayor of the city where {people[0]} was born?", mayors[0]
+    return asked([" ".join(document) for document in documents], query, [answer])
+
+
+TASKS = {
+    "niah_single_1": Task(Needles("noise", "words", "numbers"), 128, 1),
+    "niah_single_2": Task(Needles("essay", "words", "numbers"), 128, 1, essay=True),
+    "niah_single_3": Task(Needles("essay", "words", "uuids"), 128, 1, essay=True),
+    "niah_multikey_1": Task(Needles("essay", "words", "numbers", keys=4), 128, 4, essay=True),
+    "niah_multikey_2": Task(Needles("needle", "words", "numbers"), 128, 1),
+    "niah_multikey_3": Task(Needles("needle", "uuids", "uuids"), 128, 1),
+    "niah_multivalue": Task(Needles("essay", "words", "numbers", 1, 4), 128, 4, essay=True),
+    "niah_multiquery": Task(Needles("essay", "words", "numbers", 4, 1, 4), 128, 4, essay=True),
+    "vt": Task(variables, 30, HOPS + 1),
+    "cwe": Task(common_words, 120, 20, len(PAIRS)),
+    "fwe": Task(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
+    "qa_1": Task(partial(question, "qa_1"), 32, 1),
+    "qa_2": Task(partial(question, "qa_2"), 32, 2),
+}
+
+
+def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
+    """Read SQuAD (qa_1) or HotpotQA (qa_2): questions with an answer, and all documents.
+
+    Raises ValueError naming the file for any other form.
+    """
+    questions = []
+    documents: set[str] = set()
+    try:
+        content: Any = untrusted.read_json(Path(path), LARGEST_FILE)
+        for entry in content if task == "qa_2" else ():
+            needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
+            questions.append(Question(str(entry["question"]), [str(entry["answer"])], needed, []))
+            documents.update(needed)
+        for article in content["data"] if task == "qa_1" else ():
+            near = [paragraph["context"] for paragraph in article["paragraphs"]]
+            documents.update(near)
+            for paragraph, context in zip(article["paragraphs"], near, strict=True):
+                for entry in paragraph["qas"]:
+                    answers = [str(answer["text"]) for answer in entry["answers"]]
+                    if answers and not entry.get("is_impossible", False):
+                        found = Question(str(entry["question"]), answers, [context], near)
+                        questions.append(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"ruler.{QUESTIONS[task]}={path}: not in its form ({reason})") from error
+    if not questions:
+        raise ValueError(f"ruler.{QUESTIONS[task]}={path}: no question with an answer in it")
+    return questions, sorted(documents)
+
+
 def measured(
     scorer: Scorer, texts: Texts, lengths: Sequence[int], ends: Collection[int]
-) -> Iterator[Scored]:
-    """Every sample of every length and task, answered up to one of `ends` and scored."""
-    for length in lengths:
-        for task in texts.config.chosen:
-            texts.check(task, length)
+) -> Iterator[dict[str, Any]]:
+    """Yield every sample of every length and task with the model's answer, up to one of `ends`,
+    and its score.
+    """
+    tokenizer = texts.tokenizer
+    pairs = [(length, task) for length in lengths for task in texts.config.chosen]
+    fitting = {(length, task): texts.samples(task, length) for length, task in pairs}
     with in_eval_mode(scorer.model):
-        for length in lengths:
-            rows = scorer.rows_together(TOKENS_TOGETHER[scorer.device.type], length)
-            for task in texts.config.chosen:
-                yield from _answered(scorer, texts, task, length, rows, sorted(ends))
+        for (length, task), samples in fitting.items():
+            together = scorer.rows_together(TOKENS_TOGETHER[scorer.device.type], length)
+            while batch := list(islice(samples, together)):
+                prompts = [ids for _, ids in batch]
+                answers = scorer.answers(prompts, TASKS[task].answer, sorted(ends), length)
+                for (sample, ids), tokens in zip(batch, answers, strict=True):
+                    answer = tokenizer.decode(tokens)
+                    yield {
+                        "task": task,
+                        "length": length,
+                        "tokens": len(ids),  # of the prompt
+                        "outputs": sample.outputs,
+                        "answer": answer,
+                        "score": score(task, answer, sample.outputs),
+                    }
 
 
-def _answered(
-    scorer: Scorer, texts: Texts, task: str, length: int, rows: int, ends: Sequence[int]
-) -> Iterator[Scored]:
-    match = match_part if task in QUESTIONS else match_all
-    most = texts.sized(task, length).answer
-    samples = texts.samples(task, length)
-    while batch := list(islice(samples, rows)):
-        prompts = [ids for _, ids in batch]
-        tokens = scorer.answers(prompts, most, ends, length)
-        for (sample, ids), of_this in zip(batch, tokens, strict=True):
-            answer = texts.tokenizer.decode(of_this)
-            score = match(answer, sample.outputs)
-            yield Scored(task, length, len(ids), sample.outputs, answer, score)
+def score(task: str, answer: str, outputs: Sequence[str]) -> float:
+    """Return the share of `outputs` in the answer; for a question 1 if one of them is in it.
 
-
-def match_all(answer: str, outputs: Sequence[str]) -> float:
-    """The share of `outputs` that stand in `answer`, in capitals or not."""
-    answer = cleaned(answer)
-    return sum(output.lower() in answer for output in outputs) / len(outputs)
-
-
-def match_part(answer: str, outputs: Sequence[str]) -> float:
-    """1 if one of `outputs` stands in `answer`, in capitals or not."""
-    answer = cleaned(answer)
-    return float(any(output.lower() in answer for output in outputs))
-
-
-def cleaned(answer: str) -> str:
-    """An answer in small letters, control characters as ends of lines, as RULER compares it."""
-    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    Capitals do not matter, and control characters are ends of lines, as in RULER.
+    """
+    answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    found = [output.lower() in answer for output in outputs]
+    return float(any(found)) if task in QUESTIONS else sum(found) / len(found)

@@ -11,26 +11,22 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from longctx.evaluation.plots import heat_map, save
-from longctx.evaluation.ruler import Scored
-from longctx.evaluation.ruler_texts import needs_essay
+from longctx.evaluation.ruler import TASKS
 from longctx.runs.evaluations import ruler_rows
 from longctx.tables import show as show_table
 
 
-def content(scored: Sequence[Scored]) -> dict[str, Any]:
-    """What the JSON says: lengths, the mean score of each task at each of them, every answer."""
-    lengths = sorted({one.length for one in scored})
-    scores = {}
-    for task in dict.fromkeys(one.task for one in scored):
-        of_task = [one for one in scored if one.task == task]
-        scores[task] = [
-            round(fmean(one.score for one in of_task if one.length == length), 6)
-            for length in lengths
-        ]
-    return {
-        "ruler": {"lengths": lengths, "scores": scores},
-        "answers": [one._asdict() for one in scored],
+def content(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON's lengths, mean scores of each task at each length, and answers."""
+    points: dict[str, dict[int, list[float]]] = {}
+    for row in answers:
+        points.setdefault(row["task"], {}).setdefault(row["length"], []).append(row["score"])
+    lengths = sorted({row["length"] for row in answers})
+    scores = {
+        task: [round(fmean(by_length[length]), 6) for length in lengths]
+        for task, by_length in points.items()
     }
+    return {"ruler": {"lengths": lengths, "scores": scores}, "answers": list(answers)}
 
 
 def show(content: dict[str, Any]) -> None:
@@ -53,7 +49,7 @@ def show(content: dict[str, Any]) -> None:
 def notes(content: dict[str, Any]) -> list[str]:
     """What is not RULER's own data."""
     lines = []
-    if any(map(needs_essay, content["ruler"]["scores"])):
+    if any(TASKS[task].essay for task in content["ruler"]["scores"]):
         lines.append("essays are your own text, where RULER has Paul Graham's")
     if tasks := content["made"]:
         lines.append(f"{' and '.join(tasks)}: questions made from your own text, not RULER's data")

@@ -69,7 +69,7 @@ class Scorer:
         self.data_ranks = 1 if parallel is None else parallel.data_ranks
         self.ranks = 1 if parallel is None else parallel.ranks
         # Whether what a row computes depends on its length: padding then has documents of its own.
-        self.follows_length = isinstance(model, GPT) and model.rope.follows_length
+        self.follows_length = isinstance(model, GPT) and model.ropes.follows_length
         self.decoder: Decoder | None = None  # of the batch before
         self.graphs = self.device.type == "cuda" and self.ranks == 1
         self.group: dist.ProcessGroup | None = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest
-from longctx.config.model_config import AttentionConfig
 from longctx.evaluation.forward_memory import (
     check_fits,
     choose_strategy,

@@ -20,14 +20,15 @@ import numpy as np
 import torch
 
 from longctx import hub_snapshot
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalRequest
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
-from longctx.data.tokenizer import read_json
 from longctx.evaluation.weights import build_model
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
 from longctx.runs import checkpoints, run_folder
+from longctx.untrusted import read_settings
 
 OURS = Path("evaluations")  # for results of models that are no runs
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
@@ -58,7 +59,8 @@ class Subject(NamedTuple):
         """
         files = (self.folder / name for name in ("generation_config.json", "config.json"))
         stated = next(
-            (x for file in files if (x := read_json(file).get("eos_token_id")) is not None), None
+            (x for file in files if (x := read_settings(file).get("eos_token_id")) is not None),
+            None,
         )
         named = stated if isinstance(stated, list) else [stated]
         return {self.tokenizer.eos_id, *(x for x in named if type(x) is int)}

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
 from longctx.parallel import sharding

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from longctx import attention, files
+from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.evaluation.subject import Subject, open_model, place_of
 from longctx.evaluation.weights import build_model
 from longctx.generation.answer_file import AnswerFile
@@ -98,10 +98,9 @@ def find_source(config: GenerateConfig, device: str) -> ModelSource:
     dtype = dtype_of(precision_of(config.precision, device))
     chosen = AttentionConfig(**presets.read("attention", config.attention))
     subject = open_model(config.checkpoint, place_of(config.checkpoint))
-    head_dim = subject.model.head_size
-    attention.check(
-        chosen.backend, device=device, dtype=dtype, head_dim=head_dim, options=chosen.options
-    )
+    required = subject.model.block(0).attention.required()
+    options = chosen.options
+    attention.check(chosen.backend, device=device, dtype=dtype, options=options, **required)
     return ModelSource(subject, chosen, dtype)
 
 
@@ -129,7 +128,7 @@ def too_little_memory(source: ModelSource, rows: int, most: int, device: str) ->
             f"there are {there / GIB:.1f}; give {' or '.join([*change, 'a smaller model'])}"
         )
     cache = KVCache.bytes_of(source.subject.model, rows, most, source.dtype)
-    change += ["attention=flash"] if source.attention.backend == "naive" else []
+    change += ["attention=flash"] if source.attention.description.score_bytes is not None else []
     change += [f"batch_size={rows // 2}"] if rows > 1 else []
     change += ["a smaller max_new_tokens", "shorter prompts"]
     return (

@@ -1,39 +1,31 @@
 """Kernels of attention and those between the matmuls (elementwise/): the only user of Triton.
 
-What other packages call is named here. Modules that need Triton are imported when they are first
-asked for, since Triton takes about as long to import as torch.
+What other packages call is named here, and imported when it is first asked for: planning needs no
+torch, and Triton takes about as long to import as torch.
 """
 
 import importlib
 import importlib.util
-from types import ModuleType
-
-from longctx.kernels.attention import flash_op, launch, relaunch, selftest
-from longctx.kernels.attention.fingerprint import fingerprint, machine, sources
-from longctx.kernels.attention.selftest import SelfTestFailed
-from longctx.kernels.elementwise.linear import linear
-
-__all__ = [
-    "HAS_TRITON",
-    "SelfTestFailed",
-    "fingerprint",
-    "flash_op",
-    "launch",
-    "linear",
-    "machine",
-    "relaunch",
-    "selftest",
-    "sources",
-]
+from typing import Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# module → the folder that holds it
-IMPORTED_LATE = dict.fromkeys(
-    ("adamw_update", "cross_entropy", "quantize", "rms_norm", "rotary", "swiglu"), "elementwise"
-) | dict.fromkeys(("decoding", "tiled", "hopper_forward", "hopper_backward"), "attention")
+# name → what has it, below this package
+MODULES = {
+    **dict.fromkeys(("decoding", "flash_op", "launch", "relaunch", "selftest"), "attention"),
+    **dict.fromkeys(("hopper_backward", "hopper_forward", "tiled"), "attention"),
+    **dict.fromkeys(("adamw_update", "cross_entropy", "quantize"), "elementwise"),
+    **dict.fromkeys(("rms_norm", "rotary", "swiglu"), "elementwise"),
+}
+MEMBERS = {
+    "SelfTestFailed": "attention.selftest",
+    **dict.fromkeys(("fingerprint", "machine", "sources"), "attention.fingerprint"),
+    "linear": "elementwise.linear",
+}
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name not in IMPORTED_LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{IMPORTED_LATE[name]}.{name}")
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return importlib.import_module(f"{__name__}.{MODULES[name]}.{name}")
+    if name in MEMBERS:
+        return getattr(importlib.import_module(f"{__name__}.{MEMBERS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from longctx import garbage
-from longctx.attention import registry
+from longctx.attention import registered
 
 FOLDERS = ("attention", "kernels", "model")
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
@@ -49,7 +49,7 @@ def use() -> None:
 def sources() -> str:
     """A hash of every file that torch.compile looks into: of ours, and of registered backends."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    modules = {sys.modules.get(type(backend).__module__) for backend in registry.registered()}
+    modules = {sys.modules.get(type(backend).__module__) for backend in registered().values()}
     places = (getattr(module, "__file__", None) for module in modules)  # none in a notebook
     files = {Path(place) for place in places if place and Path(place).is_file()}
     files |= {file for folder in FOLDERS for file in (package / folder).rglob("*.py")}

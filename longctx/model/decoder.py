@@ -26,6 +26,7 @@ from longctx.config.memory_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.kv_cache import KVCache
 from longctx.model.recompute import in_tiles
+from longctx.model.rope import Angles, Rope
 
 
 class Decoder:
@@ -50,16 +51,16 @@ class Decoder:
         self.device, kind = weight.device, weight.device.type
         self.autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if self.autocasts else weight.dtype
-        self.kernel = decode_kernel(decode, self.device, dtype, model.config.head_size)
+        required = model.config.block(0).attention.required()
+        self.kernel = decode_kernel(decode, self.device, dtype, **required)
         self.cache = KVCache(model.config, rows, length, dtype, self.device)
         self.dtype = dtype
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
         self.graphs = kind == "cuda" if graphs is None else graphs
         self.graph: torch.cuda.CUDAGraph | None = None
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
-        angles = (rows, 1, 1, model.config.head_size // 2)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.cos, self.sin = (torch.zeros(angles, device=self.device) for _ in range(2))
+        self.angles = [self._buffers(rope.head_dim) for rope in model.ropes]
         self.logits = torch.zeros(0, device=self.device)
         self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
@@ -78,15 +79,14 @@ class Decoder:
         masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
         places = [torch.arange(n, device=self.device) for n in lengths]
         slots = torch.cat([row * cache.length + at for row, at in enumerate(places)])
-        angles = [self.model.rope.of_length(at[None], len(at)) for at in places]
-        cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
+        angles = self.model.ropes.per_layer(lambda rope: _of_texts(rope, places))
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
         tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
 
         def block_of(n: int) -> Callable[..., Tensor]:
             def forward(block: Any, x: Tensor) -> Tensor:
-                q, k, v = in_tiles(block.before, tile, (x, cos, sin))
+                q, k, v = in_tiles(block.before, tile, (x, *angles[n]))
                 cache.write(n, slots, k[0], v[0])
                 out = block.attention(q, k, v, masks[self.windows[n]])
                 return in_tiles(block.after, tile, (x, out))[0]
@@ -106,9 +106,10 @@ class Decoder:
         self.lengths = [n + 1 for n in self.lengths]
         assert max(self.lengths) <= self.cache.length
         self.tokens.copy_(tokens)
-        if self.model.rope.follows_length:  # which a graph cannot follow
-            for buffer, angle in zip((self.cos, self.sin), self._angles(), strict=True):
-                buffer.copy_(angle)
+        for rope, buffers in zip(self.model.ropes, self.angles, strict=True):
+            if rope.follows_length:  # a graph cannot follow it
+                for buffer, angle in zip(buffers, self._angles(rope), strict=True):
+                    buffer.copy_(angle)
         if self.graph is not None:
             self.graph.replay()
             return self.logits
@@ -120,18 +121,24 @@ class Decoder:
                 self.logits = self._one_token()
         return logits
 
-    def _angles(self) -> tuple[Tensor, Tensor]:
-        """cos and sin of the newest tokens, (rows, 1, 1, D/2), where the length decides."""
-        rows = zip(self.cache.lengths[:, None], self.lengths, strict=True)
-        angles = [self.model.rope.of_length(position[None], n) for position, n in rows]
+    def _buffers(self, head_dim: int) -> Angles:
+        shape = self.cache.rows, 1, 1, head_dim // 2
+        return torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
+
+    def _angles(self, rope: Rope) -> Angles:
+        """Return cos and sin of the newest tokens, (rows, 1, 1, D/2), by each text's length."""
+        texts = zip(self.cache.lengths[:, None], self.lengths, strict=True)
+        angles = [rope.of_length(position[None], n) for position, n in texts]
         cos, sin = (torch.cat(x) for x in zip(*angles, strict=True))
         return cos, sin
 
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
-        cache, cos, sin = self.cache, self.cos, self.sin
-        if not self.model.rope.follows_length:
-            cos, sin = self.model.rope(cache.lengths[:, None])
+        cache = self.cache
+        buffers = dict(zip(self.model.ropes, self.angles, strict=True))
+        angles = self.model.ropes.per_layer(
+            lambda rope: buffers[rope] if rope.follows_length else rope(cache.lengths[:, None])
+        )
         slots, last = cache.starts + cache.lengths, cache.lengths.int()
         keys = cache.length if self.graphs else max(self.lengths)
         visible = {
@@ -141,7 +148,7 @@ class Decoder:
 
         def block_of(n: int) -> Callable[..., Tensor]:
             def forward(block: Any, x: Tensor) -> Tensor:
-                q, k, v = block.before(x, cos, sin)
+                q, k, v = block.before(x, *angles[n])
                 cache.write(n, slots, k[:, 0], v[:, 0])
                 out = cached_attention(
                     q[:, 0].to(self.dtype),
@@ -149,6 +156,7 @@ class Decoder:
                     cache.values[n],
                     visible[self.windows[n]],
                     self.kernel,
+                    block.attention.attend.softcap,
                 )
                 y: Tensor = block.after(x, out[:, None])
                 return y
@@ -179,6 +187,13 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self.model.norm(x), self.head)
+
+
+def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:
+    """Return cos and sin of whole texts with these `positions`, one text after the other."""
+    angles = [rope.of_length(at[None], len(at)) for at in positions]
+    cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
+    return cos, sin
 
 
 def continuations(

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from longctx import files, untrusted
 from longctx.config.model_config import GPTConfig
+from longctx.config.parts import Piece
 from longctx.model.families import family_of, read_json
-from longctx.model.families.tensors import Piece
 from longctx.model.gpt import GPT
-from longctx.runs.checkpoint_folder import not_finite
+from longctx.runs.checkpoints import not_finite
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (

@@ -17,8 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
+from longctx.config.parts import Norm
 from longctx.model import compile_cache
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy
@@ -27,7 +29,7 @@ from longctx.model.recompute import (
     checkpointed_mlp,
     forward_in_tiles,
 )
-from longctx.model.rope import Rope
+from longctx.model.rope import Angles, Rope, Ropes
 
 Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)
 
@@ -56,12 +58,9 @@ class GPT(nn.Module):
         self.memory = memory.filled(memory.policy)
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
-        self.rope = Rope(config.head_size, config.rope_theta, config.rope_scaling, config.context)
-        self.blocks: Any = nn.ModuleList(
-            Block(config, attention, rotary=n not in config.nope_layers)
-            for n in range(config.layers)
-        )
-        self.norm = StreamNorm(C, config.norm_eps)
+        self.ropes = Ropes([block.attention.rope for block in config.blocks()])
+        self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
+        self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
         self.context = Context()  # the ranks that hold a part of each row: this one alone
         self.init_weights()
@@ -79,12 +78,17 @@ class GPT(nn.Module):
         weight of which this rank holds a part.
         """
         std = self.config.init_std
+        into_residual = {
+            f"blocks.{n}.{path}"
+            for n, block in enumerate(self.config.blocks())
+            for path, linear in block.linears().items()
+            if linear.into_residual
+        }
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding):
-                into_residual = name.endswith((".attention.out", ".mlp.down"))
-                shrink = math.sqrt(2 * self.config.layers) if into_residual else 1.0
+                shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0
                 draw(module.weight, partial(nn.init.normal_, std=std / shrink))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -141,7 +145,10 @@ class GPT(nn.Module):
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         positions = shards.local(mask.positions(B, N, tokens.device))
-        cos, sin = self.rope(positions, self._frequencies(mask, shards, tokens.device, (B, T, N)))
+        shape, device = (B, T, N), tokens.device
+        angles = self.ropes.per_layer(
+            lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
+        )
         embedding, lm_head = self.embed.weight, self.lm_head_weight
         tied_in_place = (
             self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
@@ -153,7 +160,7 @@ class GPT(nn.Module):
         x = F.embedding(tokens, embedding, sparse=tied_in_place)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self._through_blocks(x, cos, sin, self._masks(mask, shards))
+        x = self._through_blocks(x, angles, self._masks(mask, shards))
         x = self.norm(x)
 
         if targets is None:
@@ -167,32 +174,19 @@ class GPT(nn.Module):
         loss = linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
-    def _frequencies(
-        self, mask: Mask, shards: Shards, device: torch.device, shape: tuple[int, int, int]
-    ) -> Tensor | None:
-        """This rank's (B, n, D/2) rotary frequencies of each token, by the length of its document
-        in rows of T tokens, padded to N; None where all tokens have the same.
-        """
-        if not self.rope.follows_length:
-            return None
-        B, T, N = shape
-        table, number = self.rope.of_documents(mask.lengths or (N,) * B, T)
-        number = number.view(B, N).to(device, non_blocking=True)
-        return table.to(device, non_blocking=True)[shards.local(number)]
-
     def _masks(self, mask: Mask, shards: Shards) -> list[Mask]:
         """The mask of each layer; each window's is made once, for all layers that have it."""
         windows = {self.config.window_of(n) for n in range(len(self.blocks))}
         by_window = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in windows}
         return [by_window[self.config.window_of(n)] for n in range(len(self.blocks))]
 
-    def _through_blocks(self, x: Tensor, cos: Tensor, sin: Tensor, masks: list[Mask]) -> Tensor:
-        """x (B, T, C) through all blocks; with gradients, saving what the memory policy says."""
+    def _through_blocks(self, x: Tensor, angles: list[Angles], masks: list[Mask]) -> Tensor:
+        """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
         training, tile = torch.is_grad_enabled(), self.memory.mlp_tile or 0
         recompute = self.memory.recompute if training else "none"
         if recompute == "block":
-            return checkpointed_blocks(self.blocks, x, cos, sin, masks, self.memory)
-        for block, mask in zip(self.blocks, masks, strict=True):
+            return checkpointed_blocks(self.blocks, x, angles, masks, self.memory)
+        for block, (cos, sin), mask in zip(self.blocks, angles, masks, strict=True):
             if recompute == "mlp":
                 x = block.calling(checkpointed_mlp, x, cos, sin, mask, tile).view(x.shape)
             elif tile and not training:
@@ -225,3 +219,22 @@ class _TiedWeight(torch.autograd.Function):
     def backward(ctx: Any, embedding: Tensor | None, lm_head: Tensor | None) -> Tensor:
         assert lm_head is not None  # the loss makes it wherever this weight is trained
         return lm_head if embedding is None else lm_head.add_(embedding)
+
+
+def frequencies_of(
+    rope: Rope,
+    mask: Mask,
+    shards: Shards,
+    shape: tuple[int, int, int],
+    device: torch.device,
+) -> Tensor | None:
+    """Return the frequencies of each token of this rank (B, n, D/2), by its document's length.
+
+    Sequences have T tokens, padded to N. None: all tokens have the same frequencies.
+    """
+    if not rope.follows_length:
+        return None
+    B, T, N = shape
+    table, number = rope.of_documents(mask.lengths or (N,) * B, T)
+    number = number.view(B, N).to(device, non_blocking=True)
+    return table.to(device, non_blocking=True)[shards.local(number)]

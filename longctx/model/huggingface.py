@@ -18,14 +18,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from longctx import hub_snapshot, untrusted
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.model.families import read_json, read_model
-from longctx.model.families.tensors import BUFFERS, EMBEDDING, LM_HEAD
+from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT
 
 HEADER_SIZE = 16 << 20  # bytes of the header of a safetensors file; a large shard has 0.1 MiB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Tensors that are computed, not learned; old Llama files have them.
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # What a folder does not decide; positions may be stretched, see context_extension.py.
 NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
 

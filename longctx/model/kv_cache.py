@@ -35,8 +35,8 @@ class KVCache:
     @staticmethod
     def bytes_of(config: GPTConfig, rows: int, length: int, dtype: torch.dtype) -> int:
         """The memory that such a cache takes."""
-        heads = 2 * config.layers * config.kv_heads * config.head_size
-        return rows * length * heads * dtype.itemsize
+        elements = sum(2 * block.attention.key_size for block in config.blocks())
+        return rows * length * elements * dtype.itemsize
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config import parts
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import rotate
 
@@ -35,29 +36,26 @@ def fused(x: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, where 16-bit inputs give fp32 weights their gradient, on a GPU unrounded.
-
-    `parts` gives the rows of each matrix where W holds several, stacked by rows: q, k and v, or
-    gate and up. None: W is one matrix. An optimizer that treats a weight as a matrix needs it.
-    """
+    """x Wᵀ + b; 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        *,
-        parts: tuple[int, ...] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device)
-        assert parts is None or sum(parts) == out_features
-        self.parts = parts
         self.product: Any = linear  # or in FP8, see longctx.model.fp8
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.product(x, self.weight, self.bias)
         return y
+
+
+def linears(part: parts.Part) -> list[Linear]:
+    """Return new linear layers as `part` describes them."""
+    return [Linear(x.columns, x.outputs, x.has_bias) for x in part.linears()]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -72,6 +70,9 @@ class RMSNorm(nn.RMSNorm):
 
 class StreamNorm(RMSNorm):
     """An RMSNorm of the residual stream; on a GPU one kernel each way."""
+
+    def __init__(self, part: parts.Norm) -> None:
+        super().__init__(part.size, part.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         if not fused(x):
@@ -92,28 +93,27 @@ class StreamNorm(RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention by the chosen backend, with rotary positions if `rotary`."""
+    """Grouped-query attention by the chosen backend, with rotary positions if `part.rotates`."""
 
-    def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
+    def __init__(self, part: parts.Attention, backend: AttentionConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_size
-        self.rotary = rotary
-        self.attend = Attention(chosen.backend, chosen.options)
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.qkv = Linear(config.channels, q + 2 * kv, config.qkv_bias, parts=(q, kv, kv))
-        self.out = Linear(self.heads * self.head_dim, config.channels, bias=config.out_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.heads, self.kv_heads, self.head_dim = part.heads, part.kv_heads, part.head_size
+        self.rotates = part.rotates
+        self.attend = Attention(backend.backend, backend.options)
+        self.qkv, self.out = linears(part)
+        eps = part.norm_eps
+        self.q_norm = nn.Identity() if eps is None else RMSNorm(self.head_dim, eps)
+        self.k_norm = nn.Identity() if eps is None else RMSNorm(self.head_dim, eps)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k rotated if `rotary`."""
+        """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are rotated."""
         qkv = self.qkv(x)
-        if self.rotary and isinstance(self.q_norm, nn.Identity) and fused(qkv):
+        if self.rotates and isinstance(self.q_norm, nn.Identity) and fused(qkv):
             return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
         q, k = self.q_norm(q), self.k_norm(k)
-        if self.rotary:
+        if self.rotates:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v
 
@@ -125,11 +125,9 @@ class SelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), arXiv 2002.05202."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, part: parts.FeedForward) -> None:
         super().__init__()
-        parts = (config.ffn, config.ffn)
-        self.gate_up = Linear(config.channels, 2 * config.ffn, config.mlp_bias, parts=parts)
-        self.down = Linear(config.ffn, config.channels, bias=config.mlp_bias)
+        self.gate_up, self.down = linears(part)
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (B, T, C); without `needs_value` the result may be 0, and its gradients are right.
@@ -152,12 +150,12 @@ class Block(nn.Module):
     `after` can run on any slice of the tokens, see `longctx.model.recompute`.
     """
 
-    def __init__(self, config: GPTConfig, chosen: AttentionConfig, rotary: bool = True) -> None:
+    def __init__(self, block: parts.Block, backend: AttentionConfig) -> None:
         super().__init__()
-        self.attention_norm = StreamNorm(config.channels, config.norm_eps)
-        self.attention = SelfAttention(config, chosen, rotary)
-        self.mlp_norm = StreamNorm(config.channels, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.attention_norm = block.attention_norm.build()
+        self.attention = block.attention.build(backend)
+        self.mlp_norm = block.mlp_norm.build()
+        self.mlp = block.mlp.build()
 
     def unshard(self) -> None:
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""

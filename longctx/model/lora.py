@@ -27,9 +27,7 @@ from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
-from longctx.runs.checkpoint_folder import not_finite
-
-OF_BLOCK = {"qkv": "attention", "out": "attention", "gate_up": "mlp", "down": "mlp"}
+from longctx.runs.checkpoints import not_finite
 
 
 class LoraLinear(nn.Linear):
@@ -39,7 +37,7 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
-        self.parts, self.product = frozen.parts, frozen.product
+        self.product = frozen.product
         self.scale = alpha / rank
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -66,8 +64,7 @@ class LoraLinear(nn.Linear):
             self.in_features,
             self.out_features,
             self.bias is not None,
-            parts=self.parts,
-            device="meta",
+            "meta",
         )
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
@@ -88,14 +85,12 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     """Freeze `model` and add trained products to the layers of `config.targets`."""
     assert config.rank is not None
     model.requires_grad_(False)
-    for block in model.blocks:
-        for name in config.targets:
-            part = getattr(block, OF_BLOCK[name])
-            setattr(
-                part,
-                name,
-                LoraLinear(getattr(part, name), config.rank, config.scaling * config.rank),
-            )
+    for block, parts in zip(model.blocks, model.config.blocks(), strict=True):
+        for path, linear in parts.linears().items():
+            if linear.name in config.targets:
+                frozen = block.get_submodule(path)
+                added = LoraLinear(frozen, config.rank, config.scaling * config.rank)
+                block.set_submodule(path, added)
     return model
 
 
@@ -107,11 +102,9 @@ def layers(model: GPT) -> list[LoraLinear]:
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
     """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then."""
-    for block in model.blocks:
-        for name, part in OF_BLOCK.items():
-            layer = getattr(getattr(block, part), name)
-            if isinstance(layer, LoraLinear):
-                setattr(getattr(block, part), name, layer.merged())
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, LoraLinear):
+            model.set_submodule(name, layer.merged())
     return model.requires_grad_(True)
 
 

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
 from longctx.model.offload import HostBuffers, SavedTensors
+from longctx.model.rope import Angles
 
 Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one after another
 
@@ -36,13 +37,14 @@ Tokens = tuple[Tensor, ...]  # each (1, B·T, ...): the tokens of all rows, one 
 def checkpointed_blocks(
     blocks: Sequence[Any],
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Sequence[Angles],
     masks: Sequence[Mask],
     memory: MemoryConfig,
 ) -> Tensor:
-    """x (B, T, C) through `blocks`, each with its mask: memory.recompute=block."""
-    tape = _Tape(blocks, x.shape, cos.flatten(0, 1)[None], sin.flatten(0, 1)[None], masks, memory)
+    """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
+    # Layers share their angles, and so the views of them
+    flat = {id(pair): _flat(*pair) for pair in angles}
+    tape = _Tape(blocks, x.shape, [flat[id(pair)] for pair in angles], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
         y = block.calling(_checkpointed, y, tape, i)
@@ -71,10 +73,15 @@ def forward_in_tiles(
 ) -> Tensor:
     """block(x, cos, sin, mask) without gradients; outside attention, `tile` tokens at a time."""
     rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
-    angles = (t.flatten(0, 1)[None] for t in (cos, sin))
-    qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, (flat, *angles)))
+    inputs = flat, *_flat(cos, sin)
+    qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, inputs))
     out = block.attention(*qkv, mask)
     return in_tiles(block.after, tile, (flat, out.reshape(1, -1, *out.shape[2:])))[0].view(x.shape)
+
+
+def _flat(cos: Tensor, sin: Tensor) -> Angles:
+    """Return the angles of all tokens as one sequence, (1, B·T, 1, D/2)."""
+    return cos.flatten(0, 1)[None], sin.flatten(0, 1)[None]
 
 
 @dataclass
@@ -83,8 +90,7 @@ class _Tape:
 
     blocks: Sequence[Any]
     shape: torch.Size  # B, T, C
-    cos: Tensor  # (1, B·T, 1, D/2), as sin
-    sin: Tensor
+    angles: Sequence[Angles]  # of each block, (1, B·T, 1, D/2)
     masks: Sequence[Mask]
     memory: MemoryConfig
     saved: dict[int, SavedTensors] = field(default_factory=dict)
@@ -92,10 +98,10 @@ class _Tape:
 
     def __post_init__(self) -> None:
         self.tile = self.memory.mlp_tile or 0
-        self.precision = _Precision(self.cos.device.type)
+        self.precision = _Precision(self.angles[0][0].device.type)
 
     def before(self, i: int, x: Tensor) -> Tokens:
-        return in_tiles(self.blocks[i].before, self.tile, (x, self.cos, self.sin))
+        return in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]))
 
     def after(self, i: int, x: Tensor, out: Tensor) -> Tensor:
         return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
@@ -177,7 +183,7 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     # q, k and v again; in one tile with their graph, which serves the last step
     leaf = x.detach().requires_grad_(one_tile)
     with torch.set_grad_enabled(one_tile):
-        qkv = block.before(leaf, tape.cos, tape.sin) if one_tile else tape.before(i, x)
+        qkv = block.before(leaf, *tape.angles[i]) if one_tile else tape.before(i, x)
     q, k, v = (tape.rows(t.detach()) for t in qkv)
 
     # attention
@@ -194,8 +200,7 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
         sums.add(dweights)
         return dx + dx_before
     del qkv
-    constants = tape.cos, tape.sin
-    gradients_in_tiles(block.before, tape.tile, (x,), constants, dqkv, sums, [dx], add=True)
+    gradients_in_tiles(block.before, tape.tile, (x,), tape.angles[i], dqkv, sums, [dx], add=True)
     return dx
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.gpt import GPT
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
-from longctx.runs import checkpoint_folder
+from longctx.runs import checkpoints
 
 
 def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
@@ -37,14 +38,14 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
             wrong = "in the checkpoint, missing in the model"
         else:
             # Frozen weights may lie in 16 bits, those that are trained never do
-            dtypes = {mine[name].dtype} if mine[name].requires_grad else checkpoint_folder.READABLE
-            wrong = checkpoint_folder.flaw(weights[name], mine[name].shape, dtypes)
+            dtypes = {mine[name].dtype} if mine[name].requires_grad else checkpoints.READABLE
+            wrong = checkpoints.flaw(weights[name], mine[name].shape, dtypes)
         if wrong:
             raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")
 
 
 def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
-    """What LoRA trained beside the weights of a checkpoint; older ones do not say, and had none."""
+    """Return the LoRA that a checkpoint was trained with."""
     return LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
 
 

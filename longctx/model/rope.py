@@ -14,11 +14,15 @@ document, or the piece of it that lies in a row, whatever else is packed there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from longctx.config import parts
+
+Angles = tuple[Tensor, Tensor]  # cos, sin
 
 
 class Rope(nn.Module):
@@ -86,6 +90,28 @@ class Rope(nn.Module):
             own = own.to(positions.device).expand(*positions.shape, -1)
         cos, sin = self(positions, own)
         return cos, sin
+
+
+class Ropes(nn.ModuleList):
+    """The ropes of a model's layers, each once however many layers share it."""
+
+    def __init__(self, layers: Sequence[parts.Rope]) -> None:
+        different = [rope for n, rope in enumerate(layers) if rope not in layers[:n]]
+        super().__init__(Rope(*rope) for rope in different)
+        self.of_layer = [different.index(rope) for rope in layers]
+
+    @property
+    def follows_length(self) -> bool:
+        """Return True if any frequencies depend on the length of the document."""
+        return any(rope.follows_length for rope in self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    def per_layer(self, angles: Callable[[Any], Angles]) -> list[Angles]:
+        """Return the `angles` of each layer's rope; they are computed once per rope."""
+        each = [angles(rope) for rope in self]
+        return [each[n] for n in self.of_layer]
 
 
 def frequencies(

@@ -63,10 +63,10 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
         config.attention.backend,
         device=device,
         dtype=dtype_of(precision_of(config.precision, device)),
-        head_dim=model.head_size,
         mask=shard,
         options=config.attention.options,
         deterministic=isinstance(config, TrainConfig) and config.deterministic,
+        **model.block(0).attention.required(),
     )
 
 

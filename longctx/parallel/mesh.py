@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longctx.attention import communication, takes_intervals
+from longctx.attention import communication
 from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
 from longctx.parallel import sharding
@@ -145,7 +145,7 @@ class Parallel:
         )
         if layout.context > 1:
             group = self.mesh.get_group("context")
-            fetches_windows = takes_intervals(layout.attention.backend)
+            fetches_windows = layout.attention.description.takes_intervals
             self.context = Context(group, layout.context_method, fetches_windows)
 
     @property

@@ -15,7 +15,7 @@ from longctx.config.memory_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW
 from longctx.planner import links, optimizer_cost
 from longctx.planner.hardware import Chip
-from longctx.planner.peak_memory import KEPT, OPTIMIZER, Memory, for_hopper, predict
+from longctx.planner.peak_memory import KEPT, OPTIMIZER, Memory, predict
 from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
@@ -23,22 +23,6 @@ COPY_SHARE = 0.5  # of free host memory, at most, for a copy of what is saved
 IMBALANCE = 1.02  # the most work of a rank to the mean where rows are dealt out in chunks
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 LEFT_FREE = 0.05  # of the GPU where nobody probes what is decided
-# Share of the chip's peak that attention reaches forward and backward on long rows, by head size
-# up to which it holds; the last holds above, too (results/attention.json).
-RATES: dict[str, dict[int, tuple[float, float]]] = {
-    "flash": {
-        64: (0.61, 0.595),
-        96: (0.63, 0.57),
-        128: (0.71, 0.6),
-        192: (0.75, 0.44),
-        256: (0.78, 0.47),
-    },
-    "flash portable": {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25)},
-    "sdpa": {64: (0.297, 0.271), 128: (0.304, 0.296)},
-    "flex": {64: (0.18, 0.21), 128: (0.35, 0.28)},
-    "flash_attn": {64: (0.565, 0.594), 128: (0.71, 0.68)},
-}
-SCORE_BYTES = (22, 40)  # that naive attention moves per score, forward and backward
 PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
 SMALL = 160
 # Of products in FP8, times C / (C + SMALL_FP8): 1.8 times bf16 at 2,048 channels, 1.95 at
@@ -83,7 +67,7 @@ def copy_on_host(workload: Workload, host: float) -> float:
     write checkpoints behind the steps; 0 where there is no room, and a step waits instead.
     """
     memory = predict(workload)
-    writers = workload.devices_per_machine if workload.strategy == "fsdp" else 1
+    writers = workload.devices_per_machine if workload.sharing.shards_weights else 1
     free = host - HOST_LEFT - on_host(workload, memory)
     return writers * memory.saved if writers * memory.saved <= COPY_SHARE * free else 0.0
 
@@ -166,7 +150,7 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     """The least that has to change so that `workload` is predicted to fit, in words for the command
     line.
     """
-    if workload.attention.backend == "naive":
+    if workload.attention.description.score_bytes is not None:
         return "attention=flash, which keeps no seq_len × seq_len scores"
     rows_of_step = workload.accumulate * workload.batch_size
     pieces = [n for n in range(workload.batch_size - 1, 0, -1) if rows_of_step % n == 0]
@@ -268,10 +252,9 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
     the products of Newton-Schulz, in bf16.
     """
     assert chip.flops is not None and chip.bandwidth is not None
-    slices = workload.devices if workload.strategy == "fsdp" else 1
-    moving = optimizer_cost.bytes_moved(workload) / slices / (STREAM * chip.bandwidth)
+    moving = optimizer_cost.bytes_moved(workload) / workload.slices / (STREAM * chip.bandwidth)
     if workload.memory.optimizer_state == "host":
-        moving = 2 * optimizer_cost.state_on_host(workload) / slices / LINK
+        moving = 2 * optimizer_cost.state_on_host(workload) / workload.slices / LINK
     works = optimizer_cost.products(workload)
     return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in works)
 
@@ -279,24 +262,19 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
 def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Attention of one micro-batch, forward and backward, all layers."""
     assert chip.flops is not None and chip.bandwidth is not None
-    m, backend = workload.model, workload.attention.backend
-    pairs = workload.batch_size * pairs_of_row(workload)
-    if backend == "naive":
+    m, description = workload.model, workload.attention.description
+    layer = workload.layer(workload.batch_size, workload.seq_len)
+    runs_again = layer.recompute == "block" and not description.has_backward
+    if description.score_bytes is not None:
         scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers / workload.context
-        again = 1 if workload.memory.recompute == "block" else 0
-        return scores * (SCORE_BYTES[0] * (1 + again) + SCORE_BYTES[1]) / (STREAM * chip.bandwidth)
-    key = (
-        "flash portable"
-        if backend == "flash" and not (chip.hopper and for_hopper(workload))
-        else backend
-    )
-    rates = RATES.get(key, RATES["sdpa"])
-    forward, backward = rates[next((n for n in rates if m.head_size <= n), max(rates))]
+        forward, backward = description.score_bytes
+        return scores * (forward * (1 + runs_again) + backward) / (STREAM * chip.bandwidth)
+    forward_rate, backward_rate = description.rates_for(layer, chip.hopper)
+    pairs = workload.batch_size * pairs_of_row(workload)
     flops = 4 * pairs * m.heads * m.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
-    times = 2 if workload.memory.recompute == "block" and backend != "flash" else 1
-    return flops * (times / forward + 2.5 / backward) / chip.flops
+    return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
 
 
 def pairs_of_row(workload: Workload) -> int:

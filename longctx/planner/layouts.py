@@ -15,7 +15,7 @@ from math import lcm
 from typing import NamedTuple
 
 from longctx.config.model_config import GPTConfig
-from longctx.config.parallel_config import StrategyConfig
+from longctx.config.parallel_config import STRATEGIES, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.planner.hardware import Chip
@@ -35,10 +35,12 @@ class Choice(NamedTuple):
 def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
     """`config` in every layout that it leaves open for `model`, the plainest first."""
     name = config.strategy.name
-    strategies = ["ddp", "fsdp"] if name == "auto" and config.devices > 1 else [name]
+    shared = [name for name in STRATEGIES if name != "none"]
+    strategies = shared if name == "auto" and config.devices > 1 else [name]
+    takes_intervals = config.attention.description.takes_intervals
     return [
         replace(config, context=context, strategy=StrategyConfig(strategy))
-        for context in config.context.each(config.devices, model.heads, config.attention.backend)
+        for context in config.context.each(config.devices, model.heads, takes_intervals)
         for strategy in strategies
     ]
 

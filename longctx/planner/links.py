@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from math import ceil
 
-from longctx.config.parallel_config import FREE_INTERVALS, allgather_group, kv_copies
+from longctx.config.parallel_config import allgather_group, kv_copies
+from longctx.config.parts import FP32
 from longctx.planner.hardware import Chip
-from longctx.planner.workload import FP32, Workload
+from longctx.planner.workload import Workload
 
 # Seconds from one rank of a ring to the next, inside a machine and to another: what NCCL's choice
 # of an algorithm assumes (its tuning.cc, ring, simple protocol).
@@ -69,7 +70,7 @@ def exchanges_halo(workload: Workload, window: int | None) -> bool:
     backend takes the mask that this leaves.
     """
     n = ceil(workload.seq_len / workload.context)
-    free = workload.attention.backend in FREE_INTERVALS
+    free = workload.attention.description.takes_intervals
     return workload.context > 1 and window is not None and window - 1 <= n and free
 
 
@@ -111,7 +112,7 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     def shared(size: float, pieces: int) -> float:
         return ring(size, pieces, ranks, workload, chip)
 
-    if workload.strategy != "fsdp":  # NCCL's trees keep a sum's hops few
+    if not workload.sharing.shards_weights:  # NCCL's trees keep a sum's hops few
         last = 2 * shared(FP32 * trained_outside, 1)
         backward = 2 / 3 * compute
         return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from longctx.config.model_config import GPTConfig
 from longctx.config.optimizer_config import SLICE, STACK
-from longctx.planner.workload import FP32, Workload
+from longctx.config.parts import FP32
+from longctx.planner.workload import Workload
 
 KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
 
 
 def block_matrices(model: GPTConfig) -> list[tuple[int, int]]:
-    """Rows and columns of each matrix of one block, those of fused weights apart."""
-    C, F, D = model.channels, model.ffn, model.head_size
-    q, kv = model.heads * D, model.kv_heads * D
-    return [(q, C), (kv, C), (kv, C), (C, q), (F, C), (F, C), (C, F)]
+    """Return rows and columns of each matrix of a block, those of fused weights apart."""
+    linears = model.block(0).linears().values()
+    return [(rows, linear.columns) for linear in linears for rows in linear.rows]
 
 
 def trained(workload: Workload) -> tuple[int, int]:
@@ -50,8 +50,9 @@ def workspace(workload: Workload) -> float:
     """
     model, iterations = workload.model, workload.optimizer.filled().iterations
     added = workload.lora.parameters(model)
-    embedding, gate_up = int(model.vocab_size or 0) * model.channels, 2 * model.channels * model.ffn
-    largest = added / model.layers if added else max(embedding, 0 if iterations else gate_up)
+    embedding = int(model.vocab_size or 0) * model.channels
+    linear = max(linear.weights for linear in model.block(0).linears().values())
+    largest = added / model.layers if added else max(embedding, 0 if iterations else linear)
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not iterations:
         return slices
@@ -59,7 +60,7 @@ def workspace(workload: Workload) -> float:
     # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
     each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
     largest_matrix = max(rows * columns for rows, columns in block_matrices(model))
-    if workload.strategy == "fsdp":  # one matrix at a time, next to gate and up as gathered
+    if workload.sharing.shards_weights:  # one matrix at a time, next to gate and up as gathered
         return max(slices, 12.0 * largest_matrix)
     return max(slices, float(each * min(max(STACK, largest_matrix), trained(workload)[0])))
 

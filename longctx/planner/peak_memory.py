@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from longctx.config.model_config import HOPPER_HEAD_SIZES, hopper_size
-from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
+from longctx.config.parallel_config import kv_copies
+from longctx.config.parts import FP32, Pass
 from longctx.planner import links, optimizer_cost
-from longctx.planner.workload import FP32, Workload
+from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -64,17 +64,6 @@ def predict(workload: Workload) -> Memory:
     return Memory(moment, terms, step.host(), step.saved())
 
 
-def for_hopper(workload: Workload) -> bool:
-    """Whether flash takes its Hopper kernels for `workload` on a Hopper GPU. Memory is predicted as
-    if every GPU were one, so on others a sum of dq too much is counted unless
-    attention.options.kernel=portable.
-    """
-    kernel = workload.attention.options.get("kernel", "auto")
-    if workload.attention.backend != "flash" or kernel != "auto":
-        return workload.attention.backend == "flash" and kernel == "hopper"
-    return workload.activation_bytes == 2 and workload.model.head_size in HOPPER_HEAD_SIZES
-
-
 class _Step:
     """The inventory of one training step."""
 
@@ -83,24 +72,15 @@ class _Step:
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
+        self.blocks = m.blocks()
+        self.block = self.blocks[0]  # all have the same sizes
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
-        # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
-        self.sharded = workload.strategy == "fsdp"
-        self.slices = workload.devices if self.sharded else 1
-        self.C, self.F, self.L, self.V = m.channels, m.ffn, m.layers, int(m.vocab_size or 0)
-        # Q, kv: channels
-        self.H, self.q, self.kv = (
-            m.heads,
-            m.heads * m.head_size,
-            m.kv_heads * m.head_size,
-        )
+        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
+        self.C, self.L, self.V = m.channels, m.layers, int(m.vocab_size or 0)
         self.e = workload.activation_bytes
-        self.compiled = workload.compile
-        self.backend = workload.attention.backend
-        # Of a block's products, before and after attention
-        self.before_weights = self.C * (self.q + 2 * self.kv)
-        self.after_weights = self.q * self.C + 3 * self.C * self.F
+        # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
+        self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
         self.added = workload.lora.parameters(m)
         self.trained = self.added or m.parameters()
@@ -108,27 +88,38 @@ class _Step:
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
         self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
-        # In FP8 a weight has no copy that waits for backward, but in a step that holds all
-        # of them from its beginning, as they lie and transposed.
+        # In FP8 no weight has a copy that waits for backward. A step with several micro-batches may
+        # hold all of them from its beginning, as they are and transposed.
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        once = workload.quantizes_once
-        self.held = 2.0 * sum(self.in_8_bits) * (self.before_weights + self.after_weights) * once
-        # One kernel makes the product of gate and up again in backward, see swiglu.py.
-        targets = workload.lora.targets if self.added else []
+        held = 2.0 * sum(self.in_8_bits) * self.block.weights
+        self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32
-        self.fused = self.kernels and "down" not in targets
-        # Of N × F elements, where a product has a thin one beside it and both are there before they
-        # are added up:
-        self.lora_product = 1 if "down" in targets else 0  # the gradient of gate and up's product
-        self.lora_gate_up = 6 if "gate_up" in targets else 0  # gate and up, uncompiled
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
-        # Bytes that the first 0, 1, ... blocks keep on the GPU
         self.exchanged = self.exchange()
-        self.kept_by_block = [self.kept_by(layer) for layer in range(self.L)]
-        here = [0.0] * self.away() + self.kept_by_block[self.away() :]
-        self.kept_by_first = [0.0, *accumulate(here)]
+        # Bytes that the first 0, 1, ... blocks save on the GPU
+        self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
+        here = [0.0] * self.away() + self.saved_by_block[self.away() :]
+        self.saved_by_first = [0.0, *accumulate(here)]
+
+    def pass_of(self, layer: int) -> Pass:
+        """Return the pass of a micro-batch through block `layer`, from 0."""
+        in_8_bits = self.in_8_bits[layer]
+        targets = tuple(self.workload.lora.targets) if self.added else ()
+        return Pass(
+            tokens=self.N,
+            tile=self.tile,
+            recompute=self.memory.recompute or "none",
+            activation=self.e,
+            fp8_input=1 if in_8_bits and not self.added else 0,
+            weight_copy=0 if in_8_bits else self.copy,
+            gradient=self.gradient,
+            is_fused=self.kernels and "down" not in targets,
+            adapted=targets,
+            attention=self.backend.saved(self.layer),
+            saves_lse=self.backend.has_backward,
+        )
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
@@ -136,12 +127,12 @@ class _Step:
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
-        block = kept * (self.before_weights + self.after_weights)
+        block = kept * self.block.weights
         block += FP32 * self.added / self.L / self.slices
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
-        full = self.workload.accumulate > 1 or self.workload.strategy == "ddp"
+        full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
         yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
@@ -206,7 +197,7 @@ class _Step:
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
-        rope = FP32 * self.N * self.model.head_size  # cos and sin
+        rope = FP32 * self.N * sum(rope.head_size for rope in self.model.ropes())  # cos and sin
         return {
             PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,
@@ -230,7 +221,7 @@ class _Step:
         if not self.sharded:
             return 0.0
         outside = (1 if self.model.tied else 2) * self.V * self.C
-        block = self.before_weights + self.after_weights
+        block = self.block.weights
         added = 0 if self.added else FP32 * block
         return float(self.e * (outside + 2 * block) + added)
 
@@ -244,34 +235,26 @@ class _Step:
 
     def exchange_of(self, window: int | None) -> float:
         """`exchange` of a layer with this `window`."""
-        ranks, heads = self.workload.context, self.model.kv_heads
+        ranks, attention = self.workload.context, self.block.attention
+        heads, q, kv = attention.kv_heads, attention.query_size, attention.key_size
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
-            return 4.0 * self.e * self.kv * keys  # k and v with the neighbour's, dk and dv
-        parts = self.parts_of_heads()
+            return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
+        parts = self.workload.head_parts
         if self.workload.context_method == "allgather":
             # Of a group of heads, k and v of all tokens: in order, their gradients, those in one
             # tensor, by rank and as received; and their sum in fp32
-            group = self.kv / parts * ranks * self.N
+            group = kv / parts * ranks * self.N
             return 2.0 * (5 * self.e * group + FP32 * group / ranks)
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
-        copies = kv_copies(self.model.heads, heads, ranks)
-        return 2.0 * self.e * (3 * self.q + 2 * copies * self.kv) * self.N / parts
-
-    def parts_of_heads(self) -> int:
-        """Parts in which attention goes through the heads where ranks share rows."""
-        m, ranks = self.model, self.workload.context
-        if ranks == 1:
-            return 1
-        if self.workload.context_method == "allgather":
-            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
-        return ulysses_parts(m.kv_heads // ranks, self.N) if m.kv_heads % ranks == 0 else 1
+        copies = kv_copies(attention.heads, heads, ranks)
+        return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
 
     def host(self) -> Terms:
         """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
         pinned memory.
         """
-        away = self.kept_by_block[: self.away()]
+        away = self.saved_by_block[: self.away()]
         optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
         return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
 
@@ -279,46 +262,14 @@ class _Step:
         """Layers whose kept activations lie on the host: the first so many."""
         return round((self.memory.offload or 0.0) * self.L)
 
-    def kept_by(self, layer: int) -> float:
-        """Bytes that block `layer`, from 0, keeps."""
-        N, C, F, e = self.N, self.C, self.F, self.e
-        if self.memory.recompute == "block":
-            x = float(e * C * N) if layer % (self.memory.keep_every or 1) == 0 else 0.0
-            # The others run forward again
-            lse = FP32 * self.H * N if self.backend == "flash" else 0
-            return x + e * self.q * N + lse  # with attention's output
-        attention: float = e * self.q * N + FP32 * self.H * N  # its output and lse
-        attention += e * (self.q + self.kv) * N  # q and k, rotated
-        if self.backend == "naive":
-            attention += e * self.kv * N + self.scores_kept() * self.H * self.N * self.T
-        else:
-            attention += e * (self.q + 2 * self.kv) * N  # v is a part of the projection's output
-        copy, x8 = self.copies(layer)
-        norm = (x8 or e) * C * N + FP32 * N  # its output, and 1 / rms
-        weights = copy * self.before_weights  # in 16 bits, for backward
-        kept = e * C * N + norm + attention + weights  # with the block's input
-        if self.memory.recompute == "mlp":
-            return kept
-        weights = copy * self.after_weights + x8 * self.q * N  # and attention's output in 8 bits
-        inner = 2 * F if self.fused else 3 * F  # gate and up, and their product
-        return kept + e * C * N + norm + e * inner * N + weights  # with attention's projection
-
-    def copies(self, layer: int) -> tuple[int, int]:
-        """Bytes of a weight's copy that block `layer`, from 0, keeps for backward; and of an input
-        of a product in FP8, 0 where it is kept as it is: in bf16, or for LoRA's factors.
-        """
-        in_8_bits = self.in_8_bits[layer]
-        return 0 if in_8_bits else self.copy, 1 if in_8_bits and not self.added else 0
+    def saved_by(self, layer: int) -> float:
+        """Return the bytes that block `layer`, from 0, saves for backward."""
+        keeps_input = layer % (self.memory.keep_every or 1) == 0  # the others run forward again
+        return float(self.blocks[layer].saved(self.pass_of(layer), keeps_input))
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
-        return {KEPT: self.kept_by_first[layers]}
-
-    def scores_kept(self) -> float:
-        """Bytes per score that naive attention leaves for backward."""
-        if self.compiled and self.memory.recompute == "none":
-            return 2 * self.e  # raw scores and probabilities; the compiler computes the rest again
-        return 2 * FP32 + self.e  # masked scores, exp of them, probabilities
+        return {KEPT: self.saved_by_first[layers]}
 
     def logits(self, bytes_each: int) -> float:
         """The logits of a chunk: all chunks of the loss are about equal, none larger than
@@ -336,31 +287,9 @@ class _Step:
         return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
 
     def mlp_backward(self, layer: int) -> Terms:
-        """Backward of the part after attention, when the gradients of gate and up have just been
-        computed.
-
-        The gradient of their product is still there then, with LoRA on the down projection in two
-        parts. Fused, the product itself is too, and the down projection has no gradient yet but has
-        given up its copy in 16 bits; else the other way round.
-        """
-        N, C, F, e = self.N, self.C, self.F, self.e
-        copy, x8 = self.copies(layer - 1)
-        incoming = e * C * N
-        down = float(-copy if self.fused else self.gradient) * C * F
-        if self.memory.recompute == "none":
-            incoming += x8 * C * N  # transposed in FP8
-            return {MLP: incoming + e * (4 if self.fused else 2 + self.lora_product) * F * N + down}
-        n = self.tile
-        work = e * (3 * C + 2 * F) * n  # projection, norm, output; gate and up
-        work += x8 * (C + self.q) * n - (e - x8 if x8 else 0) * C * n
-        work += e * (4 if self.fused else 3 + self.lora_product) * F * n
-        weights = copy * self.after_weights + (down if self.fused else down - copy * C * F)
-        # Attention's output has its gradient for all tokens, the last tile's is there too;
-        # gradients of weights are sums.
-        if n < N:
-            work += e * self.q * N + e * (C + self.q) * n
-            weights += self.gradient * self.after_weights
-        return {MLP: incoming + work + weights, KEPT: self.again(layer)}
+        """Return the bytes of the part after attention when its backward takes most."""
+        needed = self.blocks[layer - 1].mlp_backward(self.pass_of(layer - 1))
+        return {MLP: needed, KEPT: self.again(layer)}
 
     def again(self, layer: int) -> float:
         """What is brought or computed back before a block's backward: an input not kept, what lay
@@ -371,58 +300,24 @@ class _Step:
         # Blocks to go back to the last input that was kept
         missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.kept_by_block[i] for i in needed if 0 <= i < self.away())
+        brought = sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away())
         return brought + min(missing, 2) * self.e * self.C * self.N
 
     def attention_backward(self, layer: int) -> Terms:
-        """Backward of attention, with what comes before it computed again where it was not kept."""
-        N, C, e, q, kv = self.N, self.C, self.e, self.q, self.kv
-        # Residual; do, dq, dk, dv
-        work = e * C * N + e * (2 * q + 2 * kv) * N + self.kernel_workspace() + self.exchanged
-        if self.memory.recompute == "none":
-            copy, x8 = self.copies(layer - 1)
-            gone = (e * (2 if self.fused else 3) * self.F + (x8 or e) * C + x8 * q) * N + copy * (
-                self.after_weights - q * C
-            )
-            return {ATTENTION: work + self.gradient * self.after_weights, KEPT: -gone}
-        sums = self.gradient * self.after_weights
-        if self.memory.recompute == "mlp":
-            return {ATTENTION: work + sums}
-        untiled = self.tile == N
-        # With one tile the norm, and q and k before rotation too
-        qkv = e * (q + 2 * kv) * N + (e * (C + q + kv) * N if untiled else 0)
-        return {ATTENTION: work + qkv + sums, KEPT: self.again(layer)}
-
-    def kernel_workspace(self) -> float:
-        """What the backend's backward takes besides its inputs and outputs."""
-        N, q, kv, e = self.N, self.q, self.kv, self.e
-        if self.backend == "naive":
-            scores = self.H * N * self.T
-            if self.memory.recompute == "block":
-                return (self.scores_kept() + e + 2 * FP32) * scores
-            return (
-                FP32 if self.compiled else 2 * FP32 + e
-            ) * scores  # probabilities make room for a part
-        rows = 2 * FP32 * self.H * N  # lse and delta
-        if self.backend == "flash":
-            if self.device != "cuda" or not for_hopper(self.workload):
-                return rows
-            padded = hopper_size(self.workload.model.head_size)
-            return rows + FP32 * self.H * padded * N / self.parts_of_heads()  # sums of dq
-        again = e * q * N if self.memory.recompute == "block" else 0
-        # Dk and dv of every query head, before they are summed
-        repeated = 2 * e * q * N if q != kv else 0
-        return rows + FP32 * q * N + repeated + again
+        """Return the bytes of attention's backward, and of what is recomputed for it."""
+        block, through = self.blocks[layer - 1], self.pass_of(layer - 1)
+        needed = block.attention_backward(through) + self.exchanged
+        needed += self.backend.workspace(self.layer)
+        freed = block.freed_after_mlp(through) if self.memory.recompute == "none" else 0
+        return {ATTENTION: needed, KEPT: self.again(layer) - freed}
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
-        C, F, e = self.C, self.F, self.e
-        N = rows * -(-length // self.workload.context)
-        # masked scores, their distance to the lse, and its exp
-        scores = 3 * FP32 * self.H * N * length if self.backend == "naive" else 0
-        inner = max(3 if self.fused else 4, self.lora_gate_up)
-        mlp = e * (2 * C + self.q) * N + e * (2 * C + inner * F) * min(self.memory.mlp_tile or N, N)
-        logits = self.logits(FP32) + self.copy * self.V * C + e * C * N
+        tokens = rows * -(-length // self.workload.context)
+        tile = min(self.memory.mlp_tile or tokens, tokens)
+        scores = self.backend.forward_workspace(self.workload.layer(rows, length))
+        mlp = self.block.forward(self.pass_of(0)._replace(tokens=tokens, tile=tile))
+        logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
+from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
 from longctx.config.train_config import TrainConfig
 
-FP32 = 4  # bytes of a number
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
-# Backends whose launches are the same for all documents in rows of one shape. The others count
-# documents, or build block masks, on the host.
-CAPTURED = ("flash", "naive")
 # FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
 # as an H200 computes: 5 to 7 ms.
 HOST_BOUND = 3e12
@@ -70,10 +68,10 @@ class Workload:
         scaling = (self.model.rope_scaling or {}).get("rope_type")
         if self.device != "cuda":
             return f"they are for a GPU, not device={self.device}; use device=cuda"
-        if self.devices > 1 or self.strategy != "none":
+        if self.devices > 1 or self.sharing != Strategy():
             return "they are for one GPU alone; use devices=1 strategy=auto"
-        if self.attention.backend not in CAPTURED:
-            backends = " or ".join(f"attention={name}" for name in CAPTURED)
+        if not self.attention.description.capturable:
+            backends = " or ".join(f"attention={name}" for name in capturable_backends())
             return (
                 f"attention={self.attention.backend} launches what the documents of a row ask for; "
                 f"use {backends}"
@@ -90,6 +88,41 @@ class Workload:
         """Raise ValueError where graphs=true is asked for and cannot be."""
         if self.graphs == "true" and self.not_captured is not None:
             raise ValueError(f"graphs=true: {self.not_captured}, or leave graphs=auto")
+
+    @property
+    def sharing(self) -> Strategy:
+        """How the devices share the model."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def slices(self) -> int:
+        """Slices of the weights, of which each device has one."""
+        return self.devices if self.sharing.shards_weights else 1
+
+    @property
+    def head_parts(self) -> int:
+        """Parts in which attention goes through the heads if ranks share sequences."""
+        m, ranks = self.model, self.context
+        if ranks == 1:
+            return 1
+        if self.context_method == "allgather":
+            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
+        tokens = self.batch_size * -(-self.seq_len // ranks)
+        return ulysses_parts(m.kv_heads // ranks, tokens) if m.kv_heads % ranks == 0 else 1
+
+    def layer(self, sequences: int, length: int) -> Layer:
+        """Return attention of one layer for so many sequences of `length` tokens."""
+        return Layer(
+            tokens=sequences * -(-length // self.context),
+            keys=length,
+            part=self.model.block(0).attention,
+            itemsize=self.activation_bytes,
+            recompute=self.memory.recompute or "none",
+            is_compiled=self.compile,
+            on_gpu=self.device == "cuda",
+            head_parts=self.head_parts,
+            options=self.attention.options,
+        )
 
     @property
     def devices_per_machine(self) -> int:
@@ -117,7 +150,7 @@ class Workload:
         are several, no rank gathers weights, memory is not short, and no CUDA graph would go on
         reading the copies of the step in which it was made.
         """
-        if not self.fp8_layers or self.accumulate == 1 or self.strategy == "fsdp":
+        if not self.fp8_layers or self.accumulate == 1 or self.sharing.shards_weights:
             return False
         return self.memory.recompute == "none" and not self.captured
 

@@ -1,6 +1,5 @@
-"""A checkpoint as files: the JSON that lists them with their checksums, and how files are deleted.
-
-Needs no torch, so that a command can look at a run before it loads that.
+"""The files of a checkpoint: a JSON lists them with their sizes and checksums. Torch-free, so that
+a command can look at a run before it loads torch.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def read(path: Path) -> dict[str, Any]:
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]
-        expected = written["crc32"]
+        is_intact = zlib.crc32(json.dumps(content).encode()) == written["crc32"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{INDEX} cannot be read ({error})") from error
-    if zlib.crc32(json.dumps(content).encode()) != expected:
+    if not is_intact:
         raise ValueError(f"the checksum of {INDEX} differs")
     return content
 
@@ -77,8 +76,8 @@ def checksum(file: BinaryIO) -> int:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint a hidden name, under which it is deleted, and return that. Readers ignore
-    it, so that they never see one half-deleted.
+    """Hide a checkpoint from readers before it is deleted, so that they never see half of one;
+    return its new path.
     """
     hidden = path.with_name(f".{path.name}.removed")
     files.remove(hidden)
@@ -87,8 +86,8 @@ def set_aside(path: Path) -> Path:
 
 
 def delete(hidden: Iterable[Path], is_cancelled: threading.Event) -> str | None:
-    """Delete checkpoints that were set aside, a file at a time until cancelled; return the first
-    problem. What is left goes after the next checkpoint, or when the run is resumed.
+    """Delete hidden checkpoints, a file at a time until cancelled; return the first problem. The
+    run deletes the rest after the next checkpoint, or when it is resumed.
 
     Takes up to 0.4 s for each GiB if the file system tells the disk of every freed block (measured
     on ext4 mounted with `discard`).

@@ -1,7 +1,7 @@
 """Writing a checkpoint: safetensors files from any number of ranks, while training may continue.
 
 A thread writes the tensors, or a copy of them in host memory so that training may change them
-meanwhile. It talks to no other rank: it leaves a JSON beside its files, and rank 0 completes the
+meanwhile. It talks to no other rank: it leaves a JSON next to its files, and rank 0 completes the
 folder when there is one of each rank. Only `begin` and `end` are called by all ranks together.
 The folder gets its name when all of it is on disk, so a kill at any moment leaves it whole or
 hidden.
@@ -15,8 +15,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +25,29 @@ from torch import Tensor
 
 from longctx import files
 from longctx.runs import checkpoint_index
-from longctx.runs.checkpoint_folder import IN_FILES, Sharded
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
 
+IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PART = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
 POLL = 0.05  # seconds between looks for the files of other ranks
 
 
+class Sharded(NamedTuple):
+    """One rank's share of a tensor that is cut by rows."""
+
+    part: Tensor  # its rows
+    shape: torch.Size  # of the whole
+    rows_of: list[slice]  # of each rank
+
+    @classmethod
+    def whole(cls, x: Tensor) -> Sharded:
+        """Return x as the share of a rank that has all of it."""
+        return cls(x, x.shape, [slice(0, len(x))])
+
+
 class Writers(NamedTuple):
-    """The ranks that write: this one, how many, and a function that waits for all of them and
-    returns the first problem of any.
-    """
+    """The ranks that write. `agree` waits for all of them and returns the first problem of any."""
 
     rank: int = 0
     ranks: int = 1
@@ -55,15 +66,10 @@ class Part(NamedTuple):
     size: int  # bytes after the header
 
     def copy_to(self, memory: Tensor, non_blocking: bool = False) -> None:
-        """Copy the tensors to `memory` (`size` or more,) uint8, as they lie in the file."""
+        """Copy the tensors to `memory` (`size` or more,) uint8, in the order of the file."""
         for start, x in self.tensors.values():
             target = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
             target.copy_(x.detach(), non_blocking=non_blocking)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Return the GPU that holds tensors of this file, None without one."""
-        return next((x.device for _, x in self.tensors.values() if x.is_cuda), None)
 
 
 def parts_of(stem: str, tensors: Mapping[str, Tensor]) -> list[Part]:
@@ -82,6 +88,8 @@ def parts_of(stem: str, tensors: Mapping[str, Tensor]) -> list[Part]:
 def _part(file: str, tensors: Mapping[str, Tensor]) -> Part:
     """Lay out a file as the safetensors library does: the widest numbers first, so that all are
     aligned, then by name, and a header padded to 8 bytes.
+
+    The library itself would copy every tensor once more.
     """
     header: dict[str, Any] = {}
     placed: dict[str, tuple[int, Tensor]] = {}
@@ -104,6 +112,9 @@ class Saving:
     returns. Deleting never fails a save: the first problem is in `warning`.
     """
 
+    written: Future[None]  # this rank's files, on rank 0 the folder; has the OSError if they failed
+    deleted: Future[None]  # the checkpoints that this one replaces
+
     def __init__(
         self,
         path: Path,
@@ -117,18 +128,15 @@ class Saving:
         self.partial = path.with_name(f".{path.name}.partial")
         held = {name: x.part for name, x in tensors.items() if len(x.part)}
         self.parts = parts_of(f"shard-{writers.rank:05d}", held)
+        self.gpu = next((x.device for x in held.values() if x.is_cuda), None)
         self.memory: list[Tensor] | None = None  # host memory for a copy of each part
-        self.frees_memory = False
-        self.copied: list[torch.cuda.Event] = []  # when each part is there; from a GPU
+        self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
         self.bytes = 0  # of all files, when the folder is whole
         self.seconds = 0.0  # from `begin` until then
-        self.deleted_bytes = 0  # of the checkpoints that this one replaces
+        self.hidden: list[Path] = []  # checkpoints to delete
+        self.deleted_bytes = 0  # of them
         self.warning: str | None = None
-        self.problem: str | None = None
-        self.is_left_to_rank_0 = False  # which can read this rank's problem and raises it
-        # Events, since a thread's join returns too early after a signal (bpo-45274)
-        self.is_written = threading.Event()  # this rank's files, on rank 0 the folder; or failed
-        self.is_over = threading.Event()  # and replaced checkpoints are deleted
+        self._is_left_to_rank_0 = False  # which can read this rank's problem and raises it
         self._is_cancelled = threading.Event()
         self._started = time.monotonic()
 
@@ -137,23 +145,34 @@ class Saving:
         """Return the bytes of host memory that a copy of each part takes."""
         return [part.size for part in self.parts]
 
-    def begin(self, memory: list[Tensor] | None = None, frees_memory: bool = False) -> None:
+    @property
+    def problem(self) -> str | None:
+        """Wait for the files; return why they could not be written, None if they are on disk."""
+        error = self.written.exception()
+        return None if error is None else str(error)
+
+    def begin(self, memory: list[Tensor] | None = None) -> None:
         """Begin to write a copy of the tensors in `memory`; all ranks call it. Without `memory` the
         tensors themselves are written and must not change before `end` has returned.
 
-        With `frees_memory` each tensor in `memory` is dropped when its file is written. Raises
-        OSError, on every rank, if one of them cannot write.
+        Raises OSError, on every rank, if one of them cannot write.
         """
-        self._attempt(self._prepare)
-        self._raise_agreed()
+        problem = None
+        try:
+            self._prepare()
+        except (OSError, ValueError, TypeError) as error:
+            problem = self._problem_of(error)
+        self._raise_agreed(problem)
         if memory is not None:
-            self.memory, self.frees_memory = memory, frees_memory
             self._copy(memory)
-        threading.Thread(target=self._run, name="checkpoint").start()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self.written = thread.submit(self._write)
+        self.deleted = thread.submit(self._delete_replaced)
+        thread.shutdown(wait=False)
 
     def check(self) -> None:
         """Raise OSError if writing has failed and no other rank will raise it."""
-        if self.problem is not None and self.is_written.is_set() and not self.is_left_to_rank_0:
+        if self.written.done() and self.problem and not self._is_left_to_rank_0:
             self._discard()
             raise OSError(self.problem)
 
@@ -163,19 +182,19 @@ class Saving:
         Raises OSError, on every rank, if one of them could not write; the folder then does not
         appear.
         """
-        self.is_written.wait()
-        if self.writers.rank != 0:  # rank 0 waits for this rank's files, not for its vote
+        problem = self.problem
+        if self.writers.rank != 0:  # rank 0 waits for this rank's files instead of its vote
             self.check()
-        self._raise_agreed()
+        self._raise_agreed(problem)
 
     def cancel(self) -> None:
         """Stop writing or deleting and wait for the thread."""
         self._is_cancelled.set()
-        self.is_over.wait()
+        self.deleted.exception()
         self._discard()
 
-    def _raise_agreed(self) -> None:
-        problem = self.writers.agree(self.problem)
+    def _raise_agreed(self, problem: str | None) -> None:
+        problem = self.writers.agree(problem)
         if problem is not None:
             self._discard()
             raise OSError(problem)
@@ -183,6 +202,13 @@ class Saving:
     def _discard(self) -> None:
         if self.writers.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _problem_of(self, error: Exception) -> str:
+        if not self.path.parent.exists():
+            gone = "the folder of the run is gone, so no checkpoint is written"
+            return f"{self.path.parent}: {gone}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return f"{self.path}: the checkpoint could not be written ({reason})"
 
     def _prepare(self) -> None:
         # A copy of today's values; ValueError for NaN and infinity, which JSON does not have
@@ -193,58 +219,44 @@ class Saving:
 
     def _copy(self, memory: list[Tensor]) -> None:
         """Copy the tensors to `memory`; from a GPU the copy is queued on its stream."""
-        gpus = [part.device for part in self.parts if part.device is not None]
+        self.memory = memory
         is_on_host = any(not x.is_cuda for part in self.parts for _, x in part.tensors.values())
-        if gpus and is_on_host:  # moments on the host may be on their way there
-            torch.cuda.synchronize(gpus[0])
+        if self.gpu is not None and is_on_host:  # moments on the host may be on their way there
+            torch.cuda.synchronize(self.gpu)
         for part, target in zip(self.parts, memory, strict=True):
             part.copy_to(target, non_blocking=True)
-            if gpus:
-                self.copied.append(torch.cuda.Event(blocking=True))
-                self.copied[-1].record(torch.cuda.current_stream(gpus[0]))
+        if self.gpu is not None:
+            self.copied = torch.cuda.Event(blocking=True)
+            self.copied.record(torch.cuda.current_stream(self.gpu))
 
-    def _attempt(self, function: Callable[[], None]) -> None:
-        """Call `function` and keep the problem, since a thread has nobody to raise it to."""
+    def _write(self) -> None:
+        """Write this rank's files; rank 0 completes the folder. Raises OSError."""
         try:
-            function()
-        except Exception as error:  # also of memory, or a number that JSON does not have
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self.problem = f"{self.path}: the checkpoint could not be written ({reason})"
-            if not self.path.parent.exists():
-                gone = "the folder of the run is gone, so no checkpoint is written"
-                self.problem = f"{self.path.parent}: {gone}"
-
-    def _run(self) -> None:
-        """Do the work of the thread: write the checkpoint, then delete those that it replaces."""
-        try:
-            self._attempt(self._write_files)
-            hidden: list[Path] = []
-            if self.writers.rank == 0 and self.problem is None:
-                self._attempt(self._complete)
-                if self.problem is None:
-                    hidden = self._hide_replaced()
-            elif self.problem is not None and self.writers.rank != 0:
-                self._leave_problem()
-            self.is_written.set()
-            self.warning = checkpoint_index.delete(hidden, self._is_cancelled) or self.warning
-        finally:
-            self.is_written.set()
-            self.is_over.set()
+            self._write_files()
+            if self.writers.rank == 0:
+                self._complete()
+        except Exception as error:  # also of memory
+            problem = self._problem_of(error)
+            if self.writers.rank != 0:
+                self._leave_to_rank_0(problem)
+            raise OSError(problem) from error
+        if self.writers.rank == 0:
+            self._hide_replaced()
 
     def _write_files(self) -> None:
         """Write this rank's files, AT_ONCE at a time, then the JSON that lists them for rank 0."""
-        gpu = next((part.device for part in self.parts if part.device is not None), None)
-        use_device(gpu)
-        with ThreadPoolExecutor(AT_ONCE, initializer=lambda: use_device(gpu)) as pool:
+        use_device(self.gpu)
+        self._wait_for_copy()
+        with ThreadPoolExecutor(AT_ONCE, initializer=lambda: use_device(self.gpu)) as pool:
             written = list(pool.map(self._write_part, range(len(self.parts))))
         listed = {part.file: entry for part, entry in zip(self.parts, written, strict=True)}
         file_of = {name: part.file for part in self.parts for name in part.tensors}
         write_json(self._json_of(self.writers.rank), {"files": listed, "places": file_of})
 
-    def _wait_for_copy(self, number: int) -> None:
-        """Wait until the GPU has copied part `number`."""
-        if self.copied:
-            self.copied[number].synchronize()
+    def _wait_for_copy(self) -> None:
+        """Wait until the GPU has copied the tensors."""
+        if self.copied is not None:
+            self.copied.synchronize()
 
     def _write_part(self, number: int) -> dict[str, int]:
         """Write one file; return its size and checksum."""
@@ -253,36 +265,33 @@ class Saving:
             content = torch.empty(part.size, dtype=torch.uint8)
             part.copy_to(content)
         else:
-            self._wait_for_copy(number)
             content = self.memory[number]
         crc32, size = 0, 0
+        tensors = content.numpy().data[: part.size]
+        chunks = [tensors[start : start + CHUNK] for start in range(0, part.size, CHUNK)]
         with open(self.partial / part.file, "xb") as file:
-            tensors = content.numpy().data[: part.size]
-            chunks = [tensors[start : start + CHUNK] for start in range(0, part.size, CHUNK)]
             for chunk in [memoryview(part.header), *chunks]:
                 if self._is_cancelled.is_set():
                     raise OSError("cancelled")
                 crc32 = zlib.crc32(chunk, crc32)
                 file.write(chunk)
                 file.flush()
-                if hasattr(os, "posix_fadvise"):  # the disk begins now, and not with fsync
+                if hasattr(os, "posix_fadvise"):  # the disk begins now instead of with fsync
                     os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
                 size += len(chunk)
             os.fsync(file.fileno())
-        if self.memory is not None and self.frees_memory:
-            self.memory[number] = torch.empty(0, dtype=torch.uint8)
         return {"bytes": size, "crc32": crc32}
 
-    def _leave_problem(self) -> None:
+    def _leave_to_rank_0(self, problem: str) -> None:
         """Tell rank 0 that this rank could not write."""
         try:
             # Make room for the JSON: the disk may be full
             for part in self.parts:
                 (self.partial / part.file).unlink(missing_ok=True)
-            write_json(self._json_of(self.writers.rank), {"problem": self.problem})
-            self.is_left_to_rank_0 = True
+            write_json(self._json_of(self.writers.rank), {"problem": problem})
+            self._is_left_to_rank_0 = True
         except FileNotFoundError:  # rank 0 gave up and removed the folder; it raises the reason
-            self.is_left_to_rank_0 = True
+            self._is_left_to_rank_0 = True
         except OSError:  # this rank raises it
             pass
 
@@ -292,7 +301,16 @@ class Saving:
         for rank in range(self.writers.ranks):
             self._json_of(rank).unlink()
         listed = {file: entry for of_rank in written for file, entry in of_rank["files"].items()}
-        tensors = _tensor_index(self.tensors, written)
+        tensors = {}
+        for name, x in self.tensors.items():
+            # [file, first row, rows] of each rank that has some
+            rows = [
+                [of_rank["places"][name], mine.start, mine.stop - mine.start]
+                for of_rank, mine in zip(written, x.rows_of, strict=True)
+                if mine.stop > mine.start
+            ]
+            dtype = str(x.part.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": list(x.shape), "dtype": dtype, "rows": rows}
         content = {"format": FORMAT, **self.about, "files": listed, "tensors": tensors}
         crc32 = zlib.crc32(json.dumps(content).encode())
         write_json(self.partial / INDEX, {"crc32": crc32, "content": content})
@@ -308,56 +326,38 @@ class Saving:
 
     def _written_by_ranks(self) -> list[dict[str, Any]]:
         """Return the JSON of each rank when all have written; OSError if one could not."""
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < self.writers.ranks:
-            names = set(os.listdir(self.partial))
-            for rank in range(self.writers.ranks):
-                file = self._json_of(rank)
-                if rank not in found and file.name in names:
-                    found[rank] = json.loads(file.read_text(encoding="utf-8"))
-                    if "problem" in found[rank]:
-                        raise OSError(f"rank {rank}: {found[rank]['problem']}")
-            if len(found) < self.writers.ranks and self._is_cancelled.wait(POLL):
+        while True:
+            paths = sorted(self.partial.glob("rank-*.json"))
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+            for path, content in zip(paths, found, strict=True):
+                if "problem" in content:
+                    raise OSError(f"{path.stem}: {content['problem']}")
+            if len(found) == self.writers.ranks:
+                return found
+            if self._is_cancelled.wait(POLL):
                 raise OSError("cancelled")
-        return [found[rank] for rank in range(self.writers.ranks)]
-
-    def _hide_replaced(self) -> list[Path]:
-        """Return the checkpoints to delete, under hidden names."""
-        try:
-            hidden = self.replaced()
-            sizes = [x.lstat().st_size for path in hidden for x in path.rglob("*")]
-            self.deleted_bytes = sum(sizes)
-            return hidden
-        except OSError as error:
-            self.warning = f"{self.path.parent}: older checkpoints could not be deleted ({error})"
-            return []
 
     def _json_of(self, rank: int) -> Path:
         return self.partial / f"rank-{rank:05d}.json"
+
+    def _hide_replaced(self) -> None:
+        """Hide the checkpoints to delete from readers."""
+        try:
+            self.hidden = self.replaced()
+            sizes = [x.lstat().st_size for path in self.hidden for x in path.rglob("*")]
+            self.deleted_bytes = sum(sizes)
+        except OSError as error:
+            self.warning = f"{self.path.parent}: older checkpoints could not be deleted ({error})"
+
+    def _delete_replaced(self) -> None:
+        problem = checkpoint_index.delete(self.hidden, self._is_cancelled)
+        self.warning = problem or self.warning
 
 
 def use_device(device: torch.device | None) -> None:
     """Have this thread use `device`, if that is a GPU; a thread begins with the first GPU."""
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _tensor_index(
-    tensors: Mapping[str, Sharded], written: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return for each tensor its shape, dtype, and [file, first row, rows] of each part, from the
-    JSON of each rank.
-    """
-    entries = {}
-    for name, x in tensors.items():
-        rows = [
-            [of_rank["places"][name], mine.start, mine.stop - mine.start]
-            for of_rank, mine in zip(written, x.rows_of, strict=True)
-            if mine.stop > mine.start
-        ]
-        dtype = str(x.part.dtype).removeprefix("torch.")
-        entries[name] = {"shape": list(x.shape), "dtype": dtype, "rows": rows}
-    return entries
 
 
 def write_json(path: Path, content: Any) -> None:

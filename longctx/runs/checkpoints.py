@@ -1,31 +1,37 @@
-"""Checkpoints of a run: what one holds, which are kept, and how one is read.
+"""Checkpoints of a run: their content, the ones that are kept, and how one is read.
 
 A checkpoint is a folder of safetensors and JSON, so reading it never runs code: weights, optimizer
 state, random state, the counters of the run and its configuration, enough to continue exactly.
-`last.ckpt` points at the newest.
+`last.ckpt` points at the newest. Tensors are cut by rows over the ranks that write. Any number of
+ranks reads back the rows that it needs, and none ever holds a whole model.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from longctx import files
 from longctx.files import by_step
-from longctx.runs import checkpoint_folder, checkpoint_index, run_folder
-from longctx.runs.checkpoint_folder import Sharded
-from longctx.runs.checkpoint_write import ALONE, Saving, Writers
+from longctx.runs import checkpoint_index, run_folder
+from longctx.runs.checkpoint_index import INDEX
+from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
 
-FORMAT = 2  # of what a checkpoint holds; checkpoint_index.FORMAT is that of the folder
+FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
+FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
 
 
 class Damaged(ValueError):
-    """Raised for a checkpoint that differs from the one that a run wrote, with what is wrong."""
+    """Raised for a checkpoint that differs from the run's own; `what` is the difference."""
 
     def __init__(self, path: Path, what: str) -> None:
         self.what = what
@@ -34,6 +40,44 @@ class Damaged(ValueError):
         older = [earlier for earlier in saved if by_step(earlier) < by_step(target)]
         remedy = f", or delete it to resume from {older[-1]}" if older else ""
         super().__init__(f"{path}: {what}; copy it here again{remedy}")
+
+
+class Rows:
+    """A tensor in files, cut by rows; x[first:last] reads only those."""
+
+    def __init__(self, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+        self.folder, self.name = folder, name
+        self.shape = torch.Size(entry["shape"])
+        self.dtype = DTYPES[entry["dtype"]]
+        self.parts: list[tuple[str, int, int]] = [tuple(part) for part in entry["rows"]]
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of dimensions of the whole tensor."""
+        return len(self.shape)
+
+    def __getitem__(self, at: slice) -> Tensor:
+        start, stop, _ = at.indices(self.shape[0])
+        parts = []
+        reached = start
+        for file, first, count in sorted(self.parts, key=lambda part: part[1]):
+            if first <= reached < min(stop, first + count):
+                end = min(stop, first + count)
+                parts.append(self._read(file, reached - first, end - first))
+                reached = end
+        if reached < stop:
+            raise ValueError(f"{self.folder}: {INDEX} lists no file for some rows of {self.name}")
+        if len(parts) == 1:
+            return parts[0]  # mapped instead of copied
+        return torch.cat(parts) if parts else torch.empty(0, *self.shape[1:], dtype=self.dtype)
+
+    def _read(self, file: str, start: int, stop: int) -> Tensor:
+        """Return rows of one file; ValueError if they differ from the JSON in shape or dtype."""
+        with safe_open(self.folder / file, framework="pt") as tensors:
+            part: Tensor = tensors.get_slice(self.name)[start:stop]
+        if part.dtype != self.dtype or part.shape != (stop - start, *self.shape[1:]):
+            raise ValueError(f"{self.folder / file}: {self.name} differs from {INDEX}")
+        return part
 
 
 def describe(
@@ -62,7 +106,7 @@ def saving(
     """Return a checkpoint to write to `path`.
 
     `about` comes from `describe`, `state` holds random_state() as "random" and plain values. This
-    rank has `weights`, by name, and the state of an `optimizer` that trains those named `trained`,
+    rank has `weights`, by name, and the state of an `optimizer` that trains the `trained` weights,
     in its order.
     """
     tensors = dict(weights)
@@ -92,7 +136,8 @@ def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     try:
-        content = checkpoint_folder.read(path)
+        content = checkpoint_index.read(path)
+        tensors = rows(path, content)
     except ValueError as error:
         raise Damaged(path, f"not a whole checkpoint: {error}") from error
     formats = content["format"], content["longctx"].get("format")
@@ -106,14 +151,24 @@ def read(path: Path) -> dict[str, Any]:
         for number, values in content.pop("optimizer_scalars").items()
     }
     weights = {}
-    for name, rows in content.pop("tensors").items():
+    for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, number, key = name.split(".")
-            states.setdefault(int(number), {})[key] = rows
+            states.setdefault(int(number), {})[key] = tensor
         else:
-            weights[name] = rows
+            weights[name] = tensor
     optimizer = {"state": states, "param_groups": content.pop("param_groups")}
     return content | {"state_dict": weights, "optimizer_states": [optimizer]}
+
+
+def rows(path: Path, content: Mapping[str, Any]) -> dict[str, Rows]:
+    """Return the tensors that the JSON of the checkpoint at `path` lists."""
+    tensors = {name: Rows(path, name, entry) for name, entry in content["tensors"].items()}
+    # `checkpoint_index.verify` looks at listed files only, so no other may hold rows
+    used = {file for tensor in tensors.values() for file, _, _ in tensor.parts}
+    if unlisted := used - content["files"].keys():
+        raise ValueError(f"{unlisted.pop()} holds rows and is not listed")
+    return tensors
 
 
 def verify(path: Path) -> None:
@@ -128,18 +183,33 @@ def verify(path: Path) -> None:
         raise Damaged(path, f"damaged, the checksum of {damaged} differs")
 
 
+def flaw(
+    x: Rows | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
+) -> str | None:
+    """Return why x of a checkpoint cannot be read into a tensor of `shape`, in one of `dtypes`;
+    None if it can. torch's fused kernels write out of bounds if a state has another shape.
+    """
+    if x.shape != torch.Size(shape):
+        return f"{list(x.shape)} in the checkpoint, {list(shape)} in the model"
+    if x.dtype not in dtypes:
+        names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"{str(x.dtype).removeprefix('torch.')} in the checkpoint instead of {names}"
+    return None
+
+
 def check_states(
     path: Path,
     checkpoint: Mapping[str, Any],
     expected: Sequence[tuple[torch.Size, Collection[str] | None]],
 ) -> None:
     """Raise ValueError unless the optimizer's state in the checkpoint at `path` is of the weights
-    that it trains, by number the shape and the names of the states of each (None: any).
+    that it trains: `expected` has the shape and the names of the states of each (None: any).
 
     A state is a count of steps, or a tensor of the shape of its weight.
     """
-    ((state, groups),) = ((x["state"], x["param_groups"]) for x in checkpoint["optimizer_states"])
-    numbers = [number for group in groups for number in group["params"]]
+    (optimizer,) = checkpoint["optimizer_states"]
+    state = optimizer["state"]
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     names = {number: set(values) for number, values in state.items()}
     of_run = {n: set(names) for n, (_, names) in enumerate(expected) if names is not None}
     if numbers != list(range(len(expected))) or (of_run and names != of_run):
@@ -151,7 +221,7 @@ def check_states(
         shape, known = expected[number]
         for key, x in values.items():
             is_scalar = key == "step" or (known is None and x.ndim == 0)
-            if wrong := checkpoint_folder.flaw(x, torch.Size() if is_scalar else shape):
+            if wrong := flaw(x, torch.Size() if is_scalar else shape):
                 raise ValueError(
                     f"{path}: its optimizer state is not of the model: {key} of weight {number} is "
                     f"{wrong}"
@@ -166,15 +236,40 @@ def check_finite(path: Path, checkpoint: Mapping[str, Any]) -> None:
         for number, values in optimizer["state"].items()
         for key, x in values.items()
     }
-    name = checkpoint_folder.not_finite(checkpoint["state_dict"] | states)
+    name = not_finite(checkpoint["state_dict"] | states)
     if name is not None:
         raise Damaged(path, f"{name} is not finite")
 
 
+def not_finite(tensors: Mapping[str, Any]) -> str | None:
+    """Return the name of the first tensor, or `Rows`, with NaN or infinity in it, None if all are
+    finite.
+    """
+    # All are queued before the first is waited for
+    checks = {name: is_finite(x) for name, x in tensors.items()}
+    return next((name for name, finite in checks.items() if not finite), None)
+
+
+@torch.no_grad()
+def is_finite(x: Any) -> Tensor:
+    """Return, on its device, whether every number of x is finite.
+
+    The least and the greatest number tell, in one pass: torch.isfinite(x).all() takes 50 times as
+    long on a CPU.
+    """
+    if isinstance(x, Rows):
+        step = max(1, FINITE_CHUNK // max(1, x.shape[1:].numel()))
+        parts = [x[start : start + step] for start in range(0, x.shape[0], step)]
+        return torch.stack([is_finite(part) for part in parts]).all()
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return torch.isfinite(torch.stack(torch.aminmax(x))).all()
+
+
 def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
-    it is there; hide all but these and the newest `keep`, and return the hidden ones, with those of
-    killed processes, for `checkpoint_index.delete`.
+    it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
+    of killed processes, for `checkpoint_index.delete`.
 
     Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """
@@ -202,19 +297,13 @@ def _link(name: str, target: Path) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the state of every random number generator of this process as plain values."""
-    algorithm, keys, position, has_gauss, gauss = np.random.get_state()
+    algorithm, keys, *position = np.random.get_state()
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "torch": torch.get_rng_state().tolist(),
         "cuda": [x.tolist() for x in gpus],
         "python": random.getstate(),
-        "numpy": (
-            str(algorithm),
-            [int(key) for key in keys],
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
+        "numpy": (algorithm, np.asarray(keys).tolist(), *position),
     }
 
 

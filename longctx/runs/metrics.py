@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
+from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,9 @@ class Shown(Flag):
 
 LIVE = Shown.CONSOLE | Shown.WATCH
 TABLES = Shown.CLOSING | Shown.COMPARE
+ALL = LIVE | TABLES
+CURVE = Shown.CURVE
+CONTEXT = Shown.CONTEXT
 
 
 class Panel(NamedTuple):
@@ -47,8 +51,12 @@ class Panel(NamedTuple):
     log: bool = False
 
 
-STEP_PARTS = Panel("Throughput", "Parts of a step (ms)", kind="shares")
-SPIKES = Panel("Loss", "Loss spikes, and steps skipped for them")
+LOSS = partial(Panel, "Loss")
+SPEED = partial(Panel, "Throughput")
+DEVICES = partial(Panel, "Several devices")
+EXTENSION = partial(Panel, "Context extension")
+STEP_PARTS = SPEED("Parts of a step (ms)", kind="shares")
+SPIKES = LOSS("Loss spikes, and steps skipped for them")
 PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 
@@ -69,7 +77,7 @@ class Metric(NamedTuple):
 
     key: str
     label: str
-    format: Callable[[Any], str] = "{:.4g}".format
+    spec: str | Callable[[Any], str] = ".4g"  # a format specification, or a function
     unit: str = ""
     shown: Shown = Shown.NOWHERE
     better: Literal["min", "max"] | None = None
@@ -92,6 +100,10 @@ class Metric(NamedTuple):
         """Return the beginning of a family's keys; None for a single key."""
         return self.key[:-1] if self.key.endswith("/*") else None
 
+    def format(self, value: Any) -> str:
+        """Write the value without its unit."""
+        return format(value, self.spec) if isinstance(self.spec, str) else self.spec(value)
+
     def text(self, value: Any) -> str:
         """Write the value with its unit; null in metrics.jsonl is a number that is not finite."""
         number = self.format(math.nan if value is None else value)
@@ -100,125 +112,99 @@ class Metric(NamedTuple):
 
 METRICS: tuple[Metric, ...] = (
     # Progress
-    Metric("step", "steps", "{:,}".format, shown=TABLES),
-    Metric("tokens_seen", "tokens", "{:,}".format, shown=TABLES | Shown.WATCH, hidden=True),
+    Metric("step", "steps", ",", shown=TABLES),
+    Metric("tokens_seen", "tokens", ",", shown=TABLES | Shown.WATCH, hidden=True),
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
     Metric("epoch", "epoch"),
     # Learning
+    Metric("loss", "loss", ".4f", "", ALL | CURVE, "min", "last", LOSS("Loss", log=True)),
+    Metric("loss_spikes", "loss spikes", ",", "", ALL, panel=SPIKES),
+    Metric("steps_skipped", "steps skipped", ",", "", ALL, panel=SPIKES),
     Metric(
-        "loss",
-        "loss",
-        "{:.4f}".format,
-        shown=LIVE | TABLES | Shown.CURVE,
-        better="min",
-        panel=Panel("Loss", "Loss", log=True),
+        "val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min", "last", LOSS("Validation loss")
     ),
-    Metric("loss_spikes", "loss spikes", "{:,}".format, shown=LIVE | TABLES, panel=SPIKES),
-    Metric("steps_skipped", "steps skipped", "{:,}".format, shown=LIVE | TABLES, panel=SPIKES),
-    Metric(
-        "val_loss",
-        "val loss",
-        "{:.4f}".format,
-        shown=LIVE | Shown.CONTEXT,
-        better="min",
-        panel=Panel("Loss", "Validation loss"),
-    ),
-    Metric("val_loss_error", "±", "{:.4f}".format, shown=Shown.CONSOLE),
+    Metric("val_loss_error", "±", ".4f", shown=Shown.CONSOLE),
     Metric(
         "val_perplexity",
         "val perplexity",
-        "{:,.2f}".format,
-        shown=LIVE | TABLES | Shown.CURVE,
-        better="min",
-        panel=Panel("Loss", "Validation perplexity", log=True),
+        ",.2f",
+        "",
+        ALL | CURVE,
+        "min",
+        "last",
+        LOSS("Validation perplexity", log=True),
     ),
     Metric(
         "grad_norm",
         "gradient norm",
-        "{:.3g}".format,
-        shown=Shown.WATCH | Shown.CURVE,
-        panel=Panel("Loss", "Gradient norm", log=True),
+        ".3g",
+        "",
+        Shown.WATCH | CURVE,
+        panel=LOSS("Gradient norm", log=True),
     ),
-    Metric(
-        "lr",
-        "learning rate",
-        "{:.3g}".format,
-        shown=Shown.WATCH | Shown.CURVE,
-        panel=Panel("Loss", "Learning rate"),
-    ),
+    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE, panel=LOSS("Learning rate")),
     # Speed: the first step compiles, so a run shows medians
     Metric(
         "tokens_per_second",
         "speed",
-        "{:,.0f}".format,
-        unit="tokens/s",
-        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
-        better="max",
-        of_run="median",
-        panel=Panel("Throughput", "Tokens per second"),
+        ",.0f",
+        "tokens/s",
+        ALL | CURVE | CONTEXT,
+        "max",
+        "median",
+        SPEED("Tokens per second"),
     ),
     Metric(
         "ms_per_step",
         "time per step",
-        "{:,.0f}".format,
-        unit="ms/step",
-        shown=LIVE,
-        of_run="median",
-        panel=Panel("Throughput", "Time per step (ms)"),
+        ",.0f",
+        "ms/step",
+        LIVE,
+        None,
+        "median",
+        SPEED("Time per step (ms)"),
     ),
-    Metric(
-        "mfu",
-        "MFU",
-        "{:.1%}".format,
-        shown=LIVE | TABLES | Shown.CURVE,
-        better="max",
-        of_run="median",
-        panel=Panel("Throughput", "MFU"),
-    ),
+    Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median", SPEED("MFU")),
     # Several devices
     Metric(
         "tokens_per_second_per_device",
         "speed of a device",
-        "{:,.0f}".format,
-        unit="tokens/s/device",
-        shown=LIVE | TABLES,
-        better="max",
-        of_run="median",
-        panel=Panel("Several devices", "Tokens per second and device"),
+        ",.0f",
+        "tokens/s/device",
+        ALL,
+        "max",
+        "median",
+        DEVICES("Tokens per second and device"),
     ),
     Metric(
         "communication_ms",
         "communication",
-        "{:,.0f}".format,
-        unit="ms/step communicating",
-        shown=LIVE | TABLES,
-        better="min",
-        of_run="median",
-        panel=Panel("Several devices", "Time per step in communication (ms)"),
+        ",.0f",
+        "ms/step communicating",
+        ALL,
+        "min",
+        "median",
+        DEVICES("Time per step in communication (ms)"),
     ),
     Metric(
         "imbalance",
         "imbalance",
-        "{:.2f}".format,
-        shown=LIVE | TABLES,
-        better="min",
-        of_run="median",
-        panel=Panel("Several devices", "Busiest rank over the mean"),
+        ".2f",
+        "",
+        ALL,
+        "min",
+        "median",
+        DEVICES("Busiest rank over the mean"),
     ),
     Metric(
-        "slowest_rank",
-        "slowest rank",
-        "{:.0f}".format,
-        shown=LIVE,
-        of_run="median",
-        panel=Panel("Several devices", "Slowest rank"),
+        "slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median", DEVICES("Slowest rank")
     ),
     Metric(
         f"{BUSY_OF_RANK}/*",
         "busy",
-        "{:,.0f}".format,
-        unit="ms",
-        panel=Panel("Several devices", "Busy time per step of each rank (ms)"),
+        ",.0f",
+        "ms",
+        panel=DEVICES("Busy time per step of each rank (ms)"),
         hidden=True,
     ),
     # Parts of a step
@@ -226,58 +212,43 @@ METRICS: tuple[Metric, ...] = (
     Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("padding_share", "padding", "{:.1%}".format, panel=Panel("Throughput", "Padding")),
+    Metric("padding_share", "padding", ".1%", panel=SPEED("Padding")),
     # Memory: of the GPU, or of the process on a CPU
     Metric(
         "memory_peak_gib",
         "peak memory",
-        "{:.2f}".format,
-        unit="GiB",
-        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
-        better="min",
-        of_run="max",
-        panel=PEAK_MEMORY,
+        ".2f",
+        "GiB",
+        ALL | CURVE | CONTEXT,
+        "min",
+        "max",
+        PEAK_MEMORY,
     ),
     Metric("memory_reserved_gib", "reserved memory", unit="GiB", of_run="max", panel=PEAK_MEMORY),
     Metric(
-        "memory_predicted_gib",
-        "predicted memory",
-        "{:.2f}".format,
-        unit="GiB",
-        shown=TABLES,
-        of_run="max",
-        panel=PEAK_MEMORY,
+        "memory_predicted_gib", "predicted memory", ".2f", "GiB", TABLES, None, "max", PEAK_MEMORY
     ),
     Metric(
         "process_peak_gib",
         "peak memory",
-        "{:.2f}".format,
-        unit="GiB of the process",
-        shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
-        better="min",
-        of_run="max",
-        panel=Panel("Memory", "Peak memory of the process (GiB)"),
+        ".2f",
+        "GiB of the process",
+        ALL | CURVE | CONTEXT,
+        "min",
+        "max",
+        Panel("Memory", "Peak memory of the process (GiB)"),
     ),
-    # Written before the first step: see longctx.training.context_check
-    Metric(
-        "context_check/*",
-        "context.check:",
-        hidden=True,
-    ),
+    # Context. longctx.training.context_check writes its row before the first step
+    Metric("context_check/*", "context.check:", hidden=True),
     Metric(
         f"{BY_POSITION}/*",
         "val loss at",
-        "{:.4f}".format,
-        panel=Panel("Context extension", "Loss at each position"),
+        ".4f",
+        panel=EXTENSION("Loss at each position"),
         hidden=True,
     ),
-    Metric(
-        f"{FACTS_FOUND}/*",
-        "",  # the kind and the length are enough: needle at 4096
-        "{:.0%}".format,
-        shown=LIVE,
-        panel=Panel("Context extension", "Facts found again"),
-    ),
+    # No label: the kind and the length are enough, as in "needle at 4096"
+    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE, panel=EXTENSION("Facts found again")),
 )
 
 
@@ -289,14 +260,6 @@ def is_step(row: Row) -> bool:
 def shown(place: Shown) -> list[Metric]:
     """Return the metrics that `place` shows, without families."""
     return [metric for metric in METRICS if metric.shown & place and metric.prefix is None]
-
-
-def named(key: str) -> Metric | None:
-    """Return the line of the table for a key of metrics.jsonl; None if there is none."""
-    for metric in METRICS:
-        if key == metric.key or (metric.prefix is not None and key.startswith(metric.prefix)):
-            return metric
-    return None
 
 
 def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import netrc
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,14 +22,10 @@ from longctx import python_child
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import BEGUN, RUN_ID, offline_runs
+from longctx.runs.wandb_process import RUN_ID, offline_runs
 
-# Names in .netrc: versions of `wandb login` wrote the one or the other.
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
-# Seconds that the end of a run waits for wandb; 10 are promised.
-PATIENCE = 9.0
-# Seconds of them for a server without any answer; a copy offline takes the rest.
-BEGINS = 4.0
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
+PATIENCE = 9.0  # seconds that the end of a run waits for wandb; 10 are promised
 
 
 class Tracker:
@@ -42,16 +35,13 @@ class Tracker:
         self.folder = folder
         self.config = config
         self.mode = wandb_mode(config)
-        is_file = (folder / metrics_file.FILE).is_file()
-        self._rows_before = len(metrics_file.read(folder)) if is_file else 0
+        self._rows_before = len(metrics_file.read(folder))
         self._writer = metrics_file.Writer(folder)
         self._copy: Copy | None = None
 
     def log(self, row: Row) -> None:
         """Record one row, `step` and `tokens_seen` among its keys."""
         self._writer.write(row)
-        if self._copy is not None:
-            self._copy.check()
 
     def start_wandb(self, facts: dict[str, Any]) -> None:
         """Begin the copy at wandb, once, with `facts` as its configuration.
@@ -60,8 +50,7 @@ class Tracker:
         """
         if self.mode == "disabled" or self._copy is not None:
             return
-        about: dict[str, Any] = {"kind": "run", "rows_before": self._rows_before}
-        about |= {"facts": facts | {"commit": commit()}}
+        about = {"rows_before": self._rows_before, "facts": facts | {"commit": commit()}}
         self._copy = Copy(self.config, self.folder, self.mode, about)
 
     def checkpoint(self, path: Path, step: int) -> None:
@@ -101,131 +90,74 @@ class Tracker:
 
 
 class Copy:
-    """A process that copies to wandb, with commands on its stdin and its own words on its stdout.
+    """A process that copies to wandb. It follows a file of commands and writes its news to another.
 
-    Raises nothing: `news` has a line about a failure. After a failure a second process copies
-    everything anew to a run offline.
+    Raises nothing: `news` has a line about a failure.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, mode: str, about: dict[str, Any]) -> None:
         self.folder = folder
-        self.mode = mode
-        self.attempts = 0
-        self.request = about | {"config": vars(config), "folder": str(folder.absolute())}
-        self.request |= {"argv": sys.argv, "commands": []}
         self.process: subprocess.Popen[bytes] | None = None
-        self._news: str | None = None
-        self._start()
-
-    def send(self, command: dict[str, Any]) -> None:
-        """Send one command: an upload, or the end."""
-        self.request["commands"].append(command)
-        self.check()
-        if self.process is None or self.process.stdin is None:
-            return
-        # Errors are those of a process that has ended, or hangs with a full pipe.
-        with suppress(OSError):
-            os.write(self.process.stdin.fileno(), json.dumps(command).encode() + b"\n")
-
-    def check(self) -> None:
-        """Start a second process if the first one has failed."""
-        if self.process is not None and self.process.poll() is not None:
-            self._failed()
-
-    def news(self) -> str | None:
-        """Return what has gone wrong since the last call."""
-        news, self._news = self._news, None
-        return news
-
-    def finish(self, exit_code: int) -> None:
-        """Wait until everything is sent, for PATIENCE seconds at most."""
-        deadline = time.monotonic() + PATIENCE
-        self.send({"finish": exit_code})
-        while self.process is not None:
-            # A copy offline needs the rest of the time if the server never answers.
-            remaining = deadline - time.monotonic()
-            if self.mode == "online" and not self.begun():
-                remaining -= PATIENCE - BEGINS
-            with suppress(subprocess.TimeoutExpired):
-                if self.process.wait(max(remaining, 0.0)) == 0:
-                    return
-            if self.process.returncode is not None:
-                self._failed()
-            elif self.mode == "online" and not self.begun():
-                self._failed("gave no answer")
-            elif time.monotonic() >= deadline:
-                return self._leave()
-
-    def _start(self) -> None:
-        """Start the process, with the request in a file that it removes."""
-        self.attempts += 1
-        self.before = offline_runs(self.folder)
+        self._news: list[str] = []
+        self._news_read, self._sent = 0, 0
+        request = about | {
+            "config": vars(config),
+            "folder": str(folder.absolute()),
+            "mode": mode,
+            "argv": sys.argv,
+            "parent": os.getpid(),
+            "earlier": [path.name for path in offline_runs(folder)],
+        }
         try:
-            descriptor, self.file = tempfile.mkstemp(prefix="longctx-wandb-")
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(self.request | {"mode": self.mode}, file, default=str)
-            self.output = tempfile.TemporaryFile()  # noqa: SIM115 (read until this process ends)
+            # Files instead of pipes: a process that hangs must not hold up the run
+            self._commands = tempfile.TemporaryFile()  # noqa: SIM115 (open while the copy lives)
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115
+            self.send(request)
             self.process = subprocess.Popen(
-                python_child.command("longctx.runs.wandb_process", self.file),
+                python_child.command("longctx.runs.wandb_process"),
                 env=python_child.environment(),
-                stdin=subprocess.PIPE,
-                stdout=self.output,
+                stdin=self._commands,
+                stdout=self._output,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
         except OSError as error:
-            return self._end(str(error))
-        # A process that hangs must not hold up the run when its pipe is full.
-        assert self.process.stdin is not None
-        os.set_blocking(self.process.stdin.fileno(), False)
+            self._news = [f"wandb is off: {error}; metrics.jsonl has every row"]
 
-    def _failed(self, problem: str = "") -> None:
-        """Start a second process, which copies offline, after the first one failed."""
-        assert self.process is not None
-        _kill(self.process)
-        Path(self.file).unlink(missing_ok=True)
-        lines = [line for line in self._output() if not line.startswith(BEGUN)]
-        problem = problem or " ".join(lines)[:500]
-        problem = problem or f"its process ended with code {self.process.returncode}"
-        if self.attempts > 1:
-            return self._end(problem)
-        # The next copy has all rows of this one, so `wandb sync` must not find both.
-        for leftover in offline_runs(self.folder) - self.before:
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.mode = "offline"
-        uploads = f"wandb sync {self.folder / 'wandb'}/offline-run-*"
-        self._news = f"wandb      {problem}; all is copied offline; upload: {uploads}"
-        self._start()
+    def send(self, command: dict[str, Any]) -> None:
+        """Append one command: the request, an upload, or the end."""
+        line = json.dumps(command, default=str).encode() + b"\n"
+        # The process shares the offsets of both files, so neither side moves them
+        with suppress(OSError):  # the disk of temporary files is full
+            self._sent += os.pwrite(self._commands.fileno(), line, self._sent)
 
-    def _leave(self) -> None:
-        """Wait no longer for a process that still sends: it ends by itself."""
-        self._news = self._news or (
-            f"wandb      not all is sent after {PATIENCE:.0f} s; if it is not there later: "
-            f"wandb sync {self.folder / 'wandb' / (self.begun() or 'offline-run-*')}"
-        )
+    def news(self) -> str | None:
+        """Return what has gone wrong since the last call."""
+        news, self._news = self._news, []
+        if self.process is not None:
+            # Before its words are read: a process that ends in between has written all of them
+            code = self.process.poll()
+            new = os.pread(self._output.fileno(), 1 << 16, self._news_read)
+            self._news_read += len(new)
+            news += new.decode("utf-8", "replace").splitlines()
+            if code is not None:
+                self.process = None
+            if code and not news:
+                news.append(f"wandb is off: its process ended with code {code}")
+        return "\n".join(news) or None
 
-    def _end(self, problem: str) -> None:
-        self.process = None
-        file = self.folder / metrics_file.FILE
-        rest = f"; {file} has every row" if file.exists() else ""
-        self._news = f"wandb is off: {problem}{rest}"
-
-    def _output(self) -> list[str]:
-        # `pread` leaves the offset alone: the process shares it, and may still write.
-        return os.pread(self.output.fileno(), 1 << 16, 0).decode("utf-8", "replace").splitlines()
-
-    def begun(self) -> str:
-        """Return the name of the run's folder at wandb; empty until the run has begun there."""
-        names = (line.removeprefix(BEGUN) for line in self._output() if line.startswith(BEGUN))
-        return next(names, "")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its own children, all in a session of their own."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+    def finish(self, exit_code: int) -> None:
+        """Wait until everything is sent, for PATIENCE seconds at most."""
+        if self.process is None:
+            return
+        self.send({"finish": exit_code})
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._news.append(
+                f"wandb      not all is sent after {PATIENCE:.0f} s, the rest follows; if it is "
+                f"not there later: wandb sync {self.folder / 'wandb'}/*run-*"
+            )
 
 
 def log_evaluation(
@@ -236,25 +168,26 @@ def log_evaluation(
 
     It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
+    mode = wandb_mode(config)
     shown = None if picture is None else str(picture.absolute())
-    about = {"kind": "eval", "run": folder.name, "content": content, "picture": shown}
-    copy = Copy(config, folder / "eval", wandb_mode(config), about)
+    about = {"run": folder.name, "content": content, "picture": shown}
+    copy = Copy(config, folder / "eval", mode, about)
     copy.finish(0)
     if problem := copy.news():
         raise RuntimeError(problem)
-    return copy.mode
+    return mode
 
 
 def commit() -> str | None:
     """Return the commit of the checkout that holds this code, `-dirty` if it was changed since;
     None outside of a checkout.
     """
-    folder = str(Path(__file__).parent)
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parent), *describe]
     try:
-        return subprocess.run(
-            ["git", "-C", folder, *describe], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        return subprocess.check_output(
+            command, text=True, timeout=10, stderr=subprocess.DEVNULL
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -25,7 +25,7 @@ from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
-from longctx.data import Data, Mixture, load
+from longctx.data import Data, load
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.parallel.mesh import Parallel
 from longctx.training import objectives
@@ -49,7 +49,7 @@ def data_config(config: TrainConfig) -> DataConfig:
     return replace(config.data, tokenizer=config.resume)
 
 
-def shared_data(run: Run, parallel: Parallel) -> Data | Mixture:
+def shared_data(run: Run, parallel: Parallel) -> Data:
     """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
 
     Each rank opens files of its own machine at a time of its own, so they may differ.
@@ -230,7 +230,7 @@ def lost_worker(error: BaseException) -> str:
     return str(error).splitlines()[0].rstrip(". ")
 
 
-def validation_batches(run: Run, data: Data | Mixture, parallel: Parallel) -> Iterator[MicroBatch]:
+def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[MicroBatch]:
     """Yield this rank's part of `val_rows` sequences (0: all), spread evenly over the data set.
 
     Every rank gets the same number of batches, since sharded weights are gathered for each. A rank

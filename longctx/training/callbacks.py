@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from longctx.attention import kernels_run
-from longctx.data import Data, Mixture, Tokenizer
+from longctx.data import Data, Tokenizer
 from longctx.evaluation.scorer import in_eval_mode
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.sampling import Sampler
@@ -212,7 +212,7 @@ class Samples(Callback):
     """
 
     def __init__(
-        self, state: TrainState, data: Data | Mixture, meter: Meter, parallel: Parallel, log: RunLog
+        self, state: TrainState, data: Data, meter: Meter, parallel: Parallel, log: RunLog
     ) -> None:
         self.module, self.run, self.data = state.module, state.run, data
         self.meter, self.parallel, self.log = meter, parallel, log

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
 
+from longctx.attention import registered
 from longctx.config.model_config import GPTConfig
-from longctx.kernels import HAS_TRITON, flash_op, relaunch
+from longctx.kernels import HAS_TRITON, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
@@ -35,8 +35,7 @@ def begin(workload: Workload) -> Callable[[], object]:
         relaunch.load_one_at_a_time()
     device = torch.cuda.current_device()
     tasks: list[Task] = [compile_cache.preload] if workload.compile else []
-    if workload.attention.backend == "flash":
-        tasks += [partial(test_flash, workload, part) for part in ("forward", "backward")]
+    tasks += attention_tasks(workload)
     tasks.append(partial(step_of_one_block, workload))
     wait_for_all = side_by_side([partial(on, device, task) for task in tasks])
 
@@ -76,15 +75,14 @@ def on(device: int, task: Task) -> None:
         task()
 
 
-def test_flash(workload: Workload, part: str) -> None:
-    """Run the self-test of a pass, which compiles it, for heads and lengths of `workload`."""
+def attention_tasks(workload: Workload) -> list[Task]:
+    """Return what compiles the backend's kernels, for heads and lengths of `workload`."""
     model, dtype = workload.model, dtype_of(workload.precision)
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = workload.attention.options.get("kernel", "auto")
-    chosen = flash_op.implementation(device, dtype, model.head_size, kernel)
-    one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)
-    q = one.expand(1, workload.seq_len, model.heads // model.kv_heads, model.head_size)
-    flash_op.trusted(part, chosen, q, q[:, :, :1])
+    element = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)
+    q = element.expand(1, workload.seq_len, model.heads // model.kv_heads, model.head_size)
+    chosen = workload.attention
+    return registered()[chosen.backend].compile_tasks(q, q[:, :, :1], chosen.options)
 
 
 def step_of_one_block(workload: Workload) -> None:
@@ -113,15 +111,6 @@ def with_few_layers(model: GPTConfig, keep_every: int) -> GPTConfig:
     """Return `model` with the first layer of each sort, and the first few: the blocks that are
     recomputed together, and one more.
     """
-    kinds = [(model.window_of(n), n in model.nope_layers) for n in range(model.layers)]
+    kinds = model.blocks()
     first = {kinds.index(kind) for kind in kinds}
-    chosen = sorted(first | set(range(min(model.layers, keep_every + 1))))
-    windows = model.window_layers
-    return replace(
-        model,
-        layers=len(chosen),
-        nope_layers=[n for n, layer in enumerate(chosen) if layer in model.nope_layers],
-        window_layers=None
-        if windows is None
-        else [n for n, layer in enumerate(chosen) if layer in windows],
-    )
+    return model.with_layers(sorted(first | set(range(min(model.layers, keep_every + 1)))))

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig
-from longctx.data import Data, Mixture
+from longctx.attention.description import AttentionConfig
+from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.model import lora
 from longctx.parallel import sharding
@@ -96,7 +96,7 @@ class Result(NamedTuple):
     places: dict[str, slice]
 
 
-def compare_with_one(run: Run, data: Data | Mixture, parallel: Parallel) -> Finding:
+def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
     """Check `run` before its first step, and leave no trace; every rank calls it.
 
     Raises CheckFailed, whose line names the difference and its size.
@@ -153,9 +153,7 @@ def has_fp32(run: Run) -> bool:
     return True
 
 
-def rows_of_groups(
-    run: Run, data: Data | Mixture, parallel: Parallel
-) -> tuple[list[list[Row]], int]:
+def rows_of_groups(run: Run, data: Data, parallel: Parallel) -> tuple[list[list[Row]], int]:
     """Return the first rows of each data rank, cut short, and how many were given a border."""
     every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
     context = run.workload.context
@@ -370,7 +368,7 @@ def in_fp32(run: Run) -> Run:
     return replace(run, workload=workload, config=replace(run.config, precision="fp32"))
 
 
-def cut_rows(run: Run, data: Data | Mixture, data_rank: int) -> tuple[list[str], list[Row], int]:
+def cut_rows(run: Run, data: Data, data_rank: int) -> tuple[list[str], list[Row], int]:
     """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
     them were given a border.
     """

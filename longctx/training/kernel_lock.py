@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import torch
 from torch import Tensor
 
 from longctx import files
-from longctx.attention import Mask, attention, kernels_run, reproducible
+from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.config.train_config import TrainConfig
-from longctx.kernels import SelfTestFailed, fingerprint, launch, machine, sources
+from longctx.kernels import SelfTestFailed, fingerprint, machine, sources
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
@@ -31,8 +29,6 @@ Lock = dict[str, Any]
 FILE = "kernel.lock.json"
 FORMAT = 2
 HASHED = ("out", "dq", "dk", "dv")
-# Backend → the packages that its kernels come from
-PACKAGES = {"flash_attn": ("flash-attn-4", "flash-attn-3", "flash-attn")}
 
 
 def of_workload(workload: Workload) -> Lock:
@@ -47,7 +43,8 @@ def of_workload(workload: Workload) -> Lock:
     if workload.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = dtype_of(workload.precision)
-    promised = reproducible(backend)  # kernel → the results with the same bits every time
+    code = registered()[backend]
+    promised = workload.attention.description.reproducible
 
     def run(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, Sequence[str]]:
         out = attention(q, k, v, mask=Mask.documents(doc_ids), backend=backend, **options)
@@ -55,11 +52,8 @@ def of_workload(workload: Workload) -> Lock:
 
     hashes, kernel = dict[str, str](), "unknown before it runs"
     if promised:
-        # Portable kernels depend on the length; all lengths of one bucket share them
-        bucket = 0
-        if backend == "flash" and workload.device == "cuda":
-            like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
-            bucket = launch.longest_bucket(launch.PORTABLE, like, workload.seq_len)
+        like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
+        bucket = code.kernels_change_at(like, workload.seq_len)
         group = model.heads // model.kv_heads
         # Head size and group choose the kernel; other sizes do not change its code
         try:
@@ -70,7 +64,7 @@ def of_workload(workload: Workload) -> Lock:
 
     # Plain values only: JSON holds them, and `differences` compares them as text
     lock: Lock = {"format": FORMAT, "backend": backend, "kernel": kernel}
-    lock |= {"machine": machine(device) | _packages(backend), "fingerprint": hashes}
+    lock |= {"machine": machine(device) | code.versions(), "fingerprint": hashes}
     if missing := [name for name in HASHED if name not in hashes]:
         lock["not_reproducible"] = missing
     if files_of_kernel := sources(kernel):
@@ -129,14 +123,3 @@ def write(folder: Path, lock: Lock | None) -> None:
         (folder / FILE).unlink(missing_ok=True)
     else:
         files.write_text(folder / FILE, json.dumps(lock, indent=1) + "\n")
-
-
-def _packages(backend: str) -> dict[str, str]:
-    """Return the versions of the packages that the backend's kernels come from."""
-    versions = {}
-    for name in PACKAGES.get(backend, ()):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    if backend == "sdpa" and torch.cuda.is_available():
-        versions["cudnn"] = str(torch.backends.cudnn.version())
-    return versions

@@ -98,7 +98,7 @@ def find(
 
 def is_shared(workload: Workload) -> bool:
     """Return True if GPUs share sequences or weights."""
-    return workload.devices > 1 and (workload.context > 1 or workload.strategy == "fsdp")
+    return workload.devices > 1 and (workload.context > 1 or workload.sharing.shards_weights)
 
 
 def predicted(

@@ -77,7 +77,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         log.stepped(step)
         if step == run.steps_done + 1:
             memory.freeze_garbage()
-            saver.prepare(step)
         saver.check()
 
         # Log

@@ -21,7 +21,7 @@ from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
-from longctx.data import Data, Mixture, load, sources
+from longctx.data import Data, load, sources
 from longctx.model.context_extension import extended
 from longctx.parallel.devices import check_attention, choose_device
 from longctx.parallel.launch import launched
@@ -163,7 +163,7 @@ def stretched(choice: Choice, seq_len: int) -> Choice:
     return replace(choice, model=model, source=source)
 
 
-def check_vocabulary(model: GPTConfig, data: Data | Mixture) -> None:
+def check_vocabulary(model: GPTConfig, data: Data) -> None:
     """Raise ValueError if the model's vocabulary is smaller than the tokenizer's."""
     tokens = data.tokenizer.vocab_size
     if model.vocab_size is not None and model.vocab_size < tokens:
@@ -174,7 +174,7 @@ def check_vocabulary(model: GPTConfig, data: Data | Mixture) -> None:
 
 
 def choose_workload(
-    choice: Choice, seq_len: int, data: Data | Mixture, machine: Machine
+    choice: Choice, seq_len: int, data: Data, machine: Machine
 ) -> tuple[Workload, str]:
     """Choose layout, memory policy, and micro-batches if neither batch_size nor accumulate is
     given; return the step, and a note about the layout if it was open.

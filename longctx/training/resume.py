@@ -13,10 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from longctx import files
 from longctx.config.train_config import TrainConfig
+from longctx.model import restore
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.training import kernel_lock, saver
+from longctx.training import kernel_lock, optimizers
+from longctx.training.optimizers.adamw import MOMENTS
+from longctx.training.optimizers.muon import Muon
 from longctx.training.run import Run
 
 
@@ -111,8 +117,29 @@ def intact_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
             "that the run began with"
         )
     run_folder.check_unedited(folder, about["config"], run.settings())
-    saver.check_state(run, path, checkpoint)
+    check_state(run, path, checkpoint)
     return checkpoint
+
+
+def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
+    """Raise ValueError unless the tensors in the checkpoint at `path` are the weights and optimizer
+    state of `run`; Damaged if one is not finite. Nothing is computed with them before.
+    """
+    workload = run.workload
+    model = restore.skeleton(workload.model, workload.attention, workload.lora)
+    restore.check_weights(path, checkpoint, model)
+    optimizer = optimizers.build(model, run)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    expected = [(p.shape, state_names(p, optimizer)) for p in trained]
+    checkpoints.check_states(path, checkpoint, expected)
+    checkpoints.check_finite(path, checkpoint)
+
+
+def state_names(p: Tensor, optimizer: torch.optim.Optimizer) -> Collection[str] | None:
+    """Return the names of the states that `optimizer` keeps for p; None if that is not known."""
+    if isinstance(optimizer, Muon) and p in optimizer.parts:
+        return ("step", "momentum")
+    return ("step", *MOMENTS) if isinstance(optimizer, torch.optim.AdamW) else None
 
 
 def continue_folder(run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig
-from longctx.data import Data, Mixture
+from longctx.data import Data
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 
@@ -35,7 +35,7 @@ class Run:
     kernel_lock: dict[str, Any] | None = None
     lock_note: str = ""  # about kernels that changed
     layout_note: str = ""  # about a layout that was chosen here
-    data: Data | Mixture | None = field(default=None, compare=False, repr=False)
+    data: Data | None = field(default=None, compare=False, repr=False)
 
     def logs(self, step: int) -> bool:
         """Return True if a row is logged after `step`: first, last, every few, if it validates."""

@@ -1,37 +1,30 @@
-"""When a run is saved, and what a checkpoint must hold to be resumed.
+"""When a run is saved.
 
 A checkpoint is copied to host memory and written while the next steps run. The copy takes as much
-memory as the checkpoint; next to a GPU it is page-locked, in the background after the first step.
-If so much is not free, training waits for each checkpoint. One checkpoint is written at a time, and
-a failure is raised at the next step. After the last one the run frees its memory while it waits.
+memory as the checkpoint, page-locked next to a GPU. If so much is not free, training waits for each
+checkpoint. One checkpoint is written at a time, and a failure is raised at the next step.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from concurrent.futures import wait
 
 import torch
 from torch import Tensor
 
-from longctx.model import restore
 from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_write import ALONE, Saving, Writers, use_device
-from longctx.training import optimizers
-from longctx.training.optimizers.adamw import MOMENTS
-from longctx.training.optimizers.muon import Muon
+from longctx.runs.checkpoint_write import ALONE, Saving, Writers
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState
 
-SAID_AFTER = 1.0  # seconds of deleting at the end of a run before a line says so
+REPORTED_AFTER = 1.0  # seconds of deleting at the end of a run before a line reports it
 
 
 class Saver:
@@ -51,9 +44,6 @@ class Saver:
             self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
         self.memory: list[Tensor] = []  # on the host, for a copy of each part
         self.no_copy = ""  # why there is no memory for it
-        # An event, since a thread's join returns too early after a signal (bpo-45274)
-        self.is_reserved = threading.Event()
-        self.is_reserved.set()
         self.step = 0  # of the newest checkpoint
         self.saving: Saving | None = None  # this rank's share of it
         self.is_agreed = True  # all ranks know that it is written
@@ -64,39 +54,18 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.is_reserved.wait()
         if kind is None or self.saving is None or self.is_agreed:
             return
         if issubclass(kind, KeyboardInterrupt):
             self.saving.cancel()
-            return
-        self.saving.is_written.wait()
-        if self.saving.problem is None:
-            self._log()
+        elif problem := self.saving.problem:
+            self.log.say(problem)
         else:
-            self.log.say(self.saving.problem)
+            self._log()
 
     def begin(self, state: TrainState, fingerprint: str) -> None:
         """Set what is to be saved: `state`, and which data it was trained on."""
         self.state, self.fingerprint = state, fingerprint
-
-    def prepare(self, step: int) -> None:
-        """Reserve memory for the copy in the background, after the first step of this process; on a
-        GPU, where that takes seconds, and if a checkpoint will come before the last step.
-        """
-        is_due = self._writes and self.run.saves_between(step)
-        if self.parallel.device.type != "cuda" or not is_due:
-            return
-        saving = self._saving({"random": checkpoints.random_state()})
-        self.is_reserved.clear()
-
-        def reserve() -> None:
-            try:
-                self._reserve(saving)
-            finally:
-                self.is_reserved.set()
-
-        threading.Thread(target=reserve, name="reserve").start()
 
     def save(
         self, content: Mapping[str, object], step: int, last: bool, best_step: int = 0
@@ -110,23 +79,23 @@ class Saver:
         self.finish()
         if self.saving is not None:
             # The disk then holds one checkpoint more than are kept, never two
-            self.saving.is_over.wait()
+            wait([self.saving.deleted])
             self._log_warning()
-        content = {"steps_done": step, **content, "random": checkpoints.random_state()}
-        self.step = step
-        saving = self._saving(content, best_step) if self._writes else None
-        has_copy = saving is None or self._has_copy(saving, last)
-        if saving is not None:
-            saving.begin(self.memory if has_copy else None, frees_memory=last)
-        self.saving, self.is_agreed, self.is_logged = saving, False, False
-        if last:
-            del self.state
-        elif self.parallel.max(int(not has_copy)):
+        self.step, self.saving = step, None
+        has_copy = True
+        if self.is_sharded or self.parallel.is_first:
+            content = {"steps_done": step, **content, "random": checkpoints.random_state()}
+            saving = self._saving(content, best_step)
+            has_copy = self._has_copy(saving, last)
+            saving.begin(self.memory if has_copy else None)
+            self.saving = saving
+        self.is_agreed = self.is_logged = False
+        if not last and self.parallel.max(int(not has_copy)):
             self.finish()
 
     def check(self) -> None:
         """Log the checkpoint under way when it is written; OSError if it cannot be."""
-        if self.saving is not None and self.saving.is_written.is_set() and not self.is_agreed:
+        if self.saving is not None and self.saving.written.done() and not self.is_agreed:
             self.saving.check()
             self._log()
         self._log_warning()
@@ -149,9 +118,9 @@ class Saver:
         """
         if self.saving is None:
             return
-        if not self.saving.is_over.wait(SAID_AFTER):
+        if wait([self.saving.deleted], REPORTED_AFTER).not_done:
             self.log.deleting(self.saving.deleted_bytes)
-            self.saving.is_over.wait()
+            wait([self.saving.deleted])
         self._log_warning()
 
     def cancel_removal(self) -> None:
@@ -159,11 +128,7 @@ class Saver:
         if self.saving is not None:
             self.saving.cancel()
 
-    @property
-    def _writes(self) -> bool:
-        return self.is_sharded or self.parallel.is_first
-
-    def _saving(self, content: dict[str, object], best_step: int = 0) -> Saving:
+    def _saving(self, content: dict[str, object], best_step: int) -> Saving:
         run, state, optimizer = self.run, self.state, self.state.optimizer
         about = checkpoints.describe(
             run.settings(), self.fingerprint, self.parallel.ranks, run.kernel_lock
@@ -184,33 +149,25 @@ class Saver:
         """Return True if this rank has memory for the copy; the last checkpoint gets no new memory.
         Rank 0 logs once why there is none.
         """
-        self.is_reserved.wait()
-        if not last and not self.no_copy:
-            self._reserve(saving)
-            if self.no_copy:
-                self.log.say(f"saving     training waits for each checkpoint: {self.no_copy}")
-        return [len(memory) for memory in self.memory] == saving.sizes
-
-    def _reserve(self, saving: Saving) -> None:
-        """Have memory for a copy of `saving`, or the reason why not in `no_copy`."""
         if [len(memory) for memory in self.memory] == saving.sizes:
-            return
-        self.memory = []
+            return True
+        if last or self.no_copy:
+            return False
         processes = self.parallel.launched.local_ranks if self.is_sharded else 1
         needed, free = processes * sum(saving.sizes), hardware.available_memory()
         copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory"
-        if needed > fitting.COPY_SHARE * free:
-            self.no_copy = f"{copy}, more than half of the {free / GIB:.1f} that are free"
-            return
-        use_device(self.parallel.device)
         is_cuda = self.parallel.device.type == "cuda"
         try:
+            if needed > fitting.COPY_SHARE * free:
+                raise MemoryError(f"more than half of the {free / GIB:.1f} that are free")
             self.memory = [
                 pinned(size, torch.uint8) if is_cuda else torch.empty(size, dtype=torch.uint8)
                 for size in saving.sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            self.no_copy = f"{copy} ({' '.join(str(error).split())})"
+            self.no_copy = f"{copy}: {' '.join(str(error).split())}"
+            self.log.say(f"saving     training waits for each checkpoint: {self.no_copy}")
+        return not self.no_copy
 
     def _log(self) -> None:
         if not self.is_logged and self.saving is not None and self.parallel.is_first:
@@ -222,24 +179,3 @@ class Saver:
         if warning is not None and warning != self.warning:
             self.log.say(f"warning: {warning}")
             self.warning = warning
-
-
-def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
-    """Raise ValueError unless the tensors in the checkpoint at `path` are the weights and optimizer
-    state of `run`; Damaged if one is not finite. Nothing is computed with them before.
-    """
-    workload = run.workload
-    model = restore.skeleton(workload.model, workload.attention, workload.lora)
-    restore.check_weights(path, checkpoint, model)
-    optimizer = optimizers.build(model, run)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    expected = [(p.shape, state_names(p, optimizer)) for p in trained]
-    checkpoints.check_states(path, checkpoint, expected)
-    checkpoints.check_finite(path, checkpoint)
-
-
-def state_names(p: Tensor, optimizer: torch.optim.Optimizer) -> Collection[str] | None:
-    """Return the names of the states that `optimizer` keeps for p; None if that is not known."""
-    if isinstance(optimizer, Muon) and p in optimizer.parts:
-        return ("step", "momentum")
-    return ("step", *MOMENTS) if isinstance(optimizer, torch.optim.AdamW) else None

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
-from longctx.data import Data, Mixture
-from longctx.data.rows import Joined
+from longctx.data import Data
 from longctx.training.run import Run
 
 
@@ -54,7 +53,7 @@ class LearningRate(LRScheduler):
 class Stage(NamedTuple):
     """Steps first .. last - 1 of sequences of one length, `batch_size` in a micro-batch."""
 
-    data: Data | Mixture
+    data: Data
     first: int
     last: int
     batch_size: int
@@ -63,7 +62,7 @@ class Stage(NamedTuple):
 class Schedule:
     """The sequences of all stages, and the order in which each data rank takes them."""
 
-    def __init__(self, run: Run, data: Data | Mixture) -> None:
+    def __init__(self, run: Run, data: Data) -> None:
         self.run = run
         self.stages: list[Stage] = []
         workload, first = run.workload, 0
@@ -73,7 +72,7 @@ class Schedule:
             first += steps
         self.stages.append(Stage(data, first, run.max_steps, workload.batch_size))
         stores = [stage.data.train for stage in self.stages]
-        self.rows: Dataset = stores[0] if len(stores) == 1 else Joined(stores)
+        self.rows: Dataset = stores[0] if len(stores) == 1 else ConcatDataset(stores)
 
     def order(self, rank: int, steps_done: int) -> Iterator[list[int]]:
         """Yield the numbers of each step's sequences on data rank `rank`, from step `steps_done`

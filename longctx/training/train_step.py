@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx.model import fp8
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.runs import checkpoint_folder
+from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.cuda_graphs import StepGraphs
 from longctx.training.module import Mark, StepParts, TrainingModule
@@ -104,7 +104,7 @@ class TrainState:
 
         Such a state is never saved, so no checkpoint before it is deleted.
         """
-        name = parallel.first_problem(checkpoint_folder.not_finite(self.tensors()))
+        name = parallel.first_problem(checkpoints.not_finite(self.tensors()))
         if name is not None:
             raise FloatingPointError(
                 f"{name} is not finite after step {step}, so that is not saved; "

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longctx.data import Data, Mixture
+from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
@@ -34,9 +34,7 @@ T = TypeVar("T")
 BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
-def validate(
-    module: nn.Module, data: Data | Mixture, run: Run, parallel: Parallel
-) -> dict[str, float]:
+def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
     """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
     {} if they have no target.
 
@@ -106,7 +104,7 @@ def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Ten
     return losses
 
 
-def pass_keys_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, float]:
+def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
     """Return the share of hidden pass keys that the model finds, for each sort and length.
 
     Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
@@ -133,7 +131,7 @@ def pass_keys_found(module: Any, data: Data | Mixture, run: Run) -> dict[str, fl
     return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in right.items()}
 
 
-def check_validation(data: Data | Mixture, run: Run, overrides: Mapping[str, str]) -> None:
+def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
     """Raise ValueError for pass keys that do not fit the documents, and for an override about
     validations if no document is left to validate on.
     """
@@ -150,7 +148,7 @@ def check_validation(data: Data | Mixture, run: Run, overrides: Mapping[str, str
             )
 
 
-def _filler(data: Data | Mixture, lengths: list[int]) -> np.ndarray:
+def _filler(data: Data, lengths: list[int]) -> np.ndarray:
     unseen = data.documents("val" if len(data.split["val"]) else "train")
     return filler_of(unseen, data.tokenizer, 4 * max(lengths))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
-from longctx.config.model_config import HOPPER_HEAD_SIZES, HOPPER_SIZES, hopper_size
 from longctx.kernels import HAS_TRITON, flash_op
+from longctx.kernels.attention import HOPPER_HEAD_SIZES, HOPPER_SIZES, hopper_size
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 

@@ -3,6 +3,7 @@ outside.
 """
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,24 @@ import torch
 
 from longctx.attention import (
     Attention,
+    Backend,
     Mask,
     attention,
     backends,
     check,
     kernels_run,
     register,
+    registered,
     registry,
-    takes_intervals,
 )
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Description
 from longctx.attention.naive import Naive
-from longctx.config.parallel_config import FREE_INTERVALS
+from longctx.config.train_config import TrainConfig
 from longctx.kernels.attention import tiled
+from longctx.planner import layouts
+from longctx.planner.fitting import with_policy
+from longctx.planner.peak_memory import predict
+from longctx.planner.workload import with_vocabulary, workload_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)
@@ -95,18 +102,51 @@ def test_the_kernel_that_ran_is_recorded():
     assert kernels_run()["sdpa"] == "torch CPU flash"
 
 
-def test_register_adds_a_backend():
-    class Twice(Naive):
-        def run(self, q, k, v, mask, scale):
-            out, lse, _ = super().run(q, k, v, mask, scale)
-            return 2 * out, lse, "twice"
+@pytest.fixture
+def mine():
+    """A backend of the user's, registered as "mine", with a description of its own."""
 
-    register("twice", Twice())
-    assert torch.equal(attention(q, q, q, backend="twice"), 2 * attention(q, q, q, backend="naive"))
-    assert kernels_run()["twice"] == "twice"
+    class Mine(Naive):
+        description = Description(options={"factor": (2, 3)}, takes_intervals=False)
+
+        def run(self, q, k, v, mask, scale, factor=2):
+            out, lse, _ = super().run(q, k, v, mask, scale)
+            return factor * out, lse, "mine"
+
+    register("mine", Mine())
+    yield Mine
+    del registry._backends["mine"], DESCRIPTIONS["mine"]
+
+
+def test_register_adds_a_backend(mine):
+    expected = attention(q, q, q, backend="naive")
+    assert torch.equal(attention(q, q, q, backend="mine"), 2 * expected)
+    assert torch.equal(attention(q, q, q, backend="mine", factor=3), 3 * expected)
+    assert kernels_run()["mine"] == "mine"
     with pytest.raises(ValueError, match="already registered"):
-        register("twice", Naive())
-    del registry._backends["twice"]
+        register("mine", Naive())
+    with pytest.raises(ValueError, match="its kernels have no softcap"):
+        attention(q, q, q, backend="mine", softcap=5.0)
+
+
+def test_register_adds_a_description(mine):
+    AttentionConfig("mine", {"factor": 3}).validate()
+    with pytest.raises(ValueError, match="factor=4"):
+        AttentionConfig("mine", {"factor": 4}).validate()
+    config = TrainConfig(attention=AttentionConfig("mine"), devices=4)
+    methods = {layout.context.method for layout in layouts.each(config, config.model)}
+    assert "allgather" not in methods
+    step = with_policy(with_vocabulary(workload_of(config, "cuda", 4096), 512), "fast")
+    fused = replace(step, attention=AttentionConfig("sdpa"))
+    assert predict(step) == predict(fused)
+    assert not replace(step, devices=1, strategy="none").captured
+
+
+@pytest.mark.parametrize("name", ["naive", "sdpa", "flash", "flex", "flash_attn"])
+def test_shipped_descriptions_are_known_without_their_code(name):
+    backend = registered()[name]
+    assert DESCRIPTIONS[name] is not None and backend.description == DESCRIPTIONS[name]
+    assert backend.description.has_backward == (type(backend).backward is not Backend.backward)
 
 
 def test_register_takes_backends_only():
@@ -179,11 +219,6 @@ def test_lse_is_natural_log():
     expected = (q[0, 0] ** 2).sum(-1) * 16**-0.5
     torch.testing.assert_close(lse[0, :, 0], expected)
     torch.testing.assert_close(out, q[:, :1])
-
-
-def test_the_planner_knows_who_takes_free_intervals() -> None:
-    own = ("naive", "sdpa", "flash", "flex", "flash_attn")
-    assert [name for name in own if takes_intervals(name)] == list(FREE_INTERVALS)
 
 
 def test_few_calls_lie_between_attention_and_its_kernel(monkeypatch):

@@ -114,7 +114,7 @@ def test_backend_without_gradient_of_its_lse_is_refused_where_one_is_wanted():
         torch.testing.assert_close(
             out.double(), formula(*qkv, sinks, Mask.causal())[0], atol=1e-5, rtol=0
         )
-    assert not Backend.differentiable_lse
+    assert not Backend.description.differentiable_lse
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).int()])

@@ -12,8 +12,7 @@ from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
 from longctx.runs import run_folder
-from longctx.runs.checkpoint_folder import Sharded
-from longctx.runs.checkpoint_write import Saving
+from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.written import write
 
 WITHOUT_TORCH = """

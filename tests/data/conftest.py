@@ -10,28 +10,12 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 
-WORDS = (
-    "rain",
-    "on",
-    "the",
-    "old",
-    "stone",
-    "bridge",
-    "and",
-    "light",
-    "over",
-    "a",
-    "quiet",
-    "river",
-    "αβγ",
-    "水",
-    "été",
-    "😀",
-)
+TEXT = "rain on the old stone bridge and light over a quiet river αβγ 水 été 😀"
+WORDS = TEXT.split()
 
 
 def prose(words: int, seed: int) -> str:
-    """Text of `words` words, in lines of a dozen; two seeds share hardly a shingle."""
+    """Return text of `words` words, in lines of a dozen; two seeds share hardly a shingle."""
     rng = random.Random(seed)
     lines = [
         " ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12))
@@ -42,7 +26,7 @@ def prose(words: int, seed: int) -> str:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A folder of 23 documents of 1 to 400 words, and an empty one."""
+    """Return a folder of 23 documents of 1 to 400 words, and an empty one."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(23):

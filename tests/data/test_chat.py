@@ -1,20 +1,59 @@
 """Conversations: the text that transformers makes of them, only the assistant's words scored,
-templates in a sandbox.
+templates in a sandbox. The assistant's part is found without a rendering for each turn.
 """
+
+from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from longctx.data import DataConfig, load
-from longctx.data.chat import Template
+from longctx.data import DataConfig, Tokenizer, load
+from longctx.data.chat import Conversation, Renderer, Template
 from longctx.data.rows import IGNORED
 from longctx.training.run_log import learned_turns
+from tests.data import chat_templates
 from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
+
+MODELS = ("CHATML", "LLAMA3", "QWEN3", "NEMO", "GPT_OSS", "PHI", "R1", "SPACE")
+
+
+def asks(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def says(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+PLAIN = [asks("q1"), says("a1"), asks("q2"), says("a2")]
+THINKING = [
+    asks("q1"),
+    says("a1"),
+    asks("q2"),
+    says("<think>\nt2\n</think>\n\na2"),
+    asks("q3"),
+    says("a3", reasoning="t3"),
+]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = [
+    *PLAIN[:2],
+    asks("q2"),
+    says(None, tool_calls=[CALL], reasoning_content=None),
+    {"role": "tool", "content": "42", "tool_calls": None},
+    says("a2", thinking="t2"),
+]
+ALL = ["a1", "a2"]
+LAST = ["a2"]
+
 
 TALK = [
     {"role": "user", "content": "What is a rose — 水?"},
@@ -26,27 +65,231 @@ TALK = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer's folder with a chat template."""
+    """Return a tokenizer's folder with a chat template."""
     write_tokenizer(tmp_path)
     write(tmp_path, CHATML)
     return tmp_path
 
 
+def written(
+    folder: Path, template: str, messages: Any, tools: Any = None, learned: str = "auto"
+) -> Conversation:
+    write(folder, template)
+    rows = [("name", "here", {"messages": messages, "tools": tools})]
+    (conversation,) = Template(folder, learned, datetime.now()).conversations(rows)
+    return conversation
+
+
+def parts(conversation: Conversation) -> list[str]:
+    return [conversation.text[first:end] for first, end in conversation.spans]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
+    template = getattr(chat_templates, name)
+    talks = [(PLAIN, None), (PLAIN[:2], None), (THINKING, None)]
+    for messages, tools in [*talks, (CALLING, TOOLS)] if name != "R1" else talks:
+        ours = written(folder, template, messages, tools)
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert ours.text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+        row = {"messages": messages[:-1], "tools": tools}
+        prompt = theirs.apply_chat_template(
+            messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert Template(folder, today=datetime.now()).prompt("here", row) == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "learned"),
+    [
+        ("CHATML", PLAIN, None, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
+        ("CHATML", [says("hi"), *PLAIN[2:]], None, ["hi<|im_end|>\n", "a2<|im_end|>\n"]),
+        ("LLAMA3", [SYSTEM, *PLAIN], None, ["a1<|eot|>", "a2<|eot|>"]),
+        (
+            "LLAMA3",
+            CALLING,
+            TOOLS,
+            ["a1<|eot|>", '{"name": "f", "parameters": {"x": 1}}<|eot|>', "a2<|eot|>"],
+        ),
+        ("PHI", PLAIN, None, ["a1<|end|>\n", "a2<|end|>\n<|im_end|>"]),
+        ("SPACE", PLAIN, None, ["a1\n", "a2\n"]),
+        ("NEMO", PLAIN, None, ["a1<|im_end|>", "a2<|im_end|>"]),
+        # Earlier turns are written differently than they were asked for
+        ("NEMO", [SYSTEM, *PLAIN], None, ["a2<|im_end|>"]),
+        (
+            "NEMO",
+            CALLING,
+            TOOLS,
+            [f"[TOOL_CALLS][{json.dumps(CALL)}]<|im_end|>", "a2<|im_end|>"],
+        ),
+        ("QWEN3", PLAIN[:2], None, ["<think>\n\n</think>\n\na1<|im_end|>\n"]),
+        ("QWEN3", PLAIN, None, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
+        ("QWEN3", THINKING, None, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
+        ("QWEN3", THINKING[:5], None, ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
+        (
+            "QWEN3",
+            CALLING,
+            TOOLS,
+            [
+                '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n',
+                "<think>\nt2\n</think>\n\na2<|im_end|>\n",
+            ],
+        ),
+        (
+            "GPT_OSS",
+            CALLING,
+            TOOLS,
+            [
+                ' to=f<|channel|>commentary<|message|>{"x": 1}<|call|>',
+                "<|channel|>analysis<|message|>t2<|end|>"
+                "<|start|>assistant<|channel|>final<|message|>a2<|return|>",
+            ],
+        ),
+        ("R1", PLAIN, None, ["a2<|im_end|>"]),
+    ],
+)
+def test_answers_of_known_templates_are_learned(
+    folder: Path, name: str, messages: Any, tools: Any, learned: list[str]
+) -> None:
+    assert parts(written(folder, getattr(chat_templates, name), messages, tools)) == learned
+
+
+def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
+    messages = [SYSTEM, *PLAIN, asks("q3")]
+    ours = written(folder, chat_templates.NEMO, messages)
+    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages[:4], tokenize=False, add_generation_prompt=True
+    )
+    assert "Be brief." in prompt
+    assert ours.text == prompt + "a2<|im_end|>"
+    assert ours.shortened
+
+
+def test_turns_key_decides_which_are_learned(folder: Path) -> None:
+    every = written(folder, chat_templates.QWEN3, THINKING, learned="all")
+    assert [part.split("<|im_end|>")[0] for part in parts(every)[:2]] == ALL
+    last = written(folder, chat_templates.CHATML, PLAIN, learned="last")
+    assert parts(last) == ["a2<|im_end|>\n"]
+    assert not every.shortened
+    assert not last.shortened
+    with pytest.raises(ValueError, match=r"data\.turns=last: .*generation"):
+        written(folder, chat_templates.INST, PLAIN, learned="last")
+
+
+def test_thinking_missing_in_a_middle_turn_is_found(folder: Path) -> None:
+    """The first and the last turn stand in the text as they are asked for."""
+    template = chat_templates.QWEN3.replace("(loop.last or thinking)", "thinking")
+    conversation = written(folder, template, [*THINKING[:5], says("a3")])
+    assert conversation.shortened
+    assert parts(conversation) == ["a3<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        chat_templates.INST,
+        # The first token of an answer begins before the mark
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}\n{% endgeneration %}{% else %}{{ m.content }}\n"
+        "{% endif %}{% endfor %}",
+        # Some answers, and of one two parts
+        "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' and not loop.last %}"
+        "{%- generation -%}[{{ m.content }}{%- endgeneration -%} | {%- generation -%}]"
+        "{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    ],
+)
+def test_generation_marks_are_those_of_transformers(folder: Path, template: str) -> None:
+    messages = [asks("a rose"), says("a rose is"), asks("a"), says("user a rose")] * 3
+    conversation = written(folder, template, messages)
+    ids, learned = Tokenizer.load(folder).encode_conversation(conversation.text, conversation.spans)
+    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids.tolist() == theirs["input_ids"]
+    assert learned.astype(int).tolist() == theirs["assistant_masks"]
+    assert 0 < learned.sum() < len(ids)
+
+
+def test_the_word_after_a_prompts_space_is_learned(folder: Path) -> None:
+    conversation = written(folder, chat_templates.SPACE, [asks("who"), says("a rose")])
+    tokenizer = Tokenizer.load(folder)
+    ids, learned = tokenizer.encode_conversation(conversation.text, conversation.spans)
+    assert tokenizer.decode(ids[learned]) == " a rose\n"
+
+
+def test_a_token_counts_if_a_span_reaches_into_it(folder: Path) -> None:
+    text = "a rose is a rose"
+    _, learned = Tokenizer.load(folder).encode_conversation(text, [(3, 4), (6, 7), (12, 16)])
+    assert np.flatnonzero(learned).tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3", "GPT_OSS", "NEMO"])
+def test_long_conversations_take_linear_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    characters: list[int] = []
+    render = Renderer.render
+
+    def counted(self: Renderer, *arguments: Any, **more: Any) -> Any:
+        rendered = render(self, *arguments, **more)
+        characters.append(len(rendered.text))
+        return rendered
+
+    monkeypatch.setattr(Renderer, "render", counted)
+    text = written(folder, getattr(chat_templates, name), PLAIN * 1600).text
+    assert sum(characters) < (2 if name == "INST" else 5) * len(text)
+
+
+def test_generation_renders_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, chat_templates.QWEN3)
+    counts: list[int] = []
+    render = Renderer.render
+    monkeypatch.setattr(
+        Renderer, "render", lambda *a, **more: counts.append(1) or render(*a, **more)
+    )
+    Template(folder).prompt("here", {"messages": [*THINKING, asks("q4")]})
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for n in range(messages | length) %}{{ messages[n].content }}{% endfor %}",
+        "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+        "{% for m in messages %}{% endfor %}{{ all() }}",
+    ],
+)
+def test_answers_without_an_opening_are_refused(folder: Path, template: str) -> None:
+    with pytest.raises(ValueError, match=r"here: .*\{% generation %\}"):
+        written(folder, template, PLAIN)
+
+
+def test_training_writes_the_same_day(folder: Path) -> None:
+    write(folder, chat_templates.LLAMA3)
+    (talk,) = Template(folder).conversations([("name", "here", {"messages": PLAIN})])
+    assert "Today: 26 Jul 2024" in talk.text
+
+
 def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
-    (folder / "chats.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    values = {
-        "source": "text",
-        "path": str(folder / "chats.jsonl"),
-        "chat": True,
-        "tokenizer": str(folder),
-    }
+    file = folder / "chats.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    values = {"source": "text", "path": str(file), "chat": True, "tokenizer": str(folder)}
     return DataConfig(**values | {"val_fraction": 0.0, "cache": str(folder / "cache")} | changes)
 
 
-@pytest.mark.parametrize("template", [CHATML, INST])
-def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(
-    folder: Path, template: str
-) -> None:
+def scored(data: Any) -> list[int]:
+    """Return the target tokens of all sequences."""
+    return [target for row in data.train for target in row["targets"].tolist() if target != IGNORED]
+
+
+@pytest.mark.parametrize(
+    ("template", "learned"),
+    [
+        (CHATML, "A rose is a rose. été<|im_end|>\nis a rose<|im_end|>\n"),
+        (INST, " A rose is a rose. été <|im_end|> is a rose<|im_end|>"),
+    ],
+)
+def test_only_the_assistants_tokens_are_targets(folder: Path, template: str, learned: str) -> None:
     write(folder, template)
     data = load(chats(folder, {"messages": TALK}), 256)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -55,37 +298,19 @@ def test_tokens_are_those_of_transformers_and_only_the_assistants_are_scored(
     length = len(expected)
     assert row["tokens"][:length].tolist() == expected
     assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
-    scored = [t for t in row["targets"].tolist() if t != IGNORED]
-    assert theirs.decode(scored) == (
-        "A rose is a rose. été<|im_end|>\nis a rose<|im_end|>\n"
-        if template == CHATML
-        else " A rose is a rose. été <|im_end|> is a rose<|im_end|>"
-    )
-    at = [n for n, t in enumerate(row["targets"].tolist()) if t != IGNORED]
-    assert [expected[n + 1] for n in at] == scored
+    assert theirs.decode(scored(data)) == learned
+    at = [n for n, target in enumerate(row["targets"].tolist()) if target != IGNORED]
+    assert [expected[n + 1] for n in at] == scored(data)
 
 
-def test_long_conversations_are_cut_with_their_marks(folder: Path) -> None:
-    rows = [{"messages": TALK * (n + 1)} for n in range(6)]
-    uncut, cut = load(chats(folder, *rows), 2048), load(chats(folder, *rows), 48)
-
-    def scored(data: Any) -> int:
-        return sum(
-            int((row["targets"] != IGNORED).sum())
-            for row in (data.train[n] for n in range(len(data.train)))
-        )
-
-    assert scored(uncut) == scored(cut) > 0
+def test_cut_conversations_keep_their_marks(folder: Path) -> None:
+    config = chats(folder, *({"messages": TALK * (n + 1)} for n in range(6)))
+    uncut, cut = load(config, 2048), load(config, 48)
+    assert len(scored(uncut)) == len(scored(cut)) > 0
     assert len(cut.train) > 6 * len(uncut.train)
 
 
-def test_tools_reach_the_template(folder: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "f<&", "parameters": {}}}]
-    talk = TALK[:1] + TALK[3:]
-    (ours,) = Template(folder).conversations([("a", "here", {"messages": talk, "tools": tools})])
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert ours.text == theirs.apply_chat_template(talk, tools=tools, tokenize=False)
-    assert (ours.name, len(ours.spans)) == ("a", 1)
+SPECIAL = "x<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -97,14 +322,8 @@ def test_tools_reach_the_template(folder: Path) -> None:
         ({"messages": [{"role": "user"}]}, "message 1 .*'content'"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),
         ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
-        (
-            {"messages": [{"role": "user", "content": "x<|im_end|>"}, TALK[1]]},
-            r"message 1 .*<\|im_end\|>",
-        ),
-        (
-            {"messages": TALK, "tools": [{"name": "f", "description": "<|im_end|>"}]},
-            r"tools .*<\|im_end\|>",
-        ),
+        ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
+        ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:
@@ -121,11 +340,6 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
         ("{{ messages.append(1) }}", "chats.jsonl:1: .*unsafe"),
         ("{% for x in range(10**9) %}{% endfor %}", "chats.jsonl:1: .*too big"),
         ("{{ 1 / 0 }}", "chats.jsonl:1: .*division"),
-        ("{{ messages[9].role }}", "chats.jsonl:1: "),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "chats.jsonl:1: .*generation",
-        ),
         (None, "no chat template.*data.tokenizer="),
         ([{"name": "other", "template": CHATML}], "no chat template.*data.tokenizer="),
     ],
@@ -137,7 +351,7 @@ def test_templates_are_not_trusted(folder: Path, template: Any, message: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path) -> None:
+def test_named_templates_and_files_are_found(folder: Path) -> None:
     write(folder, [{"name": "default", "template": CHATML}, {"name": "other", "template": INST}])
     first = Template(folder)
     (folder / "chat_template.jinja").write_text(INST)
@@ -147,54 +361,47 @@ def test_a_file_beside_the_settings_and_a_named_template_are_found(folder: Path)
     assert talk.text.startswith("<|endoftext|>[INST]")
 
 
-def test_a_source_without_conversations_is_refused(folder: Path) -> None:
-    for changes, message in (
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
         ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
-        ({"path": str(folder / "tokenizer_config.json")}, "data.chat=true: .*tokenizer_config"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load(chats(folder, {"messages": TALK}, **changes), 64)
+        ({"path": "tokenizer_config.json"}, "data.chat=true: .*tokenizer_config"),
+        ({"chat": False, "turns": "last"}, r"data\.turns=last: .*data\.chat=true"),
+    ],
+)
+def test_keys_without_conversations_are_refused(
+    folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=message):
+        load(chats(folder, {"messages": TALK}, **changes), 64)
 
 
-def test_a_conversation_and_its_plain_text_are_different_data(folder: Path) -> None:
-    talk = [
-        {"role": "user", "content": "a rose is"},
-        {"role": "assistant", "content": "a rose " * 40},
-    ]
-    config = chats(
-        folder, *({"messages": [{**talk[0], "content": f"rose {n}"}, talk[1]]} for n in range(9))
-    )
-    chat = load(config, 32)
-    text = [chat.tokenizer.decode(document.ids.tolist()) for document in chat.documents("train")]
-    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": one}) for one in text))
-    plain = load(replace(config, path=str(folder / "plain.jsonl"), chat=False), 32)
+def test_a_conversation_differs_from_its_plain_text(folder: Path) -> None:
+    answer = says("a rose " * 40)
+    chat = load(chats(folder, *({"messages": [asks(f"rose {n}"), answer]} for n in range(9))), 32)
+    text = [chat.tokenizer.decode(document.ids) for document in chat.documents("train")]
+    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in text))
+    plain = load(replace(chat.config, path=str(folder / "plain.jsonl"), chat=False), 32)
     assert plain.fingerprint != chat.fingerprint
     for data in (chat, plain):
-        assert int(data.packings["train"].length.sum()) == data.summary()["train_tokens"]
+        packing = data.parts[""].packings["train"]
+        assert int(packing.length.sum()) == data.summary()["train_tokens"]
 
 
-def test_half_of_a_surrogate_pair_stops_a_conversation_or_is_replaced(folder: Path) -> None:
-    talk = [
-        {"role": "user", "content": "a \ud83d rose"},
-        {"role": "assistant", "content": "rose \ud83d"},
-    ]
+def test_half_of_a_surrogate_pair_is_an_error(folder: Path) -> None:
+    messages = [asks("a \ud83d rose"), says("rose \ud83d")]
     with pytest.raises(ValueError, match=r"chats\.jsonl:1: .*data\.errors=replace"):
-        load(chats(folder, {"messages": talk}), 64)
-    data = load(chats(folder, {"messages": talk}, errors="replace"), 64)
-    scored = [t for t in data.train[0]["targets"].tolist() if t != IGNORED]
-    assert AutoTokenizer.from_pretrained(folder).decode(scored) == "rose ?<|im_end|>\n"
+        load(chats(folder, {"messages": messages}), 64)
+    data = load(chats(folder, {"messages": messages}, errors="replace"), 64)
+    assert data.tokenizer.decode(scored(data)) == "rose ?<|im_end|>\n"
 
 
-def test_shortened_conversations_are_counted_and_said(folder: Path) -> None:
+def test_shortened_conversations_are_counted(folder: Path) -> None:
     write(folder, QWEN3)
     rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
     for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
         counts = load(chats(folder, *rows, turns=turns), 512).summary()
         assert counts["conversations_shortened"] == count
         assert ["data.turns=all" in line for line in learned_turns(counts)] == [True] * bool(count)
-
-
-def test_turns_of_plain_text_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.turns=last: .*data\.chat=true"):
-        load(chats(folder, {"text": "a"}, chat=False, turns="last"), 64)

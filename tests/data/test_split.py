@@ -1,9 +1,8 @@
-"""The share that validates: as much as was asked for, groups on one side, one file too, and the
-split of older runs.
-"""
+"""The share that validates: as large as asked for, near-duplicates on one side, one file too."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.data import load
-from longctx.data.split import ENOUGH, MOST, SHARE, by_bytes
+from longctx.data.split import ENOUGH, MOST, SHARE, by_bytes, near_duplicates, signature
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.data.tokenizer import train as train_tokenizer
@@ -52,7 +51,7 @@ def lengths_of(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 10, 50])
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
-def test_groups_stay_together_and_the_share_is_the_one_asked_for(
+def test_groups_stay_together_at_the_asked_share(
     size: int, fraction: float, tokenizer: Tokenizer
 ) -> None:
     store = Documents(lengths_of(2000), firsts(np.arange(2000) // size))
@@ -98,7 +97,7 @@ def test_the_ends_of_few_documents_validate(
     assert 1 - trained.sum() / sum(lengths) == pytest.approx(fraction, rel=0.01)
 
 
-def test_ends_of_near_duplicates_do_not_validate_but_those_of_copies_do(
+def test_ends_of_near_duplicates_do_not_validate(
     tokenizer: Tokenizer,
 ) -> None:
     """The end of one near-duplicate may lie in the middle of another."""
@@ -137,7 +136,7 @@ def test_the_split_depends_on_the_texts_alone(tokenizer: Tokenizer) -> None:
     assert (fewer != trained[:480]).mean() < 0.03
 
 
-def test_near_duplicates_in_two_stores_lie_on_one_side(tokenizer: Tokenizer) -> None:
+def test_groups_of_two_stores_are_on_one_side(tokenizer: Tokenizer) -> None:
     a, b = Documents(lengths_of(300)), Documents(lengths_of(300, 1), seed=1)
     rng = np.random.default_rng(2)
     a.signatures = rng.integers(0, 2**32, (300, 64), dtype=np.uint64).astype(np.uint32)
@@ -163,7 +162,7 @@ def one_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("seq_len", [16, 100])
 @pytest.mark.parametrize("vocab_size", [257, 400])
-def test_one_file_trains_on_its_beginning_and_validates_on_its_end(
+def test_one_file_validates_on_its_end(
     text_config: Make, one_file: Path, seq_len: int, vocab_size: int
 ) -> None:
     data = load(text_config(path=str(one_file), vocab_size=vocab_size, val_fraction=0.1), seq_len)
@@ -207,7 +206,7 @@ def test_ends_change_the_fingerprint(text_config: Make, one_file: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_other_rows_are_of_the_same_split(text_config: Make, corpus: Path, mixed: bool) -> None:
+def test_another_seq_len_has_the_same_split(text_config: Make, corpus: Path, mixed: bool) -> None:
     changes = {"source": "mix", "path": None, "mix": {"a": {"path": str(corpus)}}} if mixed else {}
     data: Any = load(text_config(**changes), 32)
     expected = load(text_config(**changes), 64)
@@ -230,3 +229,69 @@ def test_characters_are_not_cut_by_the_split(text_config: Make, tmp_path: Path) 
         for split in ("train", "val"):
             (document,) = data.documents(split)
             assert "\ufffd" not in data.tokenizer.decode(document.ids)
+
+
+def edited(text: str, share: float, seed: int) -> str:
+    rng = random.Random(seed)
+    words = text.split(" ")
+    return " ".join(word if rng.random() > share else f"edit{rng.randrange(99)}" for word in words)
+
+
+def grouped(texts: list[str]) -> list[int]:
+    return near_duplicates(np.stack([signature(text) for text in texts])).tolist()
+
+
+def test_signatures_estimate_equal_shingles() -> None:
+    words = prose(3000, 0).split()
+    for shared in (0, 600, 1500, 2700):
+        other = [*words[:shared], *prose(3000 - shared, 77).split()]
+        shingles = [
+            {tuple(text[i : i + 5]) for i in range(len(text) - 4)} for text in (words, other)
+        ]
+        jaccard = len(shingles[0] & shingles[1]) / len(shingles[0] | shingles[1])
+        estimate = (signature(" ".join(words)) == signature(" ".join(other))).mean()
+        assert estimate == pytest.approx(jaccard, abs=0.2)
+
+
+def test_copies_differ_in_white_space_and_case() -> None:
+    text = prose(300, 1)
+    others = [text.upper(), text.replace("\n", " \n\n  "), prose(300, 3)]
+    assert grouped([text, prose(300, 2), *others]) == [0, 1, 0, 0, 4]
+    assert grouped(["yes", "no", "yes ", "yes and no", ""]) == [0, 1, 0, 3, 4]
+
+
+@pytest.mark.parametrize("size", [60, 400, 3000])
+def test_lightly_edited_copies_are_grouped(size: int) -> None:
+    originals = [prose(size, seed) for seed in range(20)]
+    copies = [edited(text, 0.01, seed) for seed, text in enumerate(originals)]
+    group = grouped(originals + copies)
+    assert group[:20] == list(range(20))
+    assert sum(copy == original for original, copy in enumerate(group[20:])) >= 18
+    rewritten = [edited(text, 0.5, seed) for seed, text in enumerate(originals)]
+    assert grouped(originals + rewritten) == list(range(40))
+
+
+def test_a_shared_licence_does_not_join_documents() -> None:
+    licence = prose(40, 99)
+    assert grouped([licence + "\n" + prose(300, seed) for seed in range(10)]) == list(range(10))
+
+
+def test_signatures_do_not_change_with_a_release() -> None:
+    first = signature("the quick brown fox jumps over the lazy dog")[:4].tolist()
+    assert first == [45200130, 288114253, 161584545, 1690409200]
+
+
+def test_near_duplicates_stay_on_one_side(text_config, corpus) -> None:
+    for seed in range(8):
+        for copy in range(4):
+            (corpus / f"copy{seed}-{copy}.txt").write_text(
+                edited(prose(400, 1000 + seed), 0.005, copy)
+            )
+    data = load(text_config(val_fraction=0.4), 64)
+    assert data.summary()["near_duplicates"] >= 22
+    sides = {}
+    for split in ("train", "val"):
+        for name, *_ in data.documents(split):
+            sides.setdefault(name.split("-")[0], set()).add(split)
+    assert all(len(splits) == 1 for splits in sides.values())
+    assert {"val"} in sides.values()

@@ -1,14 +1,14 @@
-"""Any text survives the tokenizer; documents end in its end-of-text token, wherever that is written
-down.
-"""
+"""Any text survives the tokenizer; documents end in its end-of-text token."""
 
 from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from longctx.data.tokenizer import EOS, Tokenizer, segments, train
@@ -16,13 +16,8 @@ from longctx.data.tokenizer import EOS, Tokenizer, segments, train
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
-    return train(
-        [
-            "the rain fell on the stone bridge, and 1234 lights went out\n" * 40,
-            "def f(x):\n    return x\n",
-        ],
-        320,
-    )
+    text = "the rain fell on the stone bridge, and 1234 lights went out\n" * 40
+    return train([text, "def f(x):\n    return x\n"], 320)
 
 
 def word_level(*extra: str) -> tokenizers.Tokenizer:
@@ -34,66 +29,36 @@ def word_level(*extra: str) -> tokenizers.Tokenizer:
 
 
 def arbitrary(rng: random.Random) -> str:
-    ranges = [
-        (0, 0x7F),
-        (0x80, 0x24F),
-        (0x300, 0x36F),
-        (0x4E00, 0x4FFF),
-        (0x1F300, 0x1F6FF),
-        (0xE000, 0xE0FF),
-        (9, 13),
-    ]
+    ranges = [(0, 0x7F), (0x80, 0x24F), (0x300, 0x36F), (0x4E00, 0x4FFF), (0x1F300, 0x1F6FF)]
+    ranges += [(0xE000, 0xE0FF), (9, 13)]
     return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randrange(60)))
 
 
 def test_decode_undoes_encode_for_any_text(trained) -> None:
     rng = random.Random(0)
-    texts = [arbitrary(rng) for _ in range(400)] + [
-        "",
-        " ",
-        "\n\n",
-        "\x00",
-        "\r\n",
-        "e\u0301",
-        "\U0010ffff",
-        "a" * 10_000,
-    ]
-    for text in texts:
+    odd = ["", " ", "\n\n", "\x00", "\r\n", "e\u0301", "\U0010ffff", "a" * 10_000]
+    for text in [*(arbitrary(rng) for _ in range(400)), *odd]:
         ids = trained.encode(text)
         assert trained.decode(ids) == text
         assert all(0 <= token < trained.vocab_size for token in ids)
 
 
-def test_text_that_quotes_the_end_of_text_token_does_not_end(trained) -> None:
+def test_quoted_end_of_text_is_text(trained) -> None:
     text = f"before {EOS} after"
     assert trained.eos_id not in trained.encode(text)
     assert trained.decode(trained.encode(text)) == text
-    assert trained.encode_documents([text])[0].tolist().count(trained.eos_id) == 1
 
 
-def test_documents_end_once_and_hold_their_text(trained) -> None:
-    texts = ["", "one", "two\nlines", "é" * 50]
+def test_documents_end_once(trained) -> None:
+    texts = ["", "one", "two\nlines", "é" * 50, f"a {EOS} b"]
     for text, ids in zip(texts, trained.encode_documents(texts), strict=True):
         assert ids.tolist() == [*trained.encode(text), trained.eos_id]
 
 
 def test_splitting_a_long_text_changes_no_token(trained) -> None:
     rng = random.Random(1)
-    pieces = [
-        "rain",
-        "the ",
-        "12",
-        "\n",
-        "\n\n  ",
-        " \n",
-        "x_\n",
-        "!\n",
-        "été\n",
-        "水\n",
-        "\t",
-        "'s\n",
-        "\r\n",
-    ]
+    pieces = ["rain", "the ", "12", "\n", "\n\n  ", " \n", "x_\n", "!\n", "été\n", "水\n", "\t"]
+    pieces += ["'s\n", "\r\n"]
     for _ in range(50):
         text = "".join(rng.choice(pieces) for _ in range(300))
         parts = list(segments(text, 40))
@@ -102,44 +67,32 @@ def test_splitting_a_long_text_changes_no_token(trained) -> None:
         assert [token for part in parts for token in trained.encode(part)] == trained.encode(text)
 
 
-def test_training_is_deterministic_and_keeps_to_its_size(trained) -> None:
+def test_training_is_deterministic(trained) -> None:
     texts = ["some words to learn from, words and words\n" * 30]
-    one, two = train(texts, 300), train(texts, 300)
-    assert one.fingerprint == two.fingerprint
-    assert one.vocab_size <= 300
-    assert trained.fingerprint != one.fingerprint
+    first, second = train(texts, 300), train(texts, 300)
+    assert first.fingerprint == second.fingerprint != trained.fingerprint
+    assert first.vocab_size <= 300
 
 
 @pytest.mark.parametrize("run", ["x", "\t", "0123456789abcdef"])
-def test_a_run_without_end_can_be_trained_on(run) -> None:
+def test_an_endless_run_can_be_trained_on(run) -> None:
     # Cut into parts, a fraction of a second; uncut, minutes, which the timeout of the suite ends.
     assert train(["some words", run * (200_000 // len(run))], 400).vocab_size <= 400
 
 
 def test_save_and_load_keep_everything(trained, tmp_path) -> None:
     trained.save(tmp_path / "tokenizer.json")
-    for place in (tmp_path, tmp_path / "tokenizer.json"):
-        back = Tokenizer.load(place)
-        assert (back.fingerprint, back.eos_id, back.vocab_size) == (
-            trained.fingerprint,
-            trained.eos_id,
-            trained.vocab_size,
-        )
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["tokenizer.json", "tokenizer_config.json"]
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        back = Tokenizer.load(path)
+        for name in ("fingerprint", "eos_id", "vocab_size"):
+            assert getattr(back, name) == getattr(trained, name)
         assert back.encode("the rain") == trained.encode("the rain")
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-
-
-def test_a_saved_tokenizer_opens_in_transformers(trained, tmp_path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    trained.save(tmp_path / "tokenizer.json")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.eos_token_id == trained.eos_id
-    assert theirs.encode("the rain fell", add_special_tokens=False) == trained.encode(
-        "the rain fell"
-    )
+    ids = theirs.encode("the rain fell", add_special_tokens=False)
+    assert ids == trained.encode("the rain fell")
 
 
 @pytest.mark.parametrize(
@@ -153,22 +106,18 @@ def test_a_saved_tokenizer_opens_in_transformers(trained, tmp_path) -> None:
         ("generation_config.json", {"eos_token_id": 5}),
     ],
 )
-def test_end_of_text_is_found_where_a_model_folder_says_it(tmp_path, file, content) -> None:
+def test_end_of_text_is_found_and_saved(tmp_path, file, content) -> None:
     word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / file).write_text(json.dumps(content))
-    assert Tokenizer.load(tmp_path).eos_id == 5
-
-
-def test_an_unusual_end_of_text_survives_saving_into_a_run(tmp_path) -> None:
-    word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_id == 5
     run = tmp_path / "run"
     run.mkdir()
-    Tokenizer.load(tmp_path).save(run / "tokenizer.json")
+    tokenizer.save(run / "tokenizer.json")
     assert Tokenizer.load(run).eos == "<stop>"
 
 
-def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) -> None:
+def test_begin_of_text_is_that_of_the_post_processor(tmp_path) -> None:
     plain = word_level("<s>", "</s>")
     plain.save(str(tmp_path / "plain.json"))
     plain.post_processor = processors.TemplateProcessing(
@@ -187,12 +136,9 @@ def test_begin_of_text_is_there_if_the_post_processor_puts_it_there(tmp_path) ->
     assert plain.encode_prompt("a b") == [0, 1] and plain.encode_prompt("") == [plain.eos_id]
 
 
-def test_tokenizer_that_marks_the_start_encodes_a_text_whole(tmp_path) -> None:
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            {"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}, [("▁", "a")]
-        )
-    )
+def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path) -> None:
+    words = {"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}
+    tokenizer = tokenizers.Tokenizer(models.BPE(words, [("▁", "a")]))
     tokenizer.normalizer = normalizers.Prepend("▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -201,31 +147,23 @@ def test_tokenizer_that_marks_the_start_encodes_a_text_whole(tmp_path) -> None:
     assert ids.count(7) + ids.count(0) == 1
 
 
-def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
-    tokenizer = tokenizers.Tokenizer(
-        models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]")
-    )
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).vocab_size == 42
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "tokenizer.json"),
         ("{}", "tokenizer.json: "),
         ("not json", "tokenizer.json: "),
-        ("words", "tokenizer.json: .*eos_token"),
+        (word_level(), "tokenizer.json: .*eos_token"),
         (models.Unigram([("a", -1.0), (EOS, -2.0)]), "tokenizer.json: .*unknown token"),
         (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: .*dropout"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, message) -> None:
+def test_a_broken_tokenizer_is_named(tmp_path: Path, content, message) -> None:
     file = tmp_path / "tokenizer.json"
-    if content == "words":
-        word_level().save(str(file))
-    elif isinstance(content, models.Model):
-        tokenizers.Tokenizer(content).save(str(file))
+    if isinstance(content, models.Model):
+        content = tokenizers.Tokenizer(content)
+    if isinstance(content, tokenizers.Tokenizer):
+        content.save(str(file))
     elif content is not None:
         file.write_text(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
@@ -233,14 +171,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content, messa
     assert str(tmp_path) in str(caught.value)
 
 
-def test_endless_regular_expression_is_one_line(trained, tmp_path) -> None:
-    trained.save(tmp_path / "tokenizer.json")
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    pattern = {"Regex": "(\u0436|\u0436\u0436)+\u044f"}
-    content["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "x"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode("harmless")) == "harmless"
-    with pytest.raises(ValueError, match="the tokenizer does not get through a text") as error:
-        tokenizer.encode_documents(["\u0436" * 1000])
-    assert "\n" not in str(error.value)
+def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
+    words = models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).vocab_size == 42

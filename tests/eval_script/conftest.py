@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from longctx.config.model_config import AttentionConfig
+from longctx.attention.description import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train

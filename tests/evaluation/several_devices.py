@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig, EvalRequest
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.tokenizer import train

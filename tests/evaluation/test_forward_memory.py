@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig, PasskeyConfig, RulerConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.config.parallel_config import ContextConfig
 from longctx.evaluation import forward_memory
 from longctx.evaluation.forward_memory import Forward, largest_forward, text_lengths

@@ -16,9 +16,16 @@ import torch
 from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation import ruler_table
-from longctx.evaluation.questions import read_hotpotqa, read_squad
-from longctx.evaluation.ruler import Scored, Texts, match_all, match_part, measured
-from longctx.evaluation.ruler_texts import among, sentences, words_of
+from longctx.evaluation.ruler import (
+    TASKS,
+    Texts,
+    essay_words,
+    inserted,
+    measured,
+    read_questions,
+    score,
+    sentences,
+)
 from longctx.evaluation.scorer import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.report import run_view
@@ -35,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 
 def texts_of(tokenizer: Tokenizer, **keys: Any) -> Texts:
-    return Texts.of(RulerConfig(**{"samples": 2, **keys}), tokenizer, ESSAY)
+    return Texts(RulerConfig(**{"samples": 2, **keys}), tokenizer, ESSAY)
 
 
 def solved(prompt: str) -> list[str]:
@@ -77,7 +84,7 @@ class Reader(Scorer):
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task: str) -> None:
     texts = texts_of(tokenizer, tasks=[task])
-    room = LENGTH - texts.sized(task, LENGTH).answer
+    room = LENGTH - TASKS[task].answer
     rows = list(texts.samples(task, LENGTH))
     for sample, ids in rows:
         assert 0.75 * room < len(ids) <= room
@@ -111,7 +118,7 @@ def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
     texts = texts_of(tokenizer)
     scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH], {tokenizer.eos_id}))
     assert len(scored) == 2 * len(RULER_TASKS) * 2
-    assert {one.score for one in scored} == {1.0}
+    assert {row["score"] for row in scored} == {1.0}
 
 
 def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
@@ -120,7 +127,7 @@ def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "outputs", "every", "one"),
+    ("answer", "outputs", "share", "any_of_them"),
     [
         (" 1234567.", ["1234567"], 1.0, 1.0),
         ("ab and\x00cd", ["AB", "cd", "ef", "gh"], 0.5, 1.0),
@@ -130,10 +137,10 @@ def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_scores_are_those_of_ruler(
-    answer: str, outputs: list[str], every: float, one: float
+    answer: str, outputs: list[str], share: float, any_of_them: float
 ) -> None:
-    assert match_all(answer, outputs) == every
-    assert match_part(answer, outputs) == one
+    assert score("vt", answer, outputs) == share
+    assert score("qa_1", answer, outputs) == any_of_them
 
 
 def test_scores_are_those_of_lm_eval() -> None:
@@ -144,10 +151,10 @@ def test_scores_are_those_of_lm_eval() -> None:
         outputs = ["".join(rng.choices("aBc", k=2)) for _ in range(rng.randint(1, 5))]
         answer = "".join(rng.choices("abC \n\t\x01", k=12))
         theirs = common.string_match_all(common.postprocess_pred([answer]), [outputs])
-        assert match_all(answer, outputs) == theirs
+        assert score("vt", answer, outputs) == theirs
         [first, *_] = outputs
         theirs = common.string_match_part(common.postprocess_pred([answer]), [[first]])
-        assert match_part(answer, [first]) == theirs
+        assert score("qa_2", answer, [first]) == theirs
 
 
 def test_answers_are_greedy_and_end() -> None:
@@ -199,11 +206,11 @@ def test_rows_stop_when_each_has_ended() -> None:
 
 
 def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:
-    assert sentences(words_of("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
-    assert len(sentences(words_of("x " * 100))) == 3
-    unspaced = words_of("数" * 100 + "。" + "字" * 5)
+    assert sentences(essay_words("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
+    assert len(sentences(essay_words("x " * 100))) == 3
+    unspaced = essay_words("数" * 100 + "。" + "字" * 5)
     assert "".join(unspaced).strip() == "数" * 100 + "。" + "字" * 5
-    assert among(["a", "b"], ["X", "Y"], [0.0, 1.0]) == ["X", "a", "b", "Y"]
+    assert inserted(["a", "b"], [0, 2, 2], ["X", "Y", "Z"]) == ["X", "a", "b", "Y", "Z"]
 
 
 SQUAD = {
@@ -228,26 +235,33 @@ HOTPOT = [
 ]
 
 
-def test_questions_of_files(tmp_path: Path) -> None:
-    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
-    squad = read_squad(tmp_path / "squad.json")
+def test_questions_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    files = {"squad": tmp_path / "squad.json", "hotpotqa": tmp_path / "hotpot.json"}
+    files["squad"].write_text(json.dumps(SQUAD))
+    files["hotpotqa"].write_text(json.dumps(HOTPOT))
+    texts = texts_of(tokenizer, **{key: str(file) for key, file in files.items()})
     for size in (1, 2, 4, 11):
-        question = squad.draw(size, Random(size))
-        assert len(question.documents) == size
-        place = question.question.removeprefix("What is ").removesuffix("?")
-        assert f"{place} is a town." in question.documents
-        assert question.answers == ["a town"]
-        assert ("Something else." in question.documents) == (size > 3)
-    (tmp_path / "hotpot.json").write_text(json.dumps(HOTPOT))
-    hotpot = read_hotpotqa(tmp_path / "hotpot.json")
-    assert hotpot.fewest == 2
-    assert sorted(hotpot.draw(2, Random(1)).documents) == ["A\nOne. Two.", "B\nThree."]
+        (prompt, outputs), _ = texts.sample("qa_1", LENGTH, 0, size)
+        assert prompt.count("\nDocument ") == size
+        (town,) = re.findall(r"Question: What is (\w+)\? Answer:$", prompt)
+        assert f"{town} is a town." in prompt
+        assert outputs == ["a town"]
+        assert ("Something else." in prompt) == (size > 3)
+    (prompt, outputs), _ = texts.sample("qa_2", LENGTH, 0, 2)
+    assert prompt.count("\nDocument ") == 2
+    assert ":\nA\nOne. Two.\n" in prompt
+    assert ":\nB\nThree.\n" in prompt
+    assert outputs == ["Ada"]
+    [(_, ids), *_] = texts.samples("qa_2", 330)
+    assert len(ids) <= 330 - TASKS["qa_2"].answer
     (tmp_path / "empty.json").write_text('{"data": []}')
-    for wrong in ("hotpot.json", "empty.json"):
-        with pytest.raises(ValueError, match=r"^ruler\.squad=.*json: "):
-            read_squad(tmp_path / wrong)
-    with pytest.raises(ValueError, match=r"^ruler\.hotpotqa=.*json: "):
-        read_hotpotqa(tmp_path / "squad.json")
+    for task, key, wrong in (
+        ("qa_1", "squad", "hotpot"),
+        ("qa_1", "squad", "empty"),
+        ("qa_2", "hotpotqa", "squad"),
+    ):
+        with pytest.raises(ValueError, match=rf"^ruler\.{key}=.*{wrong}\.json: "):
+            read_questions(task, str(tmp_path / f"{wrong}.json"))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +291,7 @@ def test_mistakes_name_the_key(
 
 def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = [
-        Scored(task, length, length - 50, ["x"], "y", score)
+        {"task": task, "length": length, "score": score}
         for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
         for length in (512, 2048)
         for _ in range(2)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block
 from longctx.model.rope import Rope
@@ -131,7 +132,8 @@ def test_a_compiled_block_has_the_gradients_of_the_formula(
 def test_one_graph_serves_rows_of_any_length(half: str) -> None:
     config = GPTConfig(layers=1, channels=24, heads=3, kv_heads=1, ffn=40)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    block, rope = Block(config, AttentionConfig("naive")).to(DEVICE, dtype), Rope(8, 500_000.0)
+    block = Block(config.block(0), AttentionConfig("naive")).to(DEVICE, dtype)
+    rope = Rope(8, 500_000.0)
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(getattr(block, half), backend=counter, dynamic=True, fullgraph=True)
     for T in (9, 14, 30, 41, 55):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.config.model_config import AttentionConfig, GPTConfig
+from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
 from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
@@ -67,8 +68,9 @@ def test_more_elements_than_an_int32_counts() -> None:
 def test_layer_uses_the_kernel_without_norm_between(
     unlike: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = replace(GPTConfig(channels=24, heads=3, kv_heads=1), qk_norm=unlike == "qk_norm")
-    layer = SelfAttention(config, AttentionConfig("naive"), rotary=unlike != "nope").to(DEVICE)
+    config = GPTConfig(channels=24, heads=3, kv_heads=1, qk_norm=unlike == "qk_norm")
+    part = replace(config.block(0).attention, rotates=unlike != "nope")
+    layer = SelfAttention(part, AttentionConfig("naive")).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
     calls: list[int] = []

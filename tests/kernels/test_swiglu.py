@@ -60,7 +60,7 @@ def test_with_the_down_projection(bias: bool, with_output: bool) -> None:
 
 
 def test_layer_is_the_formula_and_saves_no_activation() -> None:
-    layer = SwiGLU(GPTConfig(channels=16, ffn=24)).to(DEVICE)
+    layer = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x = inputs(3, 11, 16).to(dtype)
     layer = layer.to(dtype)
@@ -76,7 +76,7 @@ def test_layer_is_the_formula_and_saves_no_activation() -> None:
 
 
 def test_it_compiles_with_weights_cast_by_autocast() -> None:
-    layer = SwiGLU(GPTConfig(channels=16, ffn=24)).to(DEVICE)
+    layer = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE)
     x = inputs(3, 11, 16)
     grads = []
     for compiled in (False, True):

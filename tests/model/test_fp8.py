@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
 from longctx.cli import compose
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, fp8, lora
 from longctx.model.fp8 import GRADIENTS, VALUES, Product, quantized, weights_quantized
@@ -117,7 +118,7 @@ def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned() -> None:
     request = replace(compose("train", ["memory=fast"]).config, seq_len=N, batch_size=1)
     cos = torch.ones(1, N, 1, config.head_size // 2, device=DEVICE)
     for precision in ("bf16", "fp8"):
-        block = Block(config, AttentionConfig("flash")).to(DEVICE)
+        block = Block(config.block(0), AttentionConfig("flash")).to(DEVICE)
         x = inputs(1, N, 64).half().requires_grad_()
         for layer in block.modules():
             if precision == "fp8" and isinstance(layer, Linear):
@@ -133,7 +134,7 @@ def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned() -> None:
         of_weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
         saved.append(sum(size for at, size in storages.items() if at not in of_weights))
         work = workload_of(replace(request, precision=precision, model=config), "cuda", N)
-        planned.append(_Step(replace(work, accumulate=1)).kept_by(0))
+        planned.append(_Step(replace(work, accumulate=1)).saved_by(0))
     scales = 64  # bytes at most
     assert saved[1] - saved[0] == pytest.approx(planned[1] - planned[0], abs=scales)
 

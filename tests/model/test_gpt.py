@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longctx.attention import Mask, registry
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, LoraConfig
-from longctx.model import GPT, GPTConfig, compile_cache, lora
+from longctx.model import GPT, GPTConfig, compile_cache
 
 CONFIG = GPTConfig(vocab_size=67, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2)
 V = 67
@@ -92,7 +92,7 @@ def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
 
 def test_positions_restart_with_every_document() -> None:
     model, positions = make(), []
-    model.rope.register_forward_hook(lambda module, inputs, output: positions.append(inputs[0]))
+    model.ropes[0].register_forward_hook(lambda module, inputs, output: positions.append(inputs[0]))
     model(tokens(1, 9), mask=Mask.documents(doc_ids(4, 2, 3)))
     assert positions[0].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
 
@@ -154,12 +154,13 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
 
 def test_stacked_weight_knows_the_rows_of_its_matrices() -> None:
     config = replace(CONFIG, head_dim=20, qkv_bias=True)
-    block = make(config).blocks[0]
-    assert block.attention.qkv.parts == (4 * 20, 2 * 20, 2 * 20)
-    assert block.mlp.gate_up.parts == (48, 48)
-    assert block.attention.out.parts is None and block.mlp.down.parts is None
-    merged = lora.merge(lora.add(make(config), LoraConfig(rank=2)))
-    assert merged.blocks[0].attention.qkv.parts == block.attention.qkv.parts
+    rows = {path: linear.rows for path, linear in config.block(0).linears().items()}
+    assert rows == {
+        "attention.qkv": (80, 40, 40),
+        "attention.out": (32,),
+        "mlp.gate_up": (48, 48),
+        "mlp.down": (32,),
+    }
 
 
 def test_it_learns_to_repeat_one_row() -> None:

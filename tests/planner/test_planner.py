@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from longctx import cli as command_line
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB

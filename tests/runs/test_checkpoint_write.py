@@ -1,11 +1,11 @@
 """Checkpoints are written whole or not at all, also while training changes the tensors."""
 
-import json
 import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longctx import files
-from longctx.runs import checkpoint_folder, checkpoint_index, checkpoint_write
-from longctx.runs.checkpoint_folder import Sharded
-from longctx.runs.checkpoint_write import Saving, Writers
+from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
+from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
@@ -44,8 +43,9 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Sharded]:
     return {name: Sharded.whole(x) for name, x in tensors.items()}
 
 
-def index_of(path: Path) -> Any:
-    return json.loads((path / checkpoint_index.INDEX).read_text())["content"]
+def read(path: Path) -> dict[str, checkpoints.Rows]:
+    """The tensors of a checkpoint."""
+    return checkpoints.rows(path, checkpoint_index.read(path))
 
 
 class Held(Saving):
@@ -57,7 +57,7 @@ class Held(Saving):
         self.released = threading.Event()
         self.begin(memory_for(self))
 
-    def _wait_for_copy(self, number: int) -> None:
+    def _wait_for_copy(self) -> None:
         assert self.released.wait(300)
 
 
@@ -91,27 +91,13 @@ def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
     for x in tensors.values():
         x.zero_()
     about["lr"].append(2.0)
-    assert not saving.is_written.wait(0.05) and not saving.path.exists()
+    assert not saving.written.done() and not saving.path.exists()
     saving.released.set()
     saving.end()
-    assert index_of(tmp_path / "behind") == index_of(tmp_path / "waited")
-    read = checkpoint_folder.read(tmp_path / "behind")["tensors"]
+    assert checkpoint_index.read(tmp_path / "behind") == checkpoint_index.read(tmp_path / "waited")
+    found = read(tmp_path / "behind")
     for name, x in before.items():
-        assert torch.equal(read[name][:], x)
-
-
-def test_memory_of_the_last_copy_goes_when_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_write, "PART", 64)
-    for frees in (False, True):
-        saving = Saving(tmp_path / str(frees), {}, whole(odd()))
-        memory = memory_for(saving)
-        saving.begin(memory, frees_memory=frees)
-        saving.end()
-        assert checkpoint_index.verify(saving.path) is None
-        assert len(memory) > 1
-        assert [x.nbytes for x in memory] == [0 if frees else size for size in saving.sizes]
+        assert torch.equal(found[name][:], x)
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -130,9 +116,9 @@ def test_a_rank_writes_as_many_files_as_its_tensors_need(
     assert 15 <= len(files) <= 24
     assert saving.bytes == sum(file.stat().st_size for file in files)
     assert checkpoint_index.verify(path) is None
-    read = checkpoint_folder.read(path)["tensors"]
+    found = read(path)
     for name, x in weights.items():
-        assert torch.equal(read[name][:], x)
+        assert torch.equal(found[name][:], x)
     files[7].write_bytes(files[7].read_bytes().replace(b"F32", b"I32"))
     assert checkpoint_index.verify(path) == files[7].name
 
@@ -151,7 +137,7 @@ def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -
     def work(rank: int, agree: Agree) -> None:
         saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
         saving.begin(memory_for(saving) if behind else None)
-        saving.is_written.wait()  # rank 0 reads the problem of another, and ends by itself
+        wait([saving.written])  # rank 0 reads the problem of another, and ends by itself
         saving.end()
 
     with files_below(100_000):
@@ -166,7 +152,7 @@ def test_rank_0_raises_what_another_rank_could_not_write(tmp_path: Path) -> None
     def work(rank: int, agree: Agree) -> None:
         saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
         saving.begin(memory_for(saving))
-        saving.is_written.wait()
+        wait([saving.written])
         try:
             saving.check()
         except OSError as error:
@@ -192,22 +178,21 @@ def test_the_folder_has_no_name_before_all_ranks_have_written(tmp_path: Path) ->
         assert not path.exists()
         agree(None)
         saving.released.set()
-        saving.is_written.wait()
+        wait([saving.written])
         if rank == 0:  # which needs no other rank to complete it
             assert checkpoint_index.verify(path) is None
         saving.end()
 
     assert on_all_ranks(work) == [None] * RANKS
-    assert torch.equal(checkpoint_folder.read(path)["tensors"]["x"][:], x)
+    assert torch.equal(read(path)["x"][:], x)
 
 
 def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     alone_of_two = Writers(0, 2)  # and the other one never writes
     saving = Saving(tmp_path / "x", {}, shares(0, [3, 3]), alone_of_two)
     saving.begin(memory_for(saving))
-    assert not saving.is_written.wait(0.1)
     saving.cancel()
-    assert saving.is_over.is_set() and not list(tmp_path.iterdir())
+    assert saving.deleted.done() and not list(tmp_path.iterdir())
 
 
 def test_a_save_cancelled_at_its_end_is_whole(
@@ -228,19 +213,23 @@ def test_a_save_cancelled_at_its_end_is_whole(
 
     monkeypatch.setattr(files, "to_disk", slow)
     saving = Saving(tmp_path / "x", {}, whole(odd()))
-    waits, wait = threading.Event(), saving.is_written.wait
-    monkeypatch.setattr(saving.is_written, "wait", lambda: waits.set() or wait())
+    waits = threading.Event()
+
+    def wait_to_the_end() -> None:
+        waits.set()
+        saving.end()
+
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         saving.begin()
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
-            saving.end()
+            wait_to_the_end()
     finally:
         signal.signal(signal.SIGUSR1, before)
     threading.Timer(0.3, may_go_on.set).start()
     saving.cancel()
-    assert may_go_on.is_set() and saving.is_over.is_set()
+    assert may_go_on.is_set() and saving.deleted.done()
     assert checkpoint_index.verify(tmp_path / "x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -279,5 +268,5 @@ def test_an_earlier_save_of_the_step_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "step-00000001.ckpt"
     for value in (1.0, 2.0):
         write(Saving(path, {}, {"x": Sharded.whole(torch.full((2,), value))}))
-    assert torch.equal(checkpoint_folder.read(path)["tensors"]["x"][:], torch.full((2,), 2.0))
+    assert torch.equal(read(path)["x"][:], torch.full((2,), 2.0))
     assert list(tmp_path.iterdir()) == [path]

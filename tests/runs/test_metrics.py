@@ -21,14 +21,14 @@ from longctx.training.sweep import Job, sweep_table
 SPEED = Metric(
     "pages_per_hour",
     "reading",
-    "{:,.1f}".format,
+    ",.1f",
     unit="pages/h",
     shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
     better="max",
     of_run="median",
     panel=Panel("Throughput", "Pages per hour"),
 )
-FAMILY = Metric("gates/*", "gate", "{:.1f}".format, shown=LIVE, panel=Panel("Gates", "Each gate"))
+FAMILY = Metric("gates/*", "gate", ".1f", shown=LIVE, panel=Panel("Gates", "Each gate"))
 ROWS = [
     {
         "step": n,
@@ -101,9 +101,6 @@ def test_a_new_metric_is_at_wandb(run: Path) -> None:
 def test_each_key_has_one_line() -> None:
     keys = [metric.key for metric in metrics.METRICS]
     assert sorted(keys) == sorted(set(keys))
-    assert metrics.named("loss") is not None and metrics.named("losses") is None
-    family = metrics.named("facts_found/needle/64")
-    assert family is not None and family.key == "facts_found/*"
 
 
 def test_a_figure_is_the_last_median_or_largest() -> None:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.attention.description import AttentionConfig
 from longctx.config import parallel_config
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import AttentionConfig, GPTConfig, LoraConfig
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig

@@ -91,7 +91,7 @@ def test_micro_batches_keep_the_order_of_rows() -> None:
 
 def test_a_batch_survives_workers_and_moves_whole() -> None:
     rows = [row(3, 2, padding=1) for _ in range(8)]
-    order = SampleStream(8, seed=0)
+    order = SampleStream([8], [1.0], seed=0)
     two_rows = partial(collate_step, micro_batch, 2 * 6, {None: 1})
     loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
     batch: StepBatch = next(iter(loader))

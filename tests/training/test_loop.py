@@ -111,7 +111,7 @@ class Uneven:
         return getattr(self.data, name)
 
     def order(self, *where: int) -> SampleStream:
-        return SampleStream(len(self.train), *where)
+        return SampleStream([len(self.train)], [1.0], *where)
 
     @staticmethod
     def _cut(row: dict[str, torch.Tensor], scored: int) -> dict[str, torch.Tensor]:

@@ -10,14 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import train
 from longctx import files, stop_signal
@@ -250,7 +248,7 @@ def test_the_end_of_a_run_waits_for_deletion(
         is_reported.set()
 
     monkeypatch.setattr(RunLog, "summary", report)
-    monkeypatch.setattr(saver, "SAID_AFTER", 0.0)
+    monkeypatch.setattr(saver, "REPORTED_AFTER", 0.0)
     waited: list[bool] = []
     replacing(lambda: time.sleep(0.05) or waited.append(is_reported.wait(300)))
     assert len(waited) > 1 and all(waited)
@@ -318,7 +316,7 @@ def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
         assert self.saving is not None
         self.saving._is_cancelled.set()
         is_cancelled.set()
-        self.saving.is_over.wait(300)
+        wait([self.saving.deleted], 300)
 
     def terminate() -> None:
         is_ending.wait(300)
@@ -353,39 +351,6 @@ def test_a_signal_after_the_end_removes_nothing(
     monkeypatch.setattr(run_folder, "locked", then_terminated)
     assert train.main(overrides(name="r", max_steps=2)) == 0
     checkpoints.verify(run_folder.checkpoint_path(tmp_path / "runs" / "r", 2))
-
-
-def test_the_end_waits_for_memory_despite_signals(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A signal ends a thread's join at once: the process would exit while it reserves memory."""
-    may_go_on, parts = threading.Event(), SimpleNamespace(sizes=[8])
-    monkeypatch.setattr(saver.Saver, "_saving", lambda *_: parts)
-    monkeypatch.setattr(saver.Saver, "_reserve", lambda *_: may_go_on.wait(300))
-    monkeypatch.setattr(saver.checkpoints, "random_state", dict)
-    on_gpu = {"is_first": True, "device": torch.device("cuda", 0), "strategy": "none"}
-    one = saver.Saver(
-        SimpleNamespace(saves_between=lambda step: True), SimpleNamespace(**on_gpu), None
-    )
-
-    def interrupt_and_go_on() -> None:
-        for step in (partial(os.kill, os.getpid(), signal.SIGUSR1), may_go_on.set):
-            time.sleep(0.3)
-            step()
-
-    def save_and_be_interrupted() -> None:
-        with one:
-            one.prepare(1)
-            threading.Thread(target=interrupt_and_go_on).start()
-            one._has_copy(parts, last=False)
-
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            save_and_be_interrupted()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert may_go_on.is_set()
 
 
 KILLED = """

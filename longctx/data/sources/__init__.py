@@ -1,92 +1,223 @@
-"""The sources that `data=` can name: check a configuration, and read the documents it means.
+"""Sources of documents: the door behind `data=NAME`, and the checks of a data configuration.
 
-Importing this package registers the sources that come with longctx; `register` adds others.
+A source is a class with the keys of `data` that it uses and a method that opens its documents;
+`register` shows a whole one. Importing this package stays cheap, because every command line is
+checked by it: datasets, pyarrow, tokenizers and torch are imported by the functions that read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import MISSING, fields, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.data.corpus import (
-    SOURCES,
-    Corpus,
-    Document,
-    Shard,
-    Source,
-    check_used,
-    register,
-    source_of,
-)
-from longctx.data.sources import embedded, hub, mix, needles, text  # noqa: F401
+from longctx.config.fields import refuse, shown
+from longctx.untrusted import named
 
-__all__ = [
-    "SOURCES",
-    "Corpus",
-    "Document",
-    "Shard",
-    "Source",
-    "check",
-    "check_files",
-    "check_overrides",
-    "open_corpus",
-    "pinned",
-    "read_documents",
-    "register",
-]
+if TYPE_CHECKING:
+    from longctx.data.chat import Template
+
+
+class Document(NamedTuple):
+    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many."""
+
+    name: str
+    text: str
+
+
+class Shard(NamedTuple):
+    """A file, or another unit of a corpus; `read` returns its documents from the start."""
+
+    name: str
+    read: Callable[[], Iterator[Document]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards in a fixed order, which can be read again and again.
+
+    identity: a JSON-able value that changes whenever the documents may have changed.
+    total: the number of documents, if it is known before reading.
+    """
+
+    identity: Any
+    shards: list[Shard]
+    total: int | None = None
+
+    def documents(self) -> Iterator[Document]:
+        """Read every document."""
+        for shard in self.shards:
+            yield from shard.read()
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """Read texts of about `characters` in all, from shards in a shuffled but fixed order.
+
+        No shard gives more than an eighth, unless there are fewer than eight.
+        """
+        quota = max(characters // len(self.shards), characters // 8)
+        for shard in sorted(self.shards, key=lambda shard: _digest(shard.name)):
+            left = min(quota, characters)
+            for document in shard.read():
+                yield document.text[:left]
+                used = min(left, len(document.text))
+                left -= used
+                characters -= used
+                if left <= 0:
+                    break
+            if characters <= 0:
+                return
+
+
+class WithoutEffect(NamedTuple):
+    """A key that changes nothing if `applies` is true of the configuration, and the reason."""
+
+    key: str
+    applies: Callable[[DataConfig], bool]
+    reason: str
+
+
+class Source(ABC):
+    """The description of a source, and how to open it.
+
+    keys: the keys of `data` that this source uses. Keys that no source lists, such as
+    `data.tokenizer`, go with all of them; keys that only others list are refused.
+    idle: cases in which one of `keys` has no effect. They are asked only about keys that the user
+    gave, and may look at the names of files.
+    generated: its documents are made from those of another source. A mix opens it last, without
+    the texts that validate.
+    """
+
+    keys: Set[str] = frozenset()
+    idle: Sequence[WithoutEffect] = ()
+    generated: bool = False
+
+    def keys_of(self, config: DataConfig) -> Set[str]:
+        """Return the keys used with this configuration; a mix asks its members."""
+        return self.keys
+
+    def without_effect(self, config: DataConfig) -> dict[str, str]:
+        """Return the keys that change nothing with this configuration, each with the reason."""
+        reasons: dict[str, str] = {}
+        for case in self.idle:
+            if case.key not in reasons and case.applies(config):
+                reasons[case.key] = case.reason
+        return reasons
+
+    def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
+        """Raise ValueError for the first key that cannot be right; read nothing."""
+
+    def check_files(self, config: DataConfig) -> None:  # noqa: B027 (most read none)
+        """Raise OSError for the first path of this machine that is missing; read no file."""
+
+    def pinned(self, config: DataConfig) -> DataConfig:
+        """Return the configuration with absolute paths and, for the Hub, a commit as revision."""
+        return config
+
+    @abstractmethod
+    def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
+        """Find the documents. Raise ValueError or OSError, one line, if that cannot work.
+
+        without: the `content_key` of each text that generated documents must not contain.
+        """
+
+
+SOURCES: dict[str, Source] = {}
+
+
+def register(name: str) -> Callable[[type[Source]], type[Source]]:
+    """Make a `Source` available as `data=name`. A file of the user's own may hold one:
+
+        from pathlib import Path
+        from longctx.data.sources import Corpus, Document, Shard, Source, register
+
+        @register("poems")
+        class Poems(Source):
+            keys = frozenset({"path"})  # of `data`; another key that is given is refused
+
+            def open(self, config, without):
+                file = Path(config.path)
+
+                def read():
+                    for number, text in enumerate(file.read_text().split("***"), start=1):
+                        yield Document(f"{file.name}:{number}", text)
+
+                # Tokens are cached under the identity: it must change with the documents.
+                return Corpus([str(file), file.stat().st_mtime_ns], [Shard(file.name, read)])
+
+    Such a source is split, packed, mixed with others and resumed like those of longctx. Documents
+    come in the same order each time; `read` opens the files anew at each call.
+    """
+
+    def add(source: type[Source]) -> type[Source]:
+        unknown = set(source.keys) - {item.name for item in fields(DataConfig)}
+        assert not unknown, f"{source.__name__}.keys: no fields of DataConfig: {unknown}"
+        SOURCES[name] = source()
+        return source
+
+    return add
+
+
+def source_of(config: DataConfig) -> Source:
+    """Return the source that `config` names; raise ValueError for an unknown name."""
+    message = f"data.source={config.source}: not a source; use one of {', '.join(SOURCES)}"
+    refuse((config.source not in SOURCES, message))
+    return SOURCES[config.source]
 
 
 def check(config: DataConfig) -> None:
-    """Raise ValueError for the first key of `config` that its source cannot use; reads nothing."""
+    """Raise ValueError for the first key of `config` that its source cannot use; read nothing."""
     config.validate()
-    source = source_of(config)
+    source, usual = source_of(config), DataConfig()
     for item in fields(config):
         value = getattr(config, item.name)
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        if value not in (default, None, "", []):
+        if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
     source.check(config)
 
 
 def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
-    """`check`, and a ValueError for an override (data.KEY → value) that changes nothing.
+    """Do as `check`, and raise ValueError for an override (data.KEY → value) without effect.
 
     A saved configuration spells out every key, so this cannot be asked of its values.
     """
     check(config)
-    if config.tokenizer is not None and "data.vocab_size" in overrides:
-        raise ValueError(
-            f"data.vocab_size={overrides['data.vocab_size']}: "
-            f"data.tokenizer={config.tokenizer} has its own; leave one out"
-        )
-    overridden = {
+    vocab_size = overrides.get("data.vocab_size")
+    problem = f"data.vocab_size={vocab_size}: data.tokenizer={config.tokenizer} has its own"
+    refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
+    given = {
         name.removeprefix("data."): value
         for name, value in overrides.items()
         if name.startswith("data.")
     }
-    _check_effect("data", config, overridden)
-    if config.mix:
-        for name, (_, member) in mix.members(config).items():
-            _check_effect(f"data.mix.{name}", member, config.mix[name])
+    _check_effect("data", config, given)
+    for name, member in mix.members(config).items():
+        _check_effect(f"data.mix.{name}", member.config, config.mix[name])
 
 
-def _check_effect(place: str, config: DataConfig, overridden: Mapping[str, Any]) -> None:
+def _check_effect(place: str, config: DataConfig, given: Mapping[str, Any]) -> None:
     reasons = source_of(config).without_effect(config)
-    for name, value in overridden.items():
+    for name, value in given.items():
         check_used(config, name, value, place)
-        if name in reasons:
-            raise ValueError(
-                f"{place}.{name}={value}: has no effect, because {reasons[name]}; leave it out"
-            )
+        message = f"{place}.{name}={value}: has no effect, because {reasons.get(name)}"
+        refuse((name in reasons, f"{message}; leave it out"))
+
+
+def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
+    """Raise ValueError if `place`.`name`=`value` is a key that only other sources use."""
+    users = [f"data={other}" for other, source in SOURCES.items() if name in source.keys]
+    is_foreign = users and name not in source_of(config).keys_of(config)
+    message = f"{place}.{name}={shown(value)}: data={config.source} does not use it"
+    refuse((is_foreign, f"{message}; leave it out, or use {' or '.join(users)}"))
 
 
 def check_files(config: DataConfig) -> None:
-    """Raise OSError for the first path of documents or tokenizer that is not there; reads none."""
+    """Raise OSError for the first missing path of documents or tokenizer; read no file."""
     source_of(config).check_files(config)
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise FileNotFoundError(
@@ -104,8 +235,12 @@ def pinned(config: DataConfig) -> DataConfig:
     return source_of(own).pinned(own)
 
 
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(os.path.expanduser(path)) if path else path
+
+
 def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:
-    """Find the documents that `config` names; ValueError or OSError, one line, if it cannot be.
+    """Find the documents that `config` names; raise ValueError or OSError, one line, if it fails.
 
     Generated documents hold no text whose `content_key` is in `without`.
     """
@@ -124,5 +259,60 @@ def read_documents(config: DataConfig) -> Iterator[Document]:
     return open_corpus(config).documents()
 
 
-def _absolute(path: str | None) -> str | None:
-    return os.path.abspath(os.path.expanduser(path)) if path else path
+def chat_template(config: DataConfig) -> Template | None:
+    """Return the template of data.chat=true, None for plain text."""
+    if not config.chat:
+        return None
+    from longctx.data.chat import Template  # tokenizers, jinja2
+
+    return Template.of(config)
+
+
+def documents_in(
+    rows: Iterable[tuple[str, str, Mapping[str, Any]]],
+    config: DataConfig,
+    template: Template | None,
+) -> Iterator[Document]:
+    """Read the document of each (name, place for messages, row): its text, or its conversation."""
+    if template is not None:
+        yield from template.conversations(rows)
+        return
+    for name, place, row in rows:
+        yield Document(name, _text_in(row, place, config))
+
+
+def _text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
+    """Return the text of a row, "" for null: such a document is left out and counted."""
+    column = config.text_column
+    found = f"found {', '.join(list(row)[:8])}"
+    refuse((column not in row, f"{place}: no field '{column}' ({found}); set data.text_column"))
+    text = row[column]
+    problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"
+    refuse((not isinstance(text, str | None), f"{problem}; set data.text_column"))
+    return encodable(text or "", place, config)
+
+
+def encodable(text: str, place: str, config: DataConfig) -> str:
+    """Return `text` without halves of surrogate pairs, as data.errors says.
+
+    JSON can write such a half, UTF-8 cannot.
+    """
+    if config.errors == "replace":
+        return text.encode(errors="replace").decode()
+    advice = "mend it, or data.errors=replace"
+    with named(place, f"half of a surrogate pair, which is no character; {advice}"):
+        text.encode()
+    return text
+
+
+def content_key(text: str) -> bytes:
+    """Return 16 bytes that stand for a text."""
+    return _digest(text)[:16]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+# Each registers itself, with the names above; needles and hub import `text`.
+from longctx.data.sources import embedded, hub, mix, needles  # noqa: E402, F401

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longctx.config.data_config import DataConfig
-from longctx.data.corpus import Corpus, Document, Shard, Source, register
+from longctx.data.sources import Corpus, Document, Shard, Source, register
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "__pycache__"),
@@ -51,12 +51,6 @@ class Embedded(Source):
         torch = find_spec("torch")
         if torch is not None and torch.submodule_search_locations:
             files += _python_files(Path(torch.submodule_search_locations[0]), "torch")
-        if not files:
-            folder = sysconfig.get_path("stdlib")
-            raise FileNotFoundError(
-                f"data=embedded: no Python source in {folder} or torch; "
-                "use data=text data.path=FOLDER"
-            )
         shards = [Shard(name, partial(_read, name, path)) for name, path in files]
         # By content, not by time: an image of a machine may replace both. 50 MB take 0.1 s.
         hashes = [

@@ -17,14 +17,24 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import huggingface_hub
 
 from longctx import hub_snapshot, untrusted
 from longctx.config.data_config import DataConfig
+from longctx.config.fields import refuse
 from longctx.data.cache import fingerprint
-from longctx.data.corpus import Corpus, Document, Shard, Source, register, text_in
+from longctx.data.sources import (
+    Corpus,
+    Document,
+    Shard,
+    Source,
+    chat_template,
+    documents_in,
+    register,
+)
+from longctx.data.sources.text import READS_MESSAGES
 from longctx.files import write_text
 
 if TYPE_CHECKING:
@@ -38,118 +48,116 @@ class Hub(Source):
     """A data set by name, or a builder (`data.path=json`) and its `data.files`."""
 
     keys = frozenset({"path", "name", "split", "files", "revision", "text_column", "chat"})
+    idle = (READS_MESSAGES,)
 
     def check(self, config: DataConfig) -> None:
-        if not config.paths():
-            raise ValueError(
-                "data.path is not set; data=hub reads a data set by name, data.path=OWNER/NAME"
-            )
-        if len(config.paths()) != 1:
-            raise ValueError(f"data.path={config.path}: data=hub takes one name; give one")
-
-    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
-        return {"text_column": "data.chat=true reads `messages`"} if config.chat else {}
+        paths = config.paths()
+        example = "data=hub reads a data set by name, data.path=OWNER/NAME"
+        refuse(
+            (not paths, f"data.path is not set; {example}"),
+            (len(paths) > 1, f"data.path={config.path}: data=hub takes one name; give one"),
+        )
 
     def check_files(self, config: DataConfig) -> None:
-        _local_files(*_places(config))
+        _dataset(config).local_files()
 
     def pinned(self, config: DataConfig) -> DataConfig:
-        path, files = _places(config)
-        if path not in _BUILDERS and not os.path.isdir(path):
-            return replace(config, revision=_revision(path, config))
-        path = path if path in _BUILDERS else os.path.abspath(path)
-        files = [file if "://" in file else os.path.abspath(file) for file in files]
+        dataset = _dataset(config)
+        if not dataset.is_local:
+            return replace(config, revision=_revision(dataset.path, config))
+        path = os.path.abspath(dataset.path) if dataset.is_folder else dataset.path
+        files = [file if "://" in file else os.path.abspath(file) for file in dataset.files]
         return replace(config, path=path, files=files or None)
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
-        path, files = _places(config)
-        local = _local_files(path, files)
-        is_local = path in _BUILDERS or os.path.isdir(path)
-        revision = config.revision if is_local else _revision(path, config)
+        dataset = _dataset(config)
+        local = dataset.local_files()
+        revision = config.revision if dataset.is_local else _revision(dataset.path, config)
         identity = [
-            *(path, config.name, config.split, config.text_column),
-            *(revision, files, local),
+            *(dataset.path, config.name, config.split, config.text_column),
+            *(revision, dataset.files, local),
         ]
-        template = None
-        if config.chat:
-            from longctx.data.chat import Template  # needs tokenizers
-
-            template = Template.of(config)
+        template = chat_template(config)
+        if template is not None:
             identity.append(template.fingerprint)
-        read = partial(_read, path, files, revision, config, template)
-        return Corpus(identity, [Shard(path, read)], None)
+        read = partial(_read, dataset, revision, config, template)
+        return Corpus(identity, [Shard(dataset.path, read)])
 
 
-def _places(config: DataConfig) -> tuple[str, list[str]]:
-    """Return the name, builder or folder that `config` means, and its files.
+class _Dataset(NamedTuple):
+    """The name, builder or folder that data.path means, and the files that data.files means.
 
-    A builder's files are on this machine, other files are in the data set.
+    Files of a builder or a folder are on this machine, other files are in the data set of the Hub.
     """
+
+    path: str
+    files: list[str]
+    is_local: bool
+    is_folder: bool
+
+    def local_files(self) -> list[tuple[str, int, int]]:
+        """Return (file, bytes, time) of every file on this machine; raise FileNotFoundError for
+        one that is missing.
+        """
+        names: list[str] = []
+        if self.is_folder and not self.files:
+            names = sorted(str(file) for file in Path(self.path).rglob("*") if file.is_file())
+        for pattern in self.files if self.is_local else []:
+            if "://" in pattern:
+                continue
+            matches = sorted(glob.glob(pattern, recursive=True))
+            if not matches:
+                raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
+            names += matches
+        return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
+
+
+def _dataset(config: DataConfig) -> _Dataset:
     path = os.path.expanduser(config.paths()[0])
     files = [os.path.expanduser(file) for file in config.data_files()]
-    if path in _BUILDERS and not files:
-        raise ValueError(f"data.path={path}: a builder of local files; name them with data.files=")
-    if path not in _BUILDERS and os.path.isdir(path):
+    is_builder = path in _BUILDERS
+    problem = f"data.path={path}: a builder of local files; name them with data.files="
+    refuse((is_builder and not files, problem))
+    is_folder = not is_builder and os.path.isdir(path)
+    if is_folder:
         files = [file if "://" in file else os.path.join(path, file) for file in files]
-    return path, files
+    return _Dataset(path, files, is_builder or is_folder, is_folder)
 
 
 def _read(
-    path: str,
-    files: list[str],
-    revision: str | None,
-    config: DataConfig,
-    template: Template | None,
+    dataset: _Dataset, revision: str | None, config: DataConfig, template: Template | None
 ) -> Iterator[Document]:
-    rows = enumerate(_stream(path, files, revision, config), start=1)
-    if template is not None:
-        yield from template.conversations(
-            (f"{path}:{number}", f"data.path={path}: row {number}", row) for number, row in rows
-        )
-        return
-    for number, row in rows:
-        text = text_in(row, f"data.path={path}: row {number}", config)
-        yield Document(f"{path}:{number}", text.encode(errors="replace").decode())
+    # Whoever streams a data set cannot mend the text in it.
+    config = replace(config, errors="replace")
+    rows = enumerate(_stream(dataset, revision, config), start=1)
+    place = f"data.path={dataset.path}: row"
+    named = ((f"{dataset.path}:{number}", f"{place} {number}", row) for number, row in rows)
+    yield from documents_in(named, config, template)
 
 
 def _stream(
-    path: str, files: list[str], revision: str | None, config: DataConfig
+    dataset: _Dataset, revision: str | None, config: DataConfig
 ) -> Iterator[Mapping[str, Any]]:
     import datasets  # 1.5 s
 
     datasets.disable_progress_bars()
     try:
         yield from datasets.load_dataset(
-            path,
+            dataset.path,
             config.name,
             split=config.split,
-            data_files=files or None,
+            data_files=dataset.files or None,
             revision=revision,
             streaming=True,
         )
     except Exception as error:  # each builder and transport raises its own
-        raise hub_snapshot.failure(f"data.path={path}", error) from error
-
-
-def _local_files(path: str, files: list[str]) -> list[tuple[str, int, int]]:
-    """Return (file, bytes, time) of every local file of the data set; none for one on the Hub."""
-    names: list[str] = []
-    is_folder = path not in _BUILDERS and os.path.isdir(path)
-    if not files and is_folder:
-        names = sorted(str(file) for file in Path(path).rglob("*") if file.is_file())
-    for pattern in files if is_folder or path in _BUILDERS else []:
-        if "://" in pattern:
-            continue
-        matches = sorted(glob.glob(pattern, recursive=True))
-        if not matches:
-            raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
-        names += matches
-    return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
+        raise hub_snapshot.failure(f"data.path={dataset.path}", error) from error
 
 
 def _revision(path: str, config: DataConfig) -> str | None:
-    """Return the commit that `config` means at the Hub now, or the one last time if there is no
-    network. A commit stands for itself, and nobody is asked.
+    """Return the commit that `config` means at the Hub now, or last time if there is no network.
+
+    A commit stands for itself, and the Hub is not asked.
     """
     if config.revision is not None and hub_snapshot.COMMIT.fullmatch(config.revision):
         return config.revision
@@ -158,8 +166,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
         api = huggingface_hub.HfApi()
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        is_refused = hub_snapshot.status(error) is not None and not hub_snapshot.is_busy(error)
-        if is_refused or not record.exists():
+        if hub_snapshot.is_refused(error) or not record.exists():
             raise hub_snapshot.failure(f"data.path={path}", error) from error
         sha = untrusted.read_json(record)
         print(

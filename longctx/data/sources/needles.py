@@ -12,17 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.data.corpus import Corpus, Document, Shard, Source, content_key, register
+from longctx.data.sources import (
+    Corpus,
+    Document,
+    Shard,
+    Source,
+    WithoutEffect,
+    content_key,
+    register,
+)
 from longctx.data.sources.embedded import Embedded
 from longctx.data.sources.text import Text
 
-DOCUMENTS = 2000  # where data.documents does not say
+DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
 MOST_FILLER = 64 << 20  # characters that are read from the other source
@@ -40,20 +48,21 @@ _NAMES = (
     "Venice Vienna Vilnius Warsaw York Zagreb Zurich"
 )
 CITIES = _NAMES.split()
-_OF_FILES = frozenset({"text_column", "errors"})
 
 
 @register("needles")
 class Needles(Source):
     """Facts and questions in the text of data.path, or in the embedded one."""
 
-    keys = _OF_FILES | {"path", "length"}
+    keys = frozenset({"path", "length", "text_column", "errors"})
+    idle = (
+        *Text.idle,
+        *(
+            WithoutEffect(key, lambda config: not config.paths(), "data.path is not set")
+            for key in ("text_column", "errors")
+        ),
+    )
     generated = True
-
-    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
-        if config.paths():
-            return Text().without_effect(config)
-        return dict.fromkeys(_OF_FILES, "without data.path the embedded documents are read")
 
     def check_files(self, config: DataConfig) -> None:
         Text().check_files(config)

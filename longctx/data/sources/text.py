@@ -16,7 +16,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,18 @@ from typing import IO, TYPE_CHECKING, Any
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
-from longctx.data.corpus import Corpus, Document, Shard, Source, register, text_in
-from longctx.files import check_utf8
+from longctx.config.fields import refuse
+from longctx.data.sources import (
+    Corpus,
+    Document,
+    Shard,
+    Source,
+    WithoutEffect,
+    chat_template,
+    documents_in,
+    encodable,
+    register,
+)
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
@@ -34,10 +44,13 @@ if TYPE_CHECKING:
 # packs to a third or a tenth of its size, a bomb to a thousandth.
 UNPACKED = 128 << 20
 RATIO = 20
-ROWS = 256  # of a Parquet file, decoded together
+BATCH = 256  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
+READS_MESSAGES = WithoutEffect(
+    "text_column", lambda config: config.chat, "data.chat=true reads `messages`"
+)
 
 
 class _XzStreams(io.RawIOBase):
@@ -100,10 +113,27 @@ class _Capped(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         piece = self.unpacked.read(len(buffer))
         self.left -= len(piece)
-        if self.left < 0:
-            raise _too_large(self.file)
+        _check_left(self.file, self.left)
         buffer[: len(piece)] = piece
         return len(piece)
+
+
+def _limit(file: Path) -> int:
+    return max(UNPACKED, RATIO * file.stat().st_size)
+
+
+def _check_left(file: Path, left: int) -> None:
+    if left < 0:
+        raise ValueError(
+            f"{file}: holds more than {_limit(file):,} bytes of text, {RATIO} times its size; "
+            "if that is right, unpack it or write it anew"
+        )
+
+
+def _has_no_rows(config: DataConfig) -> bool:
+    # Of a missing path there is no file; `check_files` reports it.
+    files = [file for path in config.paths() for _, file in _find(path)]
+    return bool(files) and not any(_format(file)[0] in OF_ROWS for file in files)
 
 
 @register("text")
@@ -111,26 +141,17 @@ class Text(Source):
     """The files that data.path names."""
 
     keys = frozenset({"path", "text_column", "chat", "errors"})
+    idle = (
+        READS_MESSAGES,
+        WithoutEffect("text_column", _has_no_rows, "no file of data.path has rows with fields"),
+    )
 
     def check(self, config: DataConfig) -> None:
-        if not config.paths():
-            raise ValueError(
-                "data.path is not set; data=text reads a file, folder or glob, data.path=..."
-            )
+        example = "data=text reads a file, folder or glob, data.path=..."
+        refuse((not config.paths(), f"data.path is not set; {example}"))
 
     def check_files(self, config: DataConfig) -> None:
         _find_all(config)
-
-    def without_effect(self, config: DataConfig) -> Mapping[str, str]:
-        if config.chat:
-            return {"text_column": "data.chat=true reads `messages`"}
-        try:
-            files = _find_all(config)
-        except OSError:  # `open` reports it
-            return {}
-        if not any(_format(file)[0] in OF_ROWS for _, file in files):
-            return {"text_column": "no file of data.path has rows with fields"}
-        return {}
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
@@ -140,20 +161,12 @@ class Text(Source):
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         files = _find_all(config)
-        template = None
-        if config.chat:
-            from longctx.data.chat import Template  # needs tokenizers
-
-            others = [file for _, file in files if _format(file)[0] not in OF_LINES]
-            if others:
-                raise ValueError(
-                    f"data.chat=true: {others[0]} is no .jsonl file; "
-                    "give files in which every line is a conversation"
-                )
-            template = Template.of(config)
+        for file in (file for _, file in files if _format(file)[0] not in OF_LINES):
+            advice = "give files in which every line is a conversation"
+            refuse((config.chat, f"data.chat=true: {file} is no .jsonl file; {advice}"))
+        template = chat_template(config)
         states, shards = [], []
         for name, file in files:
-            check_utf8(os.fspath(file), "the name of this file is not UTF-8; rename it")
             status = file.stat()
             # The time of the last change is of the file on this disk. A copy, or a file unpacked
             # with the modification time of another one, has its own.
@@ -170,7 +183,13 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
     """Return (name, file) for every file of data.path, each once."""
     files: dict[str, tuple[str, Path]] = {}
     for path in config.paths():
-        for name, file in _find(path):
+        found = _find(path)
+        if not found:
+            raise FileNotFoundError(
+                f"data.path={path}: no such file; a folder is searched for {', '.join(FORMATS)}, "
+                "other endings need a glob, such as '*.py'"
+            )
+        for name, file in found:
             files.setdefault(os.path.realpath(file), (name, file))
     return list(files.values())
 
@@ -179,17 +198,8 @@ def _find(path: str) -> list[tuple[str, Path]]:
     """Return (name, file) for a file, folder or glob, sorted by name."""
     file = Path(path).expanduser()
     if file.is_dir():
-        found = [(name, inner) for name, inner in _walk(file) if _format(inner)[0] in FORMATS]
-    elif os.path.lexists(file):
-        return [(file.name, file)]
-    else:
-        found = _glob(file)
-    if not found:
-        raise FileNotFoundError(
-            f"data.path={path}: no such file; a folder is searched for {', '.join(FORMATS)}, "
-            "other endings need a glob, such as '*.py'"
-        )
-    return found
+        return [(name, inner) for name, inner in _walk(file) if _format(inner)[0] in FORMATS]
+    return [(file.name, file)] if os.path.lexists(file) else _glob(file)
 
 
 def _glob(pattern: Path) -> list[tuple[str, Path]]:
@@ -241,120 +251,82 @@ def _read(
     name: str, file: Path, config: DataConfig, template: Template | None
 ) -> Iterator[Document]:
     ending, compression = _format(file)
-    try:
-        with untrusted.open_file(file) as stream:
-            opened: IO[bytes] = stream
-            if compression:
-                unpacked = _COMPRESSIONS[compression](stream)
-                opened = io.BufferedReader(_Capped(file, unpacked, _limit(file)), 1 << 20)
-            if ending in OF_LINES:
-                rows = _rows(file, opened, config)
-                named = ((f"{name}:{number}", f"{file}:{number}", row) for number, row in rows)
-                if template is not None:
-                    yield from template.conversations(named)
-                    return
-                for title, place, row in named:
-                    yield Document(title, _encodable(text_in(row, place, config), place, config))
-            elif ending == ".parquet":
-                # Parquet is read from its end, which only unpacked bytes have.
-                whole = io.BytesIO(opened.read()) if compression else opened
-                for number, text in enumerate(_parquet_texts(file, whole, config), start=1):
-                    yield Document(f"{name}:{number}", text)
-            else:
-                yield Document(name, _decode(opened.read(), str(file), config))
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise ValueError(f"{file}: cannot be read, or is not complete ({error})") from error
+    broken = (EOFError, OSError, zlib.error, lzma.LZMAError)
+    with (
+        untrusted.named(file, "cannot be read, or is not complete ({})", broken),
+        untrusted.open_file(file) as stream,
+    ):
+        opened: IO[bytes] = stream
+        if compression:
+            unpacked = _COMPRESSIONS[compression](stream)
+            opened = io.BufferedReader(_Capped(file, unpacked, _limit(file)), 1 << 20)
+        if ending not in OF_ROWS:
+            yield Document(name, _decode(opened.read(), str(file), config))
+            return
+        if ending in OF_LINES:
+            rows = _lines(name, file, opened, config)
+        else:
+            # Parquet is read from its end, which only unpacked bytes have.
+            whole = io.BytesIO(opened.read()) if compression else opened
+            rows = _parquet(name, file, whole, config)
+        yield from documents_in(rows, config, template)
 
 
-def _limit(file: Path) -> int:
-    return max(UNPACKED, RATIO * file.stat().st_size)
-
-
-def _too_large(file: Path) -> ValueError:
-    return ValueError(
-        f"{file}: holds more than {_limit(file):,} bytes of text, {RATIO} times its size; "
-        "if that is right, unpack it or write it anew"
-    )
-
-
-def _rows(
-    file: Path, stream: IO[bytes], config: DataConfig
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for every line that is not empty."""
+def _lines(
+    name: str, file: Path, stream: IO[bytes], config: DataConfig
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (name, place for messages, object) for every line that is not empty."""
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
         place = f"{file}:{number}"
         text = _decode(line, place, config)
-        try:
+        # RecursionError: deep brackets; ValueError: also for thousands of digits
+        with untrusted.named(
+            place, "not JSON ({}); every line is one object", (ValueError, RecursionError)
+        ):
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # deep brackets, thousands of digits
-            raise ValueError(f"{place}: not JSON ({error}); every line is one object") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: expected an object, found a {type(row).__name__}")
+        wrong_type = f"{place}: expected an object, found a {type(row).__name__}"
+        refuse((not isinstance(row, dict), wrong_type))
         if config.chat:
-            row = json.loads(_encodable(json.dumps(row, ensure_ascii=False), place, config))
-        yield number, row
+            row = json.loads(encodable(json.dumps(row, ensure_ascii=False), place, config))
+        yield f"{name}:{number}", place, row
 
 
-def _parquet_texts(file: Path, stream: IO[bytes], config: DataConfig) -> Iterator[str]:
-    """Yield the text of every row."""
+def _parquet(
+    name: str, file: Path, stream: IO[bytes], config: DataConfig
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (name, place for messages, text by its column) for every row."""
     import pyarrow  # 0.2 s
     import pyarrow.parquet
 
+    column, number = config.text_column, 0
     left = _limit(file)
-    column = config.text_column
-    try:
+    errors = (pyarrow.ArrowException,)
+    with untrusted.named(file, "not a readable .parquet file ({})", errors):
         table = pyarrow.parquet.ParquetFile(stream)
         names = table.schema_arrow.names
-        if names.count(column) != 1:
-            raise ValueError(
-                f"{file}: needs one field '{column}' (there are: {', '.join(names[:8])}); "
-                "set data.text_column"
-            )
-        number = 0
-        for batch in table.iter_batches(batch_size=ROWS, columns=[column], use_threads=False):
-            for value in batch.column(0):
+        found = f"found {', '.join(names[:8])}"
+        problem = f"{file}: needs one field '{column}' ({found}); set data.text_column"
+        refuse((names.count(column) != 1, problem))
+        for batch in table.iter_batches(batch_size=BATCH, columns=[column], use_threads=False):
+            values = batch.column(0)
+            if pyarrow.types.is_dictionary(values.type):
+                values = values.dictionary_decode()
+            # Arrow does not check that a string is UTF-8, so its bytes are decoded here.
+            if values.type in (pyarrow.string(), pyarrow.large_string()):
+                values = values.cast(pyarrow.large_binary())
+            for value in values:
                 number += 1
                 place = f"{file}: row {number}"
-                if isinstance(value, pyarrow.DictionaryScalar) and value.is_valid:
-                    value = value.value
-                if isinstance(value, pyarrow.StringScalar) and value.is_valid:
-                    # Arrow does not check that a string is UTF-8.
-                    text = _decode(bytes(value.as_buffer()), place, config, "utf-8")
-                else:
-                    text = text_in({column: value.as_py()}, place, config)
-                left -= len(text)
-                if left < 0:
-                    raise _too_large(file)
-                yield text
-    except pyarrow.ArrowException as error:
-        reason = str(error).partition("\n")[0][:300]
-        raise ValueError(f"{file}: not a readable .parquet file ({reason})") from error
-
-
-def _encodable(text: str, place: str, config: DataConfig) -> str:
-    """Return `text` without halves of surrogate pairs, as data.errors says.
-
-    JSON can write such a half, UTF-8 cannot.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if config.errors == "strict":
-            raise ValueError(
-                f"{place}: half of a surrogate pair, which is no character; "
-                "mend it, or data.errors=replace"
-            ) from error
-        return text.encode(errors="replace").decode()
-    return text
+                text = value.as_py()
+                if isinstance(text, bytes):
+                    text = _decode(text, place, config, "utf-8")
+                left -= len(text) if isinstance(text, str) else 0
+                _check_left(file, left)
+                yield f"{name}:{number}", place, {column: text}
 
 
 def _decode(data: bytes, place: str, config: DataConfig, encoding: str = "utf-8-sig") -> str:
-    try:
+    with untrusted.named(place, "not UTF-8 ({}); convert it, or data.errors=replace"):
         return data.decode(encoding, config.errors)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{place}: not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}); "
-            "convert it, or data.errors=replace"
-        ) from error

@@ -8,9 +8,21 @@ Every implementation has a module, or two, with these functions:
 `dlse` is None if nothing depends on the lse, `softcap` if scores are not capped.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
+    from torch import Tensor
+
+HEAD_SIZES = range(16, 257)  # that the Triton kernels compute
+HOPPER_HEAD_SIZES = range(64, 257, 8)  # that Hopper's take, padded to the next of HOPPER_SIZES
+HOPPER_SIZES = (64, 96, 128, 192, 256)
+
+
+def hopper_size(head_dim: int) -> int:
+    """Return the head size as which Hopper's kernels compute heads of `head_dim`."""
+    return next(size for size in HOPPER_SIZES if size >= head_dim)
 
 
 class Intervals(NamedTuple):

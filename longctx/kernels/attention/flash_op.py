@@ -22,12 +22,10 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from longctx.config.model_config import HOPPER_HEAD_SIZES
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import HOPPER_HEAD_SIZES, Intervals, Saved
 from longctx.kernels.attention.launch import configure
 from longctx.kernels.attention.selftest import trust
 
-HEAD_SIZES = range(16, 257)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 

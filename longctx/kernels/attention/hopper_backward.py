@@ -55,8 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.config.model_config import hopper_size
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import Intervals, Saved, hopper_size
 from longctx.kernels.attention.hopper_backward_wide import FIRST, N, wide_backward_kernel
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,

@@ -61,8 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longctx.config.model_config import hopper_size
-from longctx.kernels.attention import Intervals
+from longctx.kernels.attention import Intervals, hopper_size
 from longctx.kernels.attention.hopper_primitives import (
     addressable,
     at_index,

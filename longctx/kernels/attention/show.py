@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from longctx.config.command_config import ShowOptions
-from longctx.config.model_config import hopper_size
-from longctx.kernels.attention import flash_op, launch
+from longctx.kernels.attention import flash_op, hopper_size, launch
 from longctx.kernels.attention.fingerprint import fingerprint, machine, sources
 from longctx.kernels.attention.selftest import SelfTestFailed
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
+from longctx.config.parts import Piece
 from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.tensors import Piece, llama_tensors
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Keys of GPTConfig that every family can express, whatever their values.
 COMMON = (
     *("vocab_size", "layers", "channels", "heads", "kv_heads", "head_dim", "ffn"),
@@ -59,8 +60,15 @@ class Family:
         """Raise ValueError for a tokenizer.json that transformers would not use for this family."""
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        """Yield every tensor of its weights, with the rows that it is here."""
-        return llama_tensors(config)
+        """Yield every tensor of its weights, as rows of a parameter of GPT."""
+        embedding = config.vocab_size or 0, config.channels
+        yield Piece(EMBEDDING, "embed.weight", 0, embedding)
+        for n, block in enumerate(config.blocks()):
+            for part in block.parts():
+                yield from part.pieces(f"model.layers.{n}", f"blocks.{n}")
+        yield Piece("model.norm.weight", "norm.weight", 0, (config.channels,))
+        if not config.tied:
+            yield Piece(LM_HEAD, "head.weight", 0, embedding)
 
     def read(self, source: ConfigJson) -> GPTConfig:
         """The model of a config.json; ValueError naming the first key that GPT does not cover."""

@@ -24,11 +24,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longctx.config.optimizer_config import STACK
-from longctx.model.layers import Linear
+from longctx.model import GPT
 from longctx.parallel.sharding import full, like, local, rows
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
@@ -38,7 +38,7 @@ EPS = 1e-7  # the least norm that a matrix is divided by
 SCALE = 0.2  # root mean square of AdamW's updates, arXiv 2502.16982
 
 
-def build(model: nn.Module, run: Run) -> Muon:
+def build(model: GPT, run: Run) -> Muon:
     """Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
     parts = block_matrices(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in parts]
@@ -56,12 +56,14 @@ def build(model: nn.Module, run: Run) -> Muon:
     )
 
 
-def block_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
-    """Each weight of a linear layer in `model.blocks` → the rows of the matrices stacked in it."""
-    modules = model.get_submodule("blocks").modules()
-    layers = [module for module in modules if isinstance(module, Linear)]
-    trained = [layer for layer in layers if layer.weight.requires_grad]
-    return {layer.weight: layer.parts or (layer.out_features,) for layer in trained}
+def block_matrices(model: GPT) -> dict[Tensor, tuple[int, ...]]:
+    """Return each trained weight of a linear layer in the blocks → the rows of its matrices."""
+    linears = {
+        block.get_submodule(path).weight: linear.rows
+        for block, parts in zip(model.blocks, model.config.blocks(), strict=True)
+        for path, linear in parts.linears().items()
+    }
+    return {weight: rows for weight, rows in linears.items() if weight.requires_grad}
 
 
 class Matrix(NamedTuple):

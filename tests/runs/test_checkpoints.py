@@ -17,10 +17,9 @@ import torch
 
 from longctx import files
 from longctx.evaluation.subject import load_model
-from longctx.runs import checkpoint_folder, checkpoint_index, checkpoints, run_folder
-from longctx.runs.checkpoint_folder import Sharded
+from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
-from longctx.runs.checkpoint_write import Writers
+from longctx.runs.checkpoint_write import Sharded, Writers
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
@@ -142,10 +141,10 @@ def test_states_of_other_weights_are_refused(path: Path) -> None:
 def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
     for row in range(7):
         x = torch.zeros(7, 5)
-        assert checkpoint_folder.not_finite({"x": x}) is None
+        assert checkpoints.not_finite({"x": x}) is None
         x[row, 3] = (float("nan"), float("inf"), -float("inf"))[row % 3]
-        assert checkpoint_folder.not_finite({"y": torch.zeros(0), "x": x}) == "x"
-    assert checkpoint_folder.not_finite(checkpoints.read(path)["state_dict"]) is None
+        assert checkpoints.not_finite({"y": torch.zeros(0), "x": x}) == "x"
+    assert checkpoints.not_finite(checkpoints.read(path)["state_dict"]) is None
 
 
 def test_rows_in_a_file_that_is_not_listed_are_refused(path: Path) -> None:

@@ -1,0 +1,286 @@
+"""What each attention backend is, for code that plans, checks or locks a run. Free of torch.
+
+A backend's file computes; its description here answers everything else: options, what a CPU lacks,
+bytes that it saves, its workspace, its speed. `register` adds the description of a backend from
+elsewhere, so no other file knows a backend by name.
+
+Letters: N tokens of a micro-batch on one device, T keys of a sequence, H and Hkv heads of D
+channels, e bytes of an activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from longctx.config.fields import key
+from longctx.config.parts import FP32, Attention
+from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
+
+# Head size → share of the chip's peak that forward and backward reach on long sequences. A share
+# holds up to its head size, the last one above it too (results/attention.json).
+Rates = Mapping[int, tuple[float, float]]
+
+
+class Layer(NamedTuple):
+    """Attention of one layer and micro-batch, as one device computes it."""
+
+    tokens: int  # N
+    keys: int  # T
+    part: Attention
+    itemsize: int  # e
+    recompute: str  # none | mlp | block
+    is_compiled: bool
+    on_gpu: bool
+    head_parts: int  # computed one after another, if ranks share sequences
+    options: Mapping[str, Any]
+
+    @property
+    def q_size(self) -> int:
+        """Bytes of q, or of the output."""
+        return self.itemsize * self.part.query_size * self.tokens
+
+    @property
+    def kv_size(self) -> int:
+        """Bytes of k, or of v."""
+        return self.itemsize * self.part.key_size * self.tokens
+
+    @property
+    def scores(self) -> int:
+        """Scores of all heads."""
+        return self.part.heads * self.tokens * self.keys
+
+
+@dataclass(frozen=True)
+class Description:
+    """A fused kernel of others; the default of a backend from elsewhere."""
+
+    # option → its allowed values, the default first
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    # why a CPU cannot run it, and what to use instead; the same by value of the option `kernel`
+    needs_gpu: str | None = None
+    kernels_need_gpu: Mapping[str, str] = field(default_factory=dict)
+
+    # True if a mask may have free intervals, on every device; context.method=allgather needs it
+    takes_intervals: bool = True
+
+    # True if `run`, and `backward` if there is one, take `softcap=`
+    takes_softcap: bool = False
+
+    # True if gradients flow through the lse, as training with sinks needs
+    differentiable_lse: bool = False
+
+    # True if the backend's own `backward` takes the forward's out and lse; `register` sets it
+    has_backward: bool = False
+
+    # True if its launches are the same for all documents in sequences of one length. Others count
+    # documents, or build block masks, on the host, and no CUDA graph can hold that.
+    capturable: bool = False
+
+    # True if bound causal and full masks may be reused by later calls of the same lengths
+    reuses_masks: bool = True
+
+    # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
+    # one machine; the kernel lock of a run holds their hashes
+    reproducible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    # The default is that of torch's fused kernels
+    rates: Rates = field(default_factory=lambda: {64: (0.297, 0.271), 128: (0.304, 0.296)})
+
+    # Bytes moved per score, forward and backward, if the (N, T) scores are in memory
+    score_bytes: tuple[int, int] | None = None
+
+    def without_gpu(self, options: Mapping[str, Any]) -> str | None:
+        """Return why a CPU cannot run it with these options and what to use instead, or None."""
+        return self.needs_gpu or self.kernels_need_gpu.get(str(options.get("kernel")))
+
+    def rates_for(self, layer: Layer, on_hopper: bool) -> tuple[float, float]:
+        """Return the shares of the chip's peak that forward and backward reach."""
+        return _rates(self.rates, layer.part.head_size)
+
+    def saved(self, layer: Layer) -> float:
+        """Return the bytes that forward leaves for backward, if nothing of it is recomputed."""
+        # rotated q and k; v is a part of the projection's output, which is saved whole
+        inputs = 2 * layer.q_size + 3 * layer.kv_size
+        return layer.q_size + FP32 * layer.part.heads * layer.tokens + inputs
+
+    def workspace(self, layer: Layer) -> float:
+        """Return the bytes that backward takes besides its inputs and outputs."""
+        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
+        sums_of_dq = FP32 * layer.part.query_size * layer.tokens
+        again = layer.q_size if layer.recompute == "block" else 0
+        # dk and dv of every query head, before they are summed
+        repeated = 2 * layer.q_size if layer.part.heads != layer.part.kv_heads else 0
+        return lse_and_delta + sums_of_dq + repeated + again
+
+    def forward_workspace(self, layer: Layer) -> float:
+        """Return the bytes that a forward without gradient takes besides inputs and output."""
+        return 0.0
+
+
+class Naive(Description):
+    """Scores and probabilities are in memory."""
+
+    def saved(self, layer: Layer) -> float:
+        inputs = layer.q_size + 2 * layer.kv_size
+        output = layer.q_size + FP32 * layer.part.heads * layer.tokens
+        return output + inputs + self._saved_of_score(layer) * layer.scores
+
+    def workspace(self, layer: Layer) -> float:
+        if layer.recompute == "block":
+            each = self._saved_of_score(layer) + layer.itemsize + 2 * FP32
+        else:  # probabilities make room for a part
+            each = FP32 if layer.is_compiled else 2 * FP32 + layer.itemsize
+        return each * layer.scores
+
+    def forward_workspace(self, layer: Layer) -> float:
+        # masked scores, their distance to the lse, and its exp
+        return 3 * FP32 * layer.scores
+
+    def _saved_of_score(self, layer: Layer) -> int:
+        if layer.is_compiled and layer.recompute == "none":
+            # raw scores and probabilities; the compiler computes the rest again
+            return 2 * layer.itemsize
+        # masked scores, exp of them, probabilities
+        return 2 * FP32 + layer.itemsize
+
+
+class Flash(Description):
+    """Our kernels; on Hopper GPUs those of its own."""
+
+    def rates_for(self, layer: Layer, on_hopper: bool) -> tuple[float, float]:
+        is_hopper = on_hopper and self._runs_hopper(layer)
+        return _rates(self.rates if is_hopper else PORTABLE, layer.part.head_size)
+
+    def workspace(self, layer: Layer) -> float:
+        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
+        if not layer.on_gpu or not self._runs_hopper(layer):
+            return lse_and_delta
+        padded = hopper_size(layer.part.head_size)
+        sums_of_dq = FP32 * layer.part.heads * padded * layer.tokens / layer.head_parts
+        return lse_and_delta + sums_of_dq
+
+    def _runs_hopper(self, layer: Layer) -> bool:
+        """Return True if a Hopper GPU would run the Hopper kernels.
+
+        Memory is predicted as if every GPU were one, so on others a sum of dq too much is counted
+        unless attention.options.kernel=portable.
+        """
+        kernel = layer.options.get("kernel", "auto")
+        fits = layer.itemsize == 2 and layer.part.head_size in HOPPER_HEAD_SIZES
+        return fits if kernel == "auto" else kernel == "hopper"
+
+
+PORTABLE: Rates = {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25)}
+
+
+def _rates(rates: Rates, head_size: int) -> tuple[float, float]:
+    return rates[next((size for size in rates if head_size <= size), max(rates))]
+
+
+ALL = ("out", "dq", "dk", "dv")
+# Backend → its description; `register` adds those from elsewhere
+DESCRIPTIONS: dict[str, Description] = {
+    "flash": Flash(
+        options={"kernel": ("auto", "portable", "hopper")},
+        kernels_need_gpu={
+            "hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable"
+        },
+        takes_softcap=True,
+        differentiable_lse=True,
+        has_backward=True,
+        capturable=True,
+        # Hopper's backward adds dq up in any order, unless it is ordered
+        reproducible={
+            "triton-portable": ALL,
+            "torch-tiled": ALL,
+            "triton-hopper": ("out", "dk", "dv"),
+            "triton-hopper-ordered": ALL,
+        },
+        rates={
+            64: (0.61, 0.595),
+            96: (0.63, 0.57),
+            128: (0.71, 0.6),
+            192: (0.75, 0.44),
+            256: (0.78, 0.47),
+        },
+    ),
+    "naive": Naive(
+        takes_softcap=True,
+        differentiable_lse=True,
+        capturable=True,
+        reproducible={"torch matmul and softmax": ALL},
+        score_bytes=(22, 40),
+    ),
+    "sdpa": Description(
+        options={"kernel": ("auto", "flash", "cudnn")},
+        kernels_need_gpu={"cudnn": "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"},
+        takes_intervals=False,
+        # the backward of the GPU kernels adds up in any order
+        reproducible={"torch CPU flash": ALL, "flash-attention-2": ("out",), "cudnn": ("out",)},
+    ),
+    "flex": Description(
+        needs_gpu="FlexAttention has no backward on a CPU; use attention=flash",
+        takes_softcap=True,
+        differentiable_lse=True,
+        # a block mask has a part for each pair of tiles
+        reuses_masks=False,
+        rates={64: (0.18, 0.21), 128: (0.35, 0.28)},
+    ),
+    "flash_attn": Description(
+        options={"version": ("auto", 4, 3, 2)},
+        needs_gpu="FlashAttention needs a CUDA GPU; use attention=flash",
+        takes_intervals=False,
+        # dq is added up in any order
+        reproducible={f"flash-attention-{version}": ("out",) for version in (4, 3, 2)},
+        rates={64: (0.565, 0.594), 128: (0.71, 0.68)},
+    ),
+}
+UNKNOWN = Description()  # of a backend that no imported module has registered
+
+
+@dataclass
+class AttentionConfig:
+    """Which backend computes attention, and how."""
+
+    backend: str = key("flash", "set by attention=NAME")
+    options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
+
+    @property
+    def description(self) -> Description:
+        """The description of the backend."""
+        return DESCRIPTIONS.get(self.backend, UNKNOWN)
+
+    def validate(self) -> None:
+        """Raise ValueError for an option that the backend does not have.
+
+        A backend from elsewhere checks its own once it is imported.
+        """
+        if self.backend in DESCRIPTIONS:
+            check_options(self.backend, self.options)
+
+    def check_without_gpu(self) -> None:
+        """Raise ValueError, saying what to use instead, for what needs a GPU."""
+        if reason := self.description.without_gpu(self.options):
+            raise ValueError(f"attention={self.backend} cannot run here: {reason}")
+
+
+def check_options(backend: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that `backend` does not have, or for its value."""
+    allowed = DESCRIPTIONS[backend].options
+    for name, value in options.items():
+        if name not in allowed:
+            names = ", ".join(allowed) or "none"
+            raise ValueError(
+                f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
+            )
+        if value not in allowed[name]:
+            choices = ", ".join(str(choice) for choice in allowed[name])
+            raise ValueError(f"attention.options.{name}={value} must be one of {choices}")
+
+
+def capturable_backends() -> list[str]:
+    """Return the backends whose steps CUDA graphs can hold."""
+    return [name for name, description in DESCRIPTIONS.items() if description.capturable]

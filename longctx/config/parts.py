@@ -1,0 +1,326 @@
+"""The parts of a transformer block, norm, attention and feed-forward, as frozen values. Torch-free.
+
+A part answers for itself: its parameters, the matrices of its linear layers (for LoRA, FP8 and
+Muon), its tensors in a Hugging Face folder, its FLOPs, and the bytes that it saves for backward.
+It also builds its module. Everything else asks the parts and knows no layer by name.
+
+Letters: N tokens on a device; C the hidden size, F the feed-forward size, q and kv the widths of
+all query heads and all key heads; e bytes of an activation.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+FP32 = 4  # bytes of a number
+
+
+class Linear(NamedTuple):
+    """A linear layer; its weight (outputs, columns) may hold several matrices, stacked by rows."""
+
+    name: str
+    tensors: tuple[str, ...]  # of a Hugging Face folder, a name per matrix
+    rows: tuple[int, ...]  # of each matrix
+    columns: int
+    has_bias: bool
+    into_residual: bool = False  # initial weights are smaller
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.rows)
+
+    @property
+    def weights(self) -> int:
+        return self.outputs * self.columns
+
+    @property
+    def parameters(self) -> int:
+        return self.weights + (self.outputs if self.has_bias else 0)
+
+
+class Piece(NamedTuple):
+    """A tensor of a Hugging Face folder: rows `first` and on of the parameter `ours`."""
+
+    theirs: str
+    ours: str
+    first: int
+    shape: tuple[int, ...]
+
+
+class Pass(NamedTuple):
+    """A micro-batch on its way through a block; sizes are bytes of one element."""
+
+    tokens: int  # on this device
+    tile: int  # tokens that projections and MLP take at a time if they are recomputed
+    recompute: str  # none | mlp | block
+    activation: int
+    fp8_input: int  # of a product's input in FP8; 0 if it is saved as it is
+    weight_copy: int  # of a weight's copy in 16 bits
+    gradient: int  # of a weight's gradient; 0 if weights are frozen
+    is_fused: bool  # one kernel makes the product of gate and up again in backward
+    adapted: tuple[str, ...] = ()  # linear layers with LoRA
+    attention: float = 0.0  # all bytes that the backend saves of q, k, v, the output and the lse
+    saves_lse: bool = True  # with recompute=block, next to attention's output
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a block, called `name` in its module and `folder` in a Hugging Face folder."""
+
+    name: str
+    folder: str
+    size: int  # hidden size of the residual stream
+    module: ClassVar[str]  # the class that computes it, given the part first
+
+    def linears(self) -> tuple[Linear, ...]:
+        """Return its linear layers, in the order of its module."""
+        return ()
+
+    def vectors(self) -> tuple[tuple[str, int], ...]:
+        """Return name and size of its other parameters."""
+        return ()
+
+    def parameters(self) -> int:
+        """Return the number of its parameters."""
+        vectors = sum(size for _, size in self.vectors())
+        return vectors + sum(linear.parameters for linear in self.linears())
+
+    def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
+        """Yield its tensors: in layer `theirs` of a Hugging Face folder, in block `ours` here."""
+        theirs, ours = f"{theirs}.{self.folder}", f"{ours}.{self.name}"
+        for linear in self.linears():
+            first = 0
+            for tensor, rows in zip(linear.tensors, linear.rows, strict=True):
+                source, target = f"{theirs}.{tensor}", f"{ours}.{linear.name}"
+                yield Piece(f"{source}.weight", f"{target}.weight", first, (rows, linear.columns))
+                if linear.has_bias:
+                    yield Piece(f"{source}.bias", f"{target}.bias", first, (rows,))
+                first += rows
+        for name, size in self.vectors():
+            yield Piece(f"{theirs}.{name}", f"{ours}.{name}", 0, (size,))
+
+    def build(self, *arguments: Any) -> Any:
+        """Return a new module of this part."""
+        return pkgutil.resolve_name(self.module)(self, *arguments)
+
+
+@dataclass(frozen=True)
+class Norm(Part):
+    """An RMSNorm of the residual stream or of what a branch adds to it."""
+
+    eps: float
+    module = "longctx.model.layers.StreamNorm"
+
+    def vectors(self) -> tuple[tuple[str, int], ...]:
+        return (("weight", self.size),)
+
+    def saved(self, p: Pass) -> int:
+        """Return the bytes that it saves for backward: its output, and 1 / rms."""
+        return ((p.fp8_input or p.activation) * self.size + FP32) * p.tokens
+
+
+class Rope(NamedTuple):
+    """Rotary positions: the base of the frequencies, and transformers' rope_parameters."""
+
+    head_size: int
+    theta: float
+    scaling: Mapping[str, Any]
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Attention(Part):
+    """Grouped-query attention with a fused projection of q, k and v."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    qkv_bias: bool
+    out_bias: bool
+    norm_eps: float | None  # of an RMSNorm on every head of q and k; None: no norm
+    window: int | None  # keys that a query sees; None: all before it
+    rope: Rope
+    rotates: bool  # False: a layer without positions, as in SmolLM3
+    module = "longctx.model.layers.SelfAttention"
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads, and of attention's output."""
+        return self.heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_size
+
+    def linears(self) -> tuple[Linear, ...]:
+        q, kv, C = self.query_size, self.key_size, self.size
+        projections = ("q_proj", "k_proj", "v_proj")
+        return (
+            Linear("qkv", projections, (q, kv, kv), C, self.qkv_bias),
+            Linear("out", ("o_proj",), (C,), q, self.out_bias, into_residual=True),
+        )
+
+    def vectors(self) -> tuple[tuple[str, int], ...]:
+        names = () if self.norm_eps is None else ("q_norm.weight", "k_norm.weight")
+        return tuple((name, self.head_size) for name in names)
+
+    def required(self) -> dict[str, Any]:
+        """Return what its backend must be able to do, as arguments of `attention.check`."""
+        return {"head_dim": self.head_size}
+
+    def flops(self, pairs: float) -> float:
+        """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""
+        return 12 * pairs * self.heads * self.head_size
+
+    def saved_output(self, p: Pass) -> int:
+        """Return the bytes of its output before the projection, and of the lse if it is saved."""
+        lse = FP32 * self.heads if p.saves_lse else 0
+        return (p.activation * self.query_size + lse) * p.tokens
+
+    def saved(self, p: Pass) -> float:
+        """Return the bytes saved for backward up to its output, which is one of them."""
+        return p.attention + p.weight_copy * self.linears()[0].weights
+
+    def saved_after(self, p: Pass) -> int:
+        """Return the bytes saved for the projection of its output, which is one of them."""
+        in_fp8 = p.fp8_input * self.query_size * p.tokens
+        return (
+            p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * self.linears()[1].weights
+        )
+
+
+@dataclass(frozen=True)
+class FeedForward(Part):
+    """SwiGLU with a fused projection of gate and up."""
+
+    inner: int
+    has_bias: bool
+    module = "longctx.model.layers.SwiGLU"
+
+    def linears(self) -> tuple[Linear, ...]:
+        C, F = self.size, self.inner
+        return (
+            Linear("gate_up", ("gate_proj", "up_proj"), (F, F), C, self.has_bias),
+            Linear("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
+        )
+
+    def saved(self, p: Pass) -> int:
+        """Return the bytes saved for backward: gate and up, and their product unless fused."""
+        inner = (2 if p.is_fused else 3) * self.inner
+        weights = sum(linear.weights for linear in self.linears())
+        return p.activation * inner * p.tokens + p.weight_copy * weights
+
+    def backward(self, p: Pass) -> int:
+        """Return the bytes alive just after the gradients of gate and up were computed.
+
+        The gradient of their product is still there then, with LoRA on the down projection in two
+        tensors. Fused, the product itself is too, and the down projection has no gradient yet but
+        has given up its copy in 16 bits; else the other way round.
+        """
+        again = p.recompute != "none"
+        tensors = 4 if p.is_fused else 2 + again + ("down" in p.adapted)
+        tensors += 2 * again  # gate and up themselves
+        down = -p.weight_copy if p.is_fused else p.gradient - again * p.weight_copy
+        tokens = p.tile if again else p.tokens
+        return p.activation * tensors * self.inner * tokens + down * self.size * self.inner
+
+    def forward(self, p: Pass) -> int:
+        """Return the bytes alive in a forward without gradients, uncompiled."""
+        tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
+        return p.activation * tensors * self.inner * p.tile
+
+
+@dataclass(frozen=True)
+class Block:
+    """A transformer block: norm, attention, norm, feed-forward, with two residual additions."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: FeedForward
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts in the order in which they compute."""
+        return self.attention_norm, self.attention, self.mlp_norm, self.mlp
+
+    def linears(self) -> dict[str, Linear]:
+        """Return every linear layer by the path of its module in the block."""
+        return {f"{part.name}.{x.name}": x for part in self.parts() for x in part.linears()}
+
+    def parameters(self) -> int:
+        """Return the number of parameters."""
+        return sum(part.parameters() for part in self.parts())
+
+    @property
+    def weights(self) -> int:
+        """Weights of all linear layers."""
+        return sum(linear.weights for linear in self.linears().values())
+
+    @property
+    def weights_after(self) -> int:
+        """Weights of the linear layers after attention, where recompute=mlp begins."""
+        return self.weights - self.attention.linears()[0].weights
+
+    def saved(self, p: Pass, keeps_input: bool = True) -> float:
+        """Return the bytes that the block saves for backward."""
+        stream = p.activation * self.mlp.size * p.tokens
+        if p.recompute == "block":
+            return self.attention.saved_output(p) + (stream if keeps_input else 0)
+        saved = stream + self.attention_norm.saved(p) + self.attention.saved(p)
+        if p.recompute == "mlp":
+            return saved
+        return saved + self.attention.saved_after(p) + self.mlp_norm.saved(p) + self.mlp.saved(p)
+
+    def mlp_backward(self, p: Pass) -> int:
+        """Return the bytes that the backward of the part after attention takes, at its peak."""
+        e, C, q, n = p.activation, self.mlp.size, self.attention.query_size, p.tile
+        needed = e * C * p.tokens + self.mlp.backward(p)  # the gradient that comes in
+        if p.recompute == "none":
+            return needed + p.fp8_input * C * p.tokens  # transposed in FP8
+        needed += 3 * e * C * n  # projection, norm, output
+        if p.fp8_input:
+            needed += p.fp8_input * (C + q) * n - (e - p.fp8_input) * C * n
+        needed += p.weight_copy * self.weights_after
+        if n < p.tokens:
+            # Attention's output has its gradient for all tokens, the last tile's is there too.
+            needed += e * q * p.tokens + e * (C + q) * n + p.gradient * self.weights_after
+        return needed
+
+    def freed_after_mlp(self, p: Pass) -> int:
+        """Return the saved bytes that are freed before attention's backward."""
+        norm = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
+        return self.mlp.saved(p) + norm + p.fp8_input * self.attention.query_size * p.tokens
+
+    def attention_backward(self, p: Pass) -> int:
+        """Return the bytes of attention's backward next to what its kernel takes."""
+        e, C, q, kv = (
+            p.activation,
+            self.mlp.size,
+            self.attention.query_size,
+            self.attention.key_size,
+        )
+        # Residual; do, dq, dk, dv; gradients of the weights after attention
+        needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * self.weights_after
+        if p.recompute == "block":
+            needed += e * (q + 2 * kv) * p.tokens
+            # With one tile the norm, and q and k before rotation too
+            needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
+        return needed
+
+    def forward(self, p: Pass) -> int:
+        """Return the bytes of a forward without gradients; p.tile tokens at a time in the MLP."""
+        C, q = self.mlp.size, self.attention.query_size
+        return p.activation * ((2 * C + q) * p.tokens + 2 * C * p.tile) + self.mlp.forward(p)
+
+    def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
+        """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.
+
+        They are the residual stream and its norm; attention's q, k, v and output; gate and up in
+        one tensor, their product, the MLP's input and output.
+        """
+        heads = 2 * self.attention.query_size + 2 * self.attention.key_size
+        return tokens * (4 * self.mlp.size + heads) + 3 * mlp_tokens * self.mlp.inner
