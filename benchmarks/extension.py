@@ -169,10 +169,9 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
     import torch
 
     from longctx.data import DataConfig, Tokenizer, load
-    from longctx.evaluation.heatmap import content
-    from longctx.evaluation.passkey import filler_of, recall
+    from longctx.evaluation.passkey import content, filler_of, recall
     from longctx.evaluation.perplexity import perplexity
-    from longctx.evaluation.scorer import Scorer
+    from longctx.evaluation.score import Scorer
     from longctx.evaluation.windows import Document
 
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -228,13 +227,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    from longctx.evaluation.heatmap import panel
+    from longctx.evaluation.results import recall_map
 
     models = result["models"]
     names = list(models)
     figure = Figure(figsize=(13, 4), layout="constrained")
     for number, name in enumerate((names[0], names[2]), start=1):
-        image = panel(
+        image = recall_map(
             figure.add_subplot(1, 3, number),
             models[name]["recall"]["passkey"],
             f"pass key found, {name}",

@@ -62,7 +62,7 @@ def run(options: Options, command: str) -> None:
     """Read rows, count, print, write `out`.json."""
     import torch
 
-    from longctx.evaluation.subject import load_model
+    from longctx.evaluation.load import load_model
     from longctx.kernels import HAS_TRITON
     from longctx.kernels.attention import HOPPER_HEAD_SIZES
 
@@ -109,7 +109,7 @@ def rows_of(
     """
     from longctx.attention import Mask
     from longctx.data import DataConfig, load
-    from longctx.evaluation.subject import open_run
+    from longctx.evaluation.load import open_run
 
     _, folder, _ = open_run(Path(checkpoint))
     data = load(DataConfig(**config["data"] | {"tokenizer": str(folder)}), seq_len)

@@ -97,9 +97,11 @@ def answer(
                 return stop.code
             if not isinstance(error, ValueError | OSError):
                 raise
+            # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
-            if number_here():  # rank 0 prints the problem; torchrun ends all after the first end
+            # Rank 0 prints the problem; torchrun ends all ranks after the first end
+            if number_here():
                 time.sleep(GRACE)
                 return files.exit_code(error)
             line = files.printable(" ".join(str(error).split()))

@@ -89,8 +89,7 @@ class Renderer:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Tracker]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = today.strftime
+        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
         tracker = environment.extensions[_Tracker.identifier]
         assert isinstance(tracker, _Tracker)
         self.tracker = tracker
@@ -232,17 +231,9 @@ def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": thinking, **present, "reasoning_content": thinking}
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, **options: Any) -> str:
     """Return JSON without the escapes for HTML that jinja2's own filter writes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _raise(message: str) -> None:

@@ -1,21 +1,33 @@
-"""One evaluation, from the request to its files, on one device or several."""
+"""One evaluation, from the request to its files, on one device or several.
+
+`resolve` decides everything before anything is scored, `build_scorer` loads the model, `measure`
+scores, and `results` prints and writes. Rank 0 resolves and measures; other ranks serve its scorer.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from dataclasses import replace
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from longctx import files
-from longctx.config.eval_config import EvalRequest
-from longctx.evaluation.measure import measure
-from longctx.evaluation.results import save
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.setup import Setup, layout_of, resolve
-from longctx.evaluation.weights import build_model
+from longctx.attention import kernels_run
+from longctx.attention.description import AttentionConfig
+from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest, default_lengths
+from longctx.evaluation import passkey, results, ruler
+from longctx.evaluation.forward_memory import choose_strategy, largest_forward, text_lengths
+from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
+from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.score import Scorer
+from longctx.evaluation.windows import stride_of
 from longctx.parallel.devices import (
+    check_attention,
     dtype_of,
     is_out_of_memory,
     this_machine,
@@ -23,19 +35,73 @@ from longctx.parallel.devices import (
 )
 from longctx.parallel.launch import Launched
 from longctx.parallel.mesh import Parallel, parallel_of
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import precision_of
+from longctx.runs import evaluations
+
+# Keys that decide where and how fast an evaluation runs, and leave its results as they are.
+INDIFFERENT = (
+    "checkpoint",
+    "device",
+    "devices",
+    "strategy",
+    "context",
+    "batch_size",
+    "compile",
+    "wandb",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One evaluation, ready to run."""
+
+    request: EvalRequest
+    model: TrainedModel
+    device: str  # cuda | cpu
+    precision: str  # bf16 | fp32
+    context: int  # tokens that the model sees at most
+    batch_size: int  # windows per forward of one device, or of those that share sequences
+    lengths: list[int]  # tokens of the texts of pass keys or RULER
+    strategy: str  # how the devices share the model: none | ddp | fsdp
+
+    @property
+    def config(self) -> EvalConfig:
+        return self.request.config
+
+    @property
+    def scores_own_split(self) -> bool:
+        """True if the documents are those of the run; else data= names them."""
+        return self.model.run is not None and not self.request.other_data
+
+    @property
+    def source(self) -> str | dict[str, Any]:
+        """The documents as the JSON names them."""
+        if self.scores_own_split:
+            return f"{self.config.split} split of the run's data"
+        return asdict(self.config.data)
+
+
+class Layout(NamedTuple):
+    """How the devices of an evaluation share model and sequences; see `Parallel.init_mesh`."""
+
+    strategy: str  # none | ddp | fsdp
+    data_ranks: int  # groups of devices that take sequences of their own
+    context: int  # devices that share each sequence
+    context_method: str  # ulysses | allgather
+    attention: AttentionConfig
 
 
 def evaluate(request: EvalRequest, processes: Launched) -> int:
-    """Evaluate as `request` says on these `processes`: print the tables, write the files, return
-    the exit code.
+    """Run `request` on `processes`, print the tables, write the files and return the exit code.
 
-    Raises ValueError or OSError, one line, for whatever is wrong with the request.
+    Raises ValueError or OSError, one line, for a mistake in the request.
     """
     machine = this_machine()
     parallel = parallel_of(request.config, machine, processes)
+    device = parallel.device.type
     try:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
-        device = parallel.device.type
         setup = resolve(request, device, machine) if parallel.is_first else None
         parallel.launch()
         scorer = build_scorer(request, setup, parallel)
@@ -43,16 +109,17 @@ def evaluate(request: EvalRequest, processes: Launched) -> int:
             scorer.serve()
         else:
             with within_memory(device):
-                result = measure(setup, scorer)
-            result.show(result.content)
-            print(save(result, setup))
-            scorer.end()  # once nothing can fail any more: then the others leave
+                stem, content = measure(setup, scorer)
+            results.show(content)
+            print(results.save(content, stem, setup.model, request.config.wandb))
+            # Nothing can fail any more, so the other ranks may leave.
+            scorer.end()
         parallel.shut_down()
     except KeyboardInterrupt:
         parallel.fail("stopped by a signal", code=128 + signal.SIGINT)
         raise
     except Exception as error:
-        problem = why(error, request, parallel)
+        problem = explain(error, request, parallel)
         if problem is not None and parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)
         parallel.fail(problem or str(error), files.exit_code(error))
@@ -62,19 +129,78 @@ def evaluate(request: EvalRequest, processes: Launched) -> int:
     return 0
 
 
+def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
+    """Open the model of `request` and decide how it runs on `device`, "cuda" or "cpu".
+
+    Warns if the context is longer than the model was trained at. Raises ValueError or OSError, one
+    line naming the key, for a request that cannot run here.
+    """
+    config = request.config
+    if not config.checkpoint:
+        raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
+    model = open_model(config.checkpoint)
+    has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
+    if model.run is None and not request.other_data and not has_texts:
+        raise ValueError(
+            f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own; "
+            "add data=text data.path=..."
+        )
+    if model.run is None and "split" in request.overrides:
+        raise ValueError(
+            f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
+            "leave it out"
+        )
+    check_attention(config, model.model, device)
+    # Sizes: of the context, of a batch, and of the largest forward, which decides the strategy.
+    precision = precision_of(config.precision, device)
+    seq_len = config.seq_len or model.seq_len
+    sharing = config.context.degree
+    assert isinstance(sharing, int)
+    batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
+    lengths = text_lengths(config, seq_len)
+    forward = largest_forward(config, lengths, batch_size, device)
+    dtype = dtype_of(precision)
+    strategy = choose_strategy(config, model.model, dtype, forward, machine, device)
+    check_writable(model.home / evaluations.FOLDER, config.checkpoint)
+    if seq_len > model.seq_len:
+        origin = "the run trained at" if model.run else "the model is made for"
+        print(
+            f"warning: seq_len={seq_len:,} is {seq_len / model.seq_len:,.1f} times the "
+            f"{model.seq_len:,} tokens per sequence that {origin}, so it has never seen the "
+            "positions beyond them"
+        )
+    return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy)
+
+
+def check_writable(folder: Path, checkpoint: str) -> None:
+    """Raise OSError if no file can be written into `folder`, which may not exist yet."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        problem = "cannot be written" if existing.is_dir() else "is a file"
+        raise PermissionError(
+            f"checkpoint={checkpoint}: the result goes into the folder {folder}, and {existing} "
+            f"{problem}; move it away, or copy the run"
+        )
+
+
 def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
-    """The model of this process, as the first one has decided in `setup`."""
+    """Load this process's part of the model, as rank 0 has decided in `setup`."""
     decided: dict[str, Any] = {}
     if setup is not None:
         decided = {
-            "file": str(setup.subject.file),
+            "file": str(setup.model.file),
             "precision": setup.precision,
             "strategy": setup.strategy,
-            "heads": setup.subject.model.heads,
+            "heads": setup.model.model.heads,
         }
     decided = parallel.broadcast(decided)
     config = request.config
-    parallel.init_mesh(layout_of(config, decided["strategy"], decided["heads"]))
+    degree = config.context.degree
+    assert isinstance(degree, int)
+    method = config.context.method_for(decided["heads"])
+    data_ranks = config.devices // degree
+    layout = Layout(decided["strategy"], data_ranks, degree, method, config.attention)
+    parallel.init_mesh(layout)
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),
@@ -89,21 +215,149 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
     return Scorer(model, dtype, parallel)
 
 
-def why(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
-    """What this process has to say about `error`; None where it is to be raised."""
-    memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-    if is_out_of_memory(error) and request.config.ruler.enabled:
-        return (
-            f"{memory} on process {parallel.rank}; let devices share the model "
-            "(strategy=fsdp), or give shorter ruler.lengths"
+def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
+    """Run the evaluation on rank 0: return its files' name and the content of its JSON."""
+    kind = measure_perplexity
+    if setup.config.passkey.enabled:
+        kind = measure_passkeys
+    elif setup.config.ruler.enabled:
+        kind = measure_ruler
+    elif setup.config.tasks:
+        kind = measure_tasks
+    began = time.perf_counter()
+    stem, content = kind(setup, scorer)
+    backend = setup.config.attention.backend
+    about = {
+        "asked": decisive(setup.config),
+        "checkpoint": str(setup.model.file),
+        "trained_seq_len": setup.model.seq_len,
+        "attention": backend,
+        "kernel": kernels_run()[backend],
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    return stem, about | content
+
+
+def decisive(config: EvalConfig) -> dict[str, Any]:
+    """Return the keys that decide the results."""
+    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT}
+
+
+def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
+    """Score the documents; ValueError if they have no target token."""
+    config, is_gpu = setup.config, setup.device == "cuda"
+    contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
+    result = perplexity(
+        scorer,
+        documents_of(setup.model, setup.request),
+        setup.context,
+        config.stride,
+        batch_size=setup.batch_size,
+        progress=True,
+        contexts=contexts,
+    )
+    if contexts and not result.contexts.tokens:
+        print(
+            f"no document has more than {max(contexts):,} tokens, so no tokens to compare "
+            "contexts on; try a smaller seq_len="
         )
+    content = {
+        "scored": setup.source,
+        "precision": setup.precision,
+        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "devices": config.devices,
+        "tokens_per_second": result.tokens_per_second,
+        "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
+        **result.content(setup.model.tokenizer.decode),
+    }
+    documents = config.split if setup.scores_own_split else config.data.source
+    backend, context = config.attention.backend, setup.context
+    stem = evaluations.perplexity_stem(documents, setup.model.name, context, result.stride, backend)
+    return stem, content
+
+
+def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
+    """Hide keys in documents and ask for them; ValueError if the documents are too short."""
+    keys, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
+    documents = documents_of(model, setup.request)
+    filler = passkey.filler_of(documents, model.tokenizer, 4 * longest)
+    depths = keys.depths or passkey.DEPTHS
+    cells = passkey.recall(
+        scorer,
+        model.tokenizer,
+        filler,
+        setup.lengths,
+        depths,
+        keys.samples,
+        keys.kinds,
+        progress=True,
+    )
+    stem = evaluations.passkey_stem(model.name, longest, setup.config.attention.backend)
+    return stem, {"filler": setup.source, **passkey.content(cells)}
+
+
+def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
+    """Answer RULER's tasks; ValueError if the documents are too few or a length too short."""
+    config, model, lengths = setup.config, setup.model, setup.lengths
+    longest = max(lengths)
+    if longest > max(setup.context, model.seq_len):
+        print(
+            f"warning: ruler.lengths has {longest:,}, more than the {model.seq_len:,} tokens per "
+            "sequence that the model was trained at"
+        )
+    text = None
+    if config.ruler.made or any(ruler.TASKS[task].essay for task in config.ruler.chosen):
+        documents = documents_of(model, setup.request)
+        ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
+        # An essay that repeats more than four times would be no text.
+        if 4 * len(ids) < longest:
+            raise ValueError(
+                f"ruler.lengths={lengths}: the documents have {len(ids):,} tokens, too few for "
+                f"texts of {longest:,}; give longer ones with data=text data.path=..., or "
+                "shorter lengths"
+            )
+        text = model.tokenizer.decode(ids)
+    elif setup.request.other_data or config.documents is not None:
+        raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
+    texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
+    answers = list(ruler.measured(scorer, texts, lengths, model.end_tokens))
+    content = {
+        "samples": config.ruler.samples,
+        "seed": config.ruler.seed,
+        "text": None if text is None else setup.source,
+        "made": config.ruler.made,
+        **ruler.content(answers),
+    }
+    return evaluations.ruler_stem(model.name, longest, config.attention.backend), content
+
+
+def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
+    """Run tasks of lm-evaluation-harness; ValueError for one without data, or that is none."""
+    from longctx.evaluation.harness import Harness, evaluate_tasks  # lm-eval is an optional extra
+
+    config, model, context = setup.config, setup.model, setup.context
+    stride = stride_of(config.stride or context, context)
+    harness = Harness(scorer, model.tokenizer, context, stride, setup.batch_size, model.end_tokens)
+    folder = None if config.tasks_path is None else Path(config.tasks_path)
+    content = evaluate_tasks(
+        harness, config.tasks, model.folder, folder, config.documents, config.fewshot
+    )
+    sizes = {"context": context, "stride": stride, "documents": config.documents}
+    return evaluations.tasks_stem(config.tasks, model.name, context), sizes | content
+
+
+def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
+    """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
-        return (
-            f"{memory} on process {parallel.rank}; let more devices share a row "
-            "(context=N) or the model (strategy=fsdp), or give a smaller batch_size or seq_len"
-        )
+        memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
+        if request.config.ruler.enabled:
+            advice = "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
+        else:
+            advice = (
+                "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "
+                "give a smaller batch_size or seq_len"
+            )
+        return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
-    if parallel.is_first:
-        return None
-    return f"process {parallel.rank}: {' '.join(str(error).split())}"
+    return None if parallel.is_first else " ".join(str(error).split())

@@ -1,9 +1,9 @@
-"""Pass keys: whether a model finds facts hidden at every depth of texts of every length.
+"""Pass keys: does a model find keys that are hidden at every depth of texts of every length?
 
-A text is `length` tokens: filler with the fact after `depth` of it, the question, the answer. The
+A text is `length` tokens: filler with the key after `depth` of it, the question, the answer. The
 model sees all but the answer's last token, and is right if each token of the answer is the most
 likely one; greedy decoding would then give the same answer. Logits exist for the answer's tokens
-alone. The facts are those of `longctx.data.sources.needles`.
+alone. The hidden sentences are those of `longctx.data.sources.needles`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.data.sources.needles import Task, task
-from longctx.evaluation.progress import Progress
-from longctx.evaluation.scorer import Scorer, in_eval_mode
+from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
 
 DEPTHS = tuple(n / 10 for n in range(11))
@@ -31,9 +30,7 @@ TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
 
 @dataclass
 class Cell:
-    """The texts of one kind, length and depth: how many were answered right, and Σ ln p of their
-    answers.
-    """
+    """The texts of one kind, length and depth: right answers, and Σ ln p of all answers."""
 
     kind: str
     length: int
@@ -53,7 +50,7 @@ class Cell:
 
 
 class Text(NamedTuple):
-    """Tokens (length,) int64, the last `answer` of which are to be found."""
+    """Tokens (length,) int64; the last `answer` of them are the answer."""
 
     cell: Cell
     ids: np.ndarray
@@ -74,24 +71,28 @@ def recall(
     """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
     The same arguments give the same texts. A forward takes at most `together` tokens per device, by
-    default TOKENS_TOGETHER, and one text at least. Raises ValueError if `filler` is shorter than a
-    quarter of a text: it would be repeated too often to be a text.
+    default TOKENS_TOGETHER, and one text at least. Raises ValueError as `check_texts` does.
     """
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
+    tokens = together or TOKENS_TOGETHER[scorer.device.type]
     line = Progress("texts", len(cells) * samples, scorer.device.type == "cuda", progress)
     with in_eval_mode(scorer.model), line:
-        for batch in _batches(_texts(cells, tokenizer, filler, samples), scorer, together):
-            _score(scorer, batch)
-            line.advance(len(batch))
+        texts = _texts(cells, tokenizer, filler, samples)
+        for length, texts_of_length in groupby(texts, lambda text: len(text.ids)):
+            while batch := list(islice(texts_of_length, scorer.sequences_together(tokens, length))):
+                _score(scorer, batch)
+                line.advance(len(batch))
     return cells
 
 
 def check_texts(
     tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]
 ) -> None:
-    """ValueError where `filler` is too short for the longest of `lengths`, or the shortest of them
-    for a fact.
+    """Raise ValueError if `filler` is too short for the longest text, or the shortest text for a
+    key.
+
+    Filler that repeats more than four times would be no text.
     """
     if 4 * len(filler) < max(lengths):
         raise ValueError(
@@ -106,19 +107,16 @@ def check_texts(
 def filler_of(
     documents: Iterable[Document | EncodedDocument], tokenizer: Tokenizer, tokens: int
 ) -> np.ndarray:
-    """At least `tokens` tokens of `documents`, one after the other, if there are so many.
-
-    Without the tokens that begin and end a text.
-    """
+    """Return at least `tokens` tokens of `documents`, or all of them, without special tokens."""
     special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
-    parts = []
+    parts = [np.zeros(0, np.int64)]
     count = 0
     for document in documents:
         parts.append(document.ids[~np.isin(document.ids, special)])
         count += len(parts[-1])
         if count >= tokens:
             break
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    return np.concatenate(parts)
 
 
 def text(
@@ -129,29 +127,30 @@ def text(
     depth: float,
     others: Sequence[float],
 ) -> tuple[np.ndarray, int]:
-    """Tokens (length,) of a text, and the number of tokens at its end that are the answer.
+    """Return the tokens (length,) of a text, and how many at its end are the answer.
 
-    The fact of `hidden` stands after `depth` of the filler, and its other facts after `others`.
+    The key of `hidden` is after `depth` of the filler, and the other keys after `others`.
     """
     question = tokenizer.encode(hidden.question)
     question_answer = tokenizer.encode(hidden.question + hidden.answer)
+    # A token can begin in the question and end in the answer: it belongs to the answer.
     pairs = zip(question, question_answer, strict=False)
     same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(question))
-    tokens = map(tokenizer.encode, (hidden.fact, *hidden.others))
-    facts = sorted(zip((depth, *others), tokens, strict=True))
-    least = len(tokenizer.begin) + sum(len(fact) for _, fact in facts) + len(question_answer)
-    room = length - least
+    sentences = map(tokenizer.encode, (hidden.fact, *hidden.others))
+    keys = sorted(zip((depth, *others), sentences, strict=True))
+    room = length - len(tokenizer.begin) - len(question_answer)
+    room -= sum(len(sentence) for _, sentence in keys)
     if room < 0:
         raise ValueError(
-            f"passkey.lengths=[{length}]: too short for a fact and its question; use more tokens"
+            f"passkey.lengths=[{length}]: too short for a key and its question; use more tokens"
         )
     body = list(tokenizer.begin)
-    at = 0
-    for place, fact in facts:
-        end = round(place * room)
-        body += [*filler[at:end].tolist(), *fact]
-        at = end
-    body += [*filler[at:room].tolist(), *question_answer]
+    start = 0
+    for share, sentence in keys:
+        end = round(share * room)
+        body += [*filler[start:end].tolist(), *sentence]
+        start = end
+    body += [*filler[start:room].tolist(), *question_answer]
     return np.asarray(body, dtype=np.int64), len(question_answer) - same
 
 
@@ -164,30 +163,37 @@ def _texts(
             rng = random.Random(f"measure {cell.kind} {cell.length} {n}")
             hidden = task(cell.kind, rng)
             first = rng.randrange(len(filler))
-            rotated = np.concatenate([filler[first:], filler[:first]])
-            while len(rotated) < cell.length:
-                rotated = np.concatenate([rotated, rotated])
+            rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))
             others = [rng.random() for _ in hidden.others]
             yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
 
 
-def _batches(texts: Iterable[Text], scorer: Scorer, together: int | None) -> Iterator[list[Text]]:
-    """Yield texts of one length, as many as go through the model at a time."""
-    tokens = together or TOKENS_TOGETHER[scorer.device.type]
-    for length, group in groupby(texts, lambda one: len(one.ids)):
-        while batch := list(islice(group, scorer.rows_together(tokens, length))):
-            yield batch
-
-
 def _score(scorer: Scorer, batch: Sequence[Text]) -> None:
-    ids = torch.from_numpy(np.stack([one.ids for one in batch]))  # (B, T)
-    most = max(one.answer for one in batch)
+    """Add right answers and ln p of the texts, all of one length, to their cells."""
+    ids = torch.from_numpy(np.stack([text.ids for text in batch]))  # (B, T)
+    longest = max(text.answer for text in batch)
     length = ids.shape[1]
-    at = torch.arange(length - 1 - most, length - 1).repeat(len(batch), 1)
-    wanted = ids[:, length - most :]
-    logp, likeliest = scorer.predictions(ids[:, :-1], at, wanted)
+    positions = torch.arange(length - 1 - longest, length - 1).repeat(len(batch), 1)
+    wanted = ids[:, length - longest :]
+    logp, likeliest = scorer.predictions(ids[:, :-1], positions, wanted)
     right = (likeliest == wanted).tolist()
-    for one, hits, each in zip(batch, right, logp.tolist(), strict=True):
-        one.cell.samples += 1
-        one.cell.right += all(hits[-one.answer :])
-        one.cell.nats += sum(each[-one.answer :])
+    for text, hits, logps in zip(batch, right, logp.tolist(), strict=True):
+        text.cell.samples += 1
+        text.cell.right += all(hits[-text.answer :])
+        text.cell.nats += sum(logps[-text.answer :])
+
+
+def content(cells: Sequence[Cell]) -> dict[str, Any]:
+    """Return the JSON: for each kind lengths, depths, and numbers as [length][depth]."""
+    kinds = {}
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        grid = {(cell.length, cell.depth): cell for cell in cells if cell.kind == kind}
+        lengths, depths = (sorted(set(values)) for values in zip(*grid, strict=True))
+        rows = [[grid[length, depth] for depth in depths] for length in lengths]
+        kinds[kind] = {
+            "lengths": lengths,
+            "depths": depths,
+            "accuracy": [[round(cell.accuracy, 6) for cell in row] for row in rows],
+            "logprob": [[round(cell.logprob, 6) for cell in row] for row in rows],
+        }
+    return {"samples": cells[0].samples, "kinds": kinds}

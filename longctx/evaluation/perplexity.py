@@ -1,36 +1,44 @@
 """Perplexity by sliding window: every token is scored once, with as much context as the window
 allows (see `windows`).
 
-Sums of nats are added up, never means of windows. All tokens of a document but the first are
-scored, of a conversation those that are learned, and nats = Σ -ln p(token | context) over them:
+Sums of nats are added up, never means of windows. Targets are all tokens of a document but the
+first, or those of a conversation that the run learns; nats = Σ -ln p(token | context) over them:
 
-    perplexity       exp(nats / scored tokens)
+    perplexity       exp(nats / target tokens)
     word perplexity  exp(nats / words), PG-19's convention (arXiv 1911.05507)
     bits per byte    nats / ln 2 / bytes
 
-Words, which white space separates, and UTF-8 bytes are those of the text of the scored tokens. A
-token that ends the text has no bytes and is scored like any other.
+Words, which white space separates, and UTF-8 bytes are those of the target tokens' text. A token
+that ends the text has no bytes and is scored like any other.
+
+The value of a longer context (`Contexts`): the same tokens scored with 1,024, 2,048, … tokens
+before them. Documents longer than the longest context are cut into stretches of that many tokens.
+The last tokens of each, half of the shortest context, are scored in one window for each context.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.evaluation.contexts import Contexts
 from longctx.evaluation.positions import Positions
-from longctx.evaluation.progress import Progress
-from longctx.evaluation.scorer import Scorer, in_eval_mode
-from longctx.evaluation.scoring import Speed, losses
-from longctx.evaluation.windows import Document, Window, sliding, stride_of
+from longctx.evaluation.score import Progress, Scorer, in_eval_mode
+from longctx.evaluation.windows import Document, Window, losses, sliding, stride_of, window_of
+
+GAINS = 20  # tokens that gain most, in the result
+GAINS_PER_DOCUMENT = 3
+BEFORE = 24  # tokens of text shown before such a token
+AFTER = 8  # and after it
 
 
 @dataclass
 class Score:
-    """Sums over scored tokens: nats = Σ -ln p."""
+    """Sums over target tokens: nats = Σ -ln p."""
 
     name: str
     tokens: int = 0
@@ -40,34 +48,143 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean nats per token; nan where nothing was scored, inf beyond what a float
-        holds.
-        """
+        """exp of the mean nats per token; nan if nothing was scored, inf if no float holds it."""
         return _exp(self.nats, self.tokens)
 
     @property
     def word_perplexity(self) -> float:
-        """exp of the mean nats per word; nan where there are no words."""
+        """exp of the mean nats per word; nan if there are no words."""
         return _exp(self.nats, self.n_words if self.tokens else 0)
 
     @property
     def bits_per_byte(self) -> float:
-        """nan where there are no bytes."""
+        """Mean bits per byte; nan if there are no bytes."""
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes and self.tokens else math.nan
+
+    def row(self) -> dict[str, Any]:
+        """Return the score as it is in the JSON."""
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "bytes": self.n_bytes,
+            "words": self.n_words,
+            "nats": self.nats,
+            "perplexity": self.perplexity,
+            "word_perplexity": self.word_perplexity,
+            "bits_per_byte": self.bits_per_byte,
+        }
+
+
+class Gain(NamedTuple):
+    """A token that a long context predicts better: its nats with the shortest and the longest."""
+
+    owner: int  # number of its document
+    position: int
+    short: float
+    long: float
+    ids: list[int]  # tokens around it
+    center: int  # of the token in `ids`
+
+    @property
+    def nats(self) -> float:
+        return self.short - self.long
+
+
+@dataclass
+class Contexts:
+    """Nats of the same target tokens at each context length of `lengths`, in rising order."""
+
+    lengths: list[int]
+    tokens: int = 0  # targets at each length
+    documents: int = 0  # longer than the longest
+    nats: list[float] = field(default_factory=list)
+    gains: list[Gain] = field(default_factory=list)
+    # (document, end of the stretch) → losses at the shortest or longest, until both are there.
+    waiting: dict[tuple[int, int], dict[int, np.ndarray]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nats = self.nats or [0.0] * len(self.lengths)
+
+    def windows(self, owner: int, document: Document) -> Iterator[Window]:
+        """Yield every stretch of a document at every length."""
+        limit, tokens = self.lengths[-1], len(document.ids)
+        targets = max(1, self.lengths[0] // 2)
+        self.documents += tokens > limit
+        for end in range(limit, tokens, limit):
+            for length in self.lengths:
+                window = window_of(owner, document, end - length, end, length - targets, length)
+                if window.targets:
+                    yield window
+
+    def add(self, window: Window, nats: np.ndarray) -> None:
+        """Take in the losses of one of `windows`."""
+        number, last = self.lengths.index(window.context), len(self.lengths) - 1
+        self.nats[number] += math.fsum(nats)
+        if number == 0:
+            self.tokens += window.targets
+        if last and number in (0, last):
+            end = window.begin + window.context
+            both = self.waiting.setdefault((window.owner, end), {})
+            both[number] = nats
+            if len(both) == 2:
+                del self.waiting[window.owner, end]
+                self._add_gains(window, end, both[0], both[last])
+
+    def _add_gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
+        """Keep the stretch's tokens that gain, if they are among those that gain most."""
+        for n in np.argsort(long - short, kind="stable")[:GAINS_PER_DOCUMENT].tolist():
+            if short[n] <= long[n]:
+                break
+            index = len(window.ids) - len(short) + n
+            first = max(0, index - BEFORE)
+            self.gains.append(
+                Gain(
+                    window.owner,
+                    end - len(short) + 1 + n,
+                    float(short[n]),
+                    float(long[n]),
+                    window.ids[first : index + 1 + AFTER].tolist(),
+                    index - first,
+                )
+            )
+        self.gains.sort(key=lambda gain: (-gain.nats, gain.owner, gain.position))
+        counts: dict[int, int] = {}
+        most = []
+        for gain in self.gains:
+            counts[gain.owner] = counts.get(gain.owner, 0) + 1
+            if counts[gain.owner] <= GAINS_PER_DOCUMENT:
+                most.append(gain)
+        self.gains = most[:GAINS]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per length; none if no document is longer than the longest."""
+        if not self.tokens:
+            return []
+        return [
+            {
+                "context": length,
+                "documents": self.documents,
+                "tokens": self.tokens,
+                "nats": nats,
+                "loss": nats / self.tokens,
+                "perplexity": math.exp(min(nats / self.tokens, 700.0)),
+                "gain": (self.nats[0] - nats) / self.tokens,
+            }
+            for length, nats in zip(self.lengths, self.nats, strict=True)
+        ]
 
 
 @dataclass
 class Perplexity:
-    """One score per document, in their order; 0 tokens for a document with nothing to score."""
+    """One score per document, in their order; 0 tokens for a document without targets."""
 
     context: int
     stride: int
     documents: list[Score] = field(default_factory=list)
-    windows: int = 0
-    of_windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
+    windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
     positions: Positions = field(default_factory=Positions)
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
-    speed: Speed = field(default_factory=Speed)
+    tokens_per_second: float | None = None  # through the model, after the first batch
 
     @property
     def total(self) -> Score:
@@ -83,19 +200,38 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float:
-        """Of the mean nats per token, as far as other documents of the kind would give another, or
-        other windows of the one document that there is; nan for a single window.
+        """The error of the mean nats per token, over documents like these; nan for one window.
+
+        For a single document it is over other windows of it.
         """
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
-        return error_of_ratio(scored if len(scored) > 1 else self.of_windows)
+        return error_of_ratio(scored if len(scored) > 1 else self.windows)
 
-    def require_scores(self) -> None:
-        """Raise ValueError if no token was scored."""
-        if not self.total.tokens:
-            raise ValueError(
-                f"documents: none of the {len(self.documents)} has 2 tokens or more, so there is "
-                "nothing to score; give others"
-            )
+    def content(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """Return the JSON: totals, every document, position and context, and the largest gains."""
+        gains = [
+            {
+                "document": self.documents[gain.owner].name,
+                "position": gain.position,
+                "short": gain.short,
+                "long": gain.long,
+                "gain": gain.nats,
+                "before": decode(gain.ids[: gain.center]),
+                "token": decode(gain.ids[gain.center : gain.center + 1]),
+                "after": decode(gain.ids[gain.center + 1 :]),
+            }
+            for gain in self.contexts.gains
+        ]
+        return {
+            "context": self.context,
+            "stride": self.stride,
+            "windows": len(self.windows),
+            "total": self.total.row() | {"standard_error": self.standard_error},
+            "by_position": self.positions.buckets(),
+            "by_context": self.contexts.rows(),
+            "gains": gains,
+            "documents": [score.row() for score in self.documents],
+        }
 
 
 def perplexity(
@@ -107,61 +243,67 @@ def perplexity(
     progress: bool = False,
     contexts: Sequence[int] = (),
 ) -> Perplexity:
-    """Score `documents` in windows of `context` tokens that advance by
-    `stride`, half of it by default; the last tokens of long documents also at each of `contexts`
-    (none over `context`).
+    """Score `documents` in windows of `context` tokens that advance by `stride`, half by default.
 
-    `batch_size` rows of `context` tokens go through the model at a time, on each data rank. Losses
-    are added in fp64. Raises ValueError for a stride that would leave tokens out; see also
-    `Perplexity.require_scores`.
+    The last tokens of long documents are scored at each length of `contexts`, too. `batch_size`
+    sequences of `context` tokens go through the model at a time, on each data rank. Losses are
+    added in fp64. Raises ValueError for a stride that leaves tokens out, and if no document has a
+    target token.
     """
     stride = stride_of(stride, context)
-    if any(not 1 <= c <= context for c in contexts):
+    if any(not 1 <= length <= context for length in contexts):
         raise ValueError(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     line = Progress("tokens", warms_up=scorer.device.type == "cuda", visible=progress)
-    windows = line.counted(_windows(documents, result), lambda window: len(window.ids) - 1)
-
-    def read(tokens: int) -> None:
-        result.speed.add(tokens)
-        line.advance(tokens)
-
+    windows = _windows(documents, result, line)
     with in_eval_mode(scorer.model), line:
-        for window, nats in losses(scorer, windows, context, batch_size, read):
+        for window, nats in losses(scorer, windows, context, batch_size, line.advance):
             if window.context:
                 result.contexts.add(window, nats)
                 continue
-            result.of_windows.append((math.fsum(nats), window.targets))
-            result.documents[window.owner].nats += result.of_windows[-1][0]
+            result.windows.append((math.fsum(nats), window.targets))
+            result.documents[window.owner].nats += result.windows[-1][0]
+            # Loss by position needs every token before a token: the first window alone has them.
             if window.begin == 0:
                 result.positions.add(window.owner, nats[: leading(window)])
+    result.tokens_per_second = line.units_per_second
+    if not result.total.tokens:
+        raise ValueError(
+            f"documents: none of the {len(result.documents)} has 2 tokens or more, so there is "
+            "nothing to score; give others"
+        )
     return result
 
 
-def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Window]:
+def _windows(
+    documents: Iterable[Document], result: Perplexity, progress: Progress
+) -> Iterator[Window]:
+    """Yield the windows of all documents, and enter those in `result` as they are read."""
     for owner, document in enumerate(documents):
-        name, ids, n_bytes, n_words, scored = document
-        tokens = max(0, len(ids) - 1) if scored is None else int(np.count_nonzero(scored[1:]))
-        result.documents.append(Score(name, tokens, n_bytes, 0.0, n_words))
-        for window in sliding(owner, document, result.context, result.stride):
-            result.windows += 1
+        score = Score(document.name, document.targets, document.n_bytes, 0.0, document.n_words)
+        result.documents.append(score)
+        windows = sliding(owner, document, result.context, result.stride)
+        if result.contexts.lengths:
+            windows = chain(windows, result.contexts.windows(owner, document))
+        for window in windows:
+            progress.read += window.length
             yield window
-        if result.contexts.contexts:
-            yield from result.contexts.windows(owner, document)
+    progress.all_read()
 
 
 def leading(window: Window) -> int:
-    """Return how many tokens are scored before the first one that is not."""
+    """Return the number of targets before the first token that is none."""
     if window.scored is None or window.scored[1:].all():
-        return len(window.ids) - 1
+        return window.length
     return int(np.argmin(window.scored[1:]))
 
 
 def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Standard error of Σ a / Σ b over independent pairs (a, b), linearized (Cochran, Sampling
-    Techniques, 1977, 6.4); nan for less than two.
+    """Return the standard error of Σ a / Σ b over independent pairs (a, b); nan for one pair.
+
+    Linearized (Cochran, Sampling Techniques, 1977, 6.4).
     """
     count, total = len(pairs), math.fsum(b for _, b in pairs)
     if count < 2 or not total:

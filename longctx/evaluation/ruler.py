@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from longctx import untrusted
@@ -26,7 +27,7 @@ from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
 from longctx.data.sources.needles import CITIES
 from longctx.evaluation.passkey import TOKENS_TOGETHER
-from longctx.evaluation.scorer import Scorer, in_eval_mode
+from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 
 T = TypeVar("T")
 # RULER draws words from the package wonderwords. This list of our own keeps a task equal on every
@@ -449,9 +450,11 @@ def measured(
     tokenizer = texts.tokenizer
     pairs = [(length, task) for length in lengths for task in texts.config.chosen]
     fitting = {(length, task): texts.samples(task, length) for length, task in pairs}
-    with in_eval_mode(scorer.model):
+    total = len(pairs) * texts.config.samples
+    line = Progress("texts", total, warms_up=scorer.device.type == "cuda")
+    with in_eval_mode(scorer.model), line:
         for (length, task), samples in fitting.items():
-            together = scorer.rows_together(TOKENS_TOGETHER[scorer.device.type], length)
+            together = scorer.sequences_together(TOKENS_TOGETHER[scorer.device.type], length)
             while batch := list(islice(samples, together)):
                 prompts = [ids for _, ids in batch]
                 answers = scorer.answers(prompts, TASKS[task].answer, sorted(ends), length)
@@ -465,6 +468,20 @@ def measured(
                         "answer": answer,
                         "score": score(task, answer, sample.outputs),
                     }
+                line.advance(len(batch))
+
+
+def content(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON: lengths, mean scores of each task at each length, and every answer."""
+    points: dict[str, dict[int, list[float]]] = {}
+    for row in answers:
+        points.setdefault(row["task"], {}).setdefault(row["length"], []).append(row["score"])
+    lengths = sorted({row["length"] for row in answers})
+    scores = {
+        task: [round(fmean(by_length[length]), 6) for length in lengths]
+        for task, by_length in points.items()
+    }
+    return {"ruler": {"lengths": lengths, "scores": scores}, "answers": list(answers)}
 
 
 def score(task: str, answer: str, outputs: Sequence[str]) -> float:

@@ -1,28 +1,34 @@
-"""Windows: the pieces of documents that a model is shown, and how they lie side by side in rows.
+"""Windows: the pieces of documents that the model reads, packed into sequences, and their losses.
 
-Window k of a document shows the tokens k·stride .. k·stride + context - 1 and scores the next-token
-predictions that no window before it has scored, so that a token has context - stride + 1 tokens
-before it, or all of the document's. Windows shorter than the context share a row, kept apart by the
-attention mask.
+Window k of a document shows the tokens k·stride .. k·stride + context - 1. It scores the tokens
+that no window before it has scored. So a token has context - stride + 1 tokens before it, or all
+of its document's. Windows shorter than the context share a sequence, kept apart by the attention
+mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from longctx.data.packing import pack
+from longctx.data.rows import IGNORED, padding_ids
+from longctx.evaluation.score import Scorer
+from longctx.model.decoder import reading
 
-# Batches, and rows at least, that are packed together, so that few places in a row stay empty.
+# Batches, and sequences at least, that are packed together, so that little of a sequence is empty.
 AHEAD = (4, 32)
 
 
 class Document(NamedTuple):
-    """A document to score: token ids (tokens,), and UTF-8 bytes and words of the text of the tokens
-    that are scored: of ids[1:] all, or those in `scored` (tokens,) bool.
+    """A document to score: token ids (tokens,), and the bytes and words of its target tokens.
+
+    Targets are all of ids[1:], or those in `scored` (tokens,) bool. Bytes are UTF-8.
     """
 
     name: str
@@ -31,14 +37,20 @@ class Document(NamedTuple):
     n_words: int = 0
     scored: np.ndarray | None = None
 
+    @property
+    def targets(self) -> int:
+        """The number of target tokens."""
+        if self.scored is None:
+            return max(0, len(self.ids) - 1)
+        return int(np.count_nonzero(self.scored[1:]))
+
 
 class Window(NamedTuple):
-    """ids (length + 1,), of which the last is only predicted; the first `seen` predictions are not
-    scored here.
+    """ids (length + 1,), the last only as a target; the first `seen` targets are not scored here.
 
-    `begin` is the place of ids[0] in document number `owner`. `context` is 0, or for a window that
-    scores some tokens a second time the context that they are given. `scored` (length + 1,) bool
-    says which tokens are scored, if not all are; the losses of the others are 0.
+    `begin` is the position of ids[0] in document number `owner`. `context` is 0, unless the window
+    scores tokens a second time: then it is the context that they get. `scored` (length + 1,) bool
+    marks the target tokens if not all are; the losses of the others are 0.
     """
 
     owner: int
@@ -49,15 +61,20 @@ class Window(NamedTuple):
     scored: np.ndarray | None = None
 
     @property
+    def length(self) -> int:
+        """The tokens that the model reads."""
+        return len(self.ids) - 1
+
+    @property
     def targets(self) -> int:
-        """How many tokens are scored here."""
+        """The number of tokens that are scored here."""
         if self.scored is None:
-            return len(self.ids) - 1 - self.seen
+            return self.length - self.seen
         return int(np.count_nonzero(self.scored[1 + self.seen :]))
 
 
 def stride_of(stride: int | None, context: int) -> int:
-    """The stride, by default half of the context; ValueError where it would leave tokens out."""
+    """Return the stride, by default half of the context; ValueError if it leaves tokens out."""
     stride = max(1, context // 2) if stride is None else stride
     if not 1 <= stride <= context:
         raise ValueError(
@@ -68,9 +85,7 @@ def stride_of(stride: int | None, context: int) -> int:
 
 
 def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first): the window shows tokens begin .. end - 1 and scores the tokens first ..
-    end.
-    """
+    """Yield (begin, end, first): a window reads tokens begin .. end - 1, scores first .. end."""
     begin, first = 0, 1
     while first < tokens:
         end = min(begin + context, tokens - 1)
@@ -79,9 +94,7 @@ def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, in
 
 
 def sliding(owner: int, document: Document, context: int, stride: int) -> Iterator[Window]:
-    """Yield the windows that score every token of a document but the first, each once, or those
-    that `document.scored` names.
-    """
+    """Yield the windows that score every target token of a document once."""
     for begin, end, first in spans(len(document.ids), context, stride):
         window = window_of(owner, document, begin, end, first - begin - 1)
         if window.targets:
@@ -91,39 +104,109 @@ def sliding(owner: int, document: Document, context: int, stride: int) -> Iterat
 def window_of(
     owner: int, document: Document, begin: int, end: int, seen: int, context: int = 0
 ) -> Window:
-    """Return the window that shows the tokens begin .. end - 1 and predicts the last at `end`."""
+    """Return the window that reads the tokens begin .. end - 1 and scores the last one at `end`."""
     scored = None if document.scored is None else document.scored[begin : end + 1]
     return Window(owner, begin, document.ids[begin : end + 1], seen, context, scored)
 
 
-def batches(windows: Iterable[Window], context: int, rows: int) -> Iterator[list[list[Window]]]:
-    """Batches of at most `rows` rows of at most `context` tokens; all windows, read only a little
-    ahead.
+def batches(
+    windows: Iterable[Window], context: int, sequences: int
+) -> Iterator[list[list[Window]]]:
+    """Yield batches of at most `sequences` sequences of at most `context` tokens.
+
+    Windows are read only a little ahead.
     """
-    together = max(AHEAD[0] * rows, AHEAD[1]) * context
+    together = max(AHEAD[0] * sequences, AHEAD[1]) * context
     waiting: list[Window] = []
     tokens = 0
     for window in windows:
         waiting.append(window)
-        tokens += len(window.ids) - 1
+        tokens += window.length
         if tokens >= together:
             packed = _packed(waiting, context)
-            # The other half, of short windows, fills rows to come.
-            full = max(len(packed) // 2 // rows * rows, rows)
-            for start in range(0, full, rows):
-                yield packed[start : start + rows]
-            waiting = [window for row in packed[full:] for window in row]
-            tokens = sum(len(window.ids) - 1 for window in waiting)
+            # The other half, of short windows, fills sequences to come.
+            full = max(len(packed) // 2 // sequences * sequences, sequences)
+            for start in range(0, full, sequences):
+                yield packed[start : start + sequences]
+            waiting = [window for sequence in packed[full:] for window in sequence]
+            tokens = sum(window.length for window in waiting)
     packed = _packed(waiting, context)
-    for start in range(0, len(packed), rows):
-        yield packed[start : start + rows]
+    for start in range(0, len(packed), sequences):
+        yield packed[start : start + sequences]
 
 
 def _packed(windows: list[Window], context: int) -> list[list[Window]]:
-    """Rows of at most `context` tokens, in each the longest window first."""
-    windows = sorted(windows, key=lambda window: -len(window.ids))
-    packing = pack(np.array([len(window.ids) - 1 for window in windows], np.int64), context)
+    """Return sequences of at most `context` tokens, in each the longest window first."""
+    windows = sorted(windows, key=lambda window: -window.length)
+    packing = pack(np.array([window.length for window in windows], np.int64), context)
     return [
         [windows[n] for n in packing.document[first:end].tolist()]
         for first, end in pairwise(packing.row_starts.tolist())
     ]
+
+
+def losses(
+    scorer: Scorer,
+    windows: Iterable[Window],
+    context: int,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[Window, np.ndarray]]:
+    """Yield each window with -ln p of the tokens after its `seen`, (tokens,) float64, in any order.
+
+    The loss of a token that is no target is 0. `batch_size` sequences of `context` tokens go
+    through the model at a time, on each data rank. `on_batch` gets the tokens of each batch that
+    is done, without padding.
+    """
+    before: tuple[list[list[Window]], Callable[[], Tensor]] | None = None
+    for batch in batches(windows, context, batch_size * scorer.data_ranks):
+        launched = batch, _launch(scorer, batch)
+        if scorer.device.type != "cuda":
+            yield from _read(*launched, on_batch)
+            continue
+        # A GPU computes this batch while Python reads the losses of the one before.
+        if before is not None:
+            yield from _read(*before, on_batch)
+        before = launched
+    if before is not None:
+        yield from _read(*before, on_batch)
+
+
+def _read(
+    batch: list[list[Window]], wait: Callable[[], Tensor], on_batch: Callable[[int], None]
+) -> Iterator[tuple[Window, np.ndarray]]:
+    values = wait().double().numpy()  # (B, T)
+    for b, sequence in enumerate(batch):
+        start = 0
+        for window in sequence:
+            end = start + window.length
+            yield window, values[b, start + window.seen : end]
+            start = end
+    on_batch(sum(window.length for sequence in batch for window in sequence))
+
+
+def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
+    """Start a batch on the model's device; the function returned waits for its (B, T) losses."""
+    # Lay the windows side by side in sequences.
+    B = len(batch)
+    T = max(sum(window.length for window in sequence) for sequence in batch)
+    tokens = np.zeros((B, T), dtype=np.int64)
+    targets = np.full((B, T), IGNORED, dtype=np.int64)
+    doc_ids = np.zeros((B, T), dtype=np.int64)
+    for b, sequence in enumerate(batch):
+        start = 0
+        for n, window in enumerate(sequence):
+            end = start + window.length
+            tokens[b, start:end] = window.ids[:-1]
+            targets[b, start + window.seen : end] = window.ids[1 + window.seen :]
+            if window.scored is not None:
+                targets[b, start:end][~window.scored[1:]] = IGNORED
+            doc_ids[b, start:end] = n
+            start = end
+        doc_ids[b, start:] = len(sequence) + padding_ids(T - start).numpy()
+    # A sequence with one window needs no document mask: no token of it sees the padding after it.
+    # It needs one if RoPE follows the sequence's length.
+    is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
+    arrays = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
+    x, y, ids = arrays
+    return reading(scorer.losses(x, y, None if is_alone else ids))

@@ -18,8 +18,7 @@ from longctx import attention, files
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.generate_config import GenerateConfig
-from longctx.evaluation.subject import Subject, open_model, place_of
-from longctx.evaluation.weights import build_model
+from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.generation.answer_file import AnswerFile
 from longctx.generation.prompts import Prompt, read_prompts
 from longctx.generation.text_stream import TextStream
@@ -41,7 +40,7 @@ from longctx.planner.workload import precision_of
 class ModelSource(NamedTuple):
     """A trained model, no weight of which is read yet, and how it is to compute."""
 
-    subject: Subject
+    subject: TrainedModel
     attention: AttentionConfig
     dtype: torch.dtype  # of its matrices
 
@@ -97,7 +96,7 @@ def find_source(config: GenerateConfig, device: str) -> ModelSource:
     """The model of `config`, of which no weight is read yet; its tokenizer is."""
     dtype = dtype_of(precision_of(config.precision, device))
     chosen = AttentionConfig(**presets.read("attention", config.attention))
-    subject = open_model(config.checkpoint, place_of(config.checkpoint))
+    subject = open_model(config.checkpoint)
     required = subject.model.block(0).attention.required()
     options = chosen.options
     attention.check(chosen.backend, device=device, dtype=dtype, options=options, **required)

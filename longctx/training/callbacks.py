@@ -16,7 +16,7 @@ import torch
 
 from longctx.attention import kernels_run
 from longctx.data import Data, Tokenizer
-from longctx.evaluation.scorer import in_eval_mode
+from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.sampling import Sampler
 from longctx.parallel import sharding

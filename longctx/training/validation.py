@@ -20,7 +20,7 @@ from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.score import Scorer
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx import cli
-from longctx.evaluation import evaluate
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation import results
+from longctx.evaluation.score import Scorer
 
 forward = Scorer._forward
 
@@ -27,5 +27,5 @@ def full(*arguments: Any) -> Path:
 if __name__ == "__main__":
     Scorer._forward = marked
     if "FULL" in os.environ:
-        evaluate.save = full
+        results.save = full
     sys.exit(cli.main(["eval", *sys.argv[1:]]))

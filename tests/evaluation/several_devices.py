@@ -27,12 +27,11 @@ from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.tokenizer import train
-from longctx.evaluation.evaluate import build_scorer
+from longctx.evaluation.evaluate import build_scorer, resolve
+from longctx.evaluation.load import load_model
 from longctx.evaluation.passkey import recall
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.setup import resolve
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
 from longctx.parallel import sharding

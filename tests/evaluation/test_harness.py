@@ -20,8 +20,8 @@ from lm_eval.models.huggingface import HFLM
 from longctx.data import Tokenizer
 from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, Question, evaluate_tasks
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.subject import open_model
+from longctx.evaluation.load import open_model
+from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
@@ -42,7 +42,7 @@ def model(tokenizer: Tokenizer) -> GPT:
 
 
 def harness(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
-    return Harness(Scorer(model), tokenizer, context, context // 2, rows=3)
+    return Harness(Scorer(model), tokenizer, context, context // 2, batch_size=3)
 
 
 def one_by_one(model: GPT, before: list[int], after: list[int], context: int) -> tuple[float, bool]:
@@ -172,8 +172,8 @@ def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) ->
     saved = json.loads(settings_file.read_text())
     settings_file.write_text(json.dumps(saved | {"eos_token_id": [plain.eos_id, end]}))
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
-    subject = open_model(str(tmp_path / "hf"), tmp_path / "hf")
-    ours = Harness(Scorer(model), subject.tokenizer, 64, 32, 3, subject.end_tokens)
+    opened = open_model(str(tmp_path / "hf"))
+    ours = Harness(Scorer(model), opened.tokenizer, 64, 32, 3, opened.end_tokens)
     (shorter,) = ours.generate_until(requests[:1])
     assert len(shorter) < len(answers[0])
     assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
@@ -187,7 +187,7 @@ def test_texts_are_scored_in_the_windows_of_hflm(
     tokenizer.save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "hf", context=32)
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
-    ours = Harness(Scorer(model), tokenizer, 32, 32, rows=3)
+    ours = Harness(Scorer(model), tokenizer, 32, 32, batch_size=3)
     texts = ["", "a rose", TEXT * 9, tokenizer.decode(tokenizer.encode(TEXT * 9)[: 2 * 32 + 1])]
     requests = [
         Instance("loglikelihood_rolling", {}, arguments=(text,), idx=n)

@@ -2,9 +2,7 @@
 and validation with it.
 """
 
-import json
 import math
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,9 +13,8 @@ import torch
 from longctx.config.eval_config import KINDS
 from longctx.data.sources.needles import task
 from longctx.data.tokenizer import Tokenizer, train
-from longctx.evaluation import heatmap
-from longctx.evaluation.passkey import Cell, filler_of, recall, text
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.passkey import filler_of, recall, text
+from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
 
@@ -140,24 +137,3 @@ def test_lengths_that_cannot_be_filled_are_refused(
         recall(Scorer(model), tokenizer, filler[:10], [256])
     with pytest.raises(ValueError, match=r"passkey\.lengths=\[40\]:"):
         recall(Scorer(model), tokenizer, filler, [40])
-
-
-def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = [
-        Cell(kind, n, d, 4, int(4 * d), -2.0)
-        for kind in KINDS
-        for n in (256, 1024)
-        for d in (0.0, 0.5, 1.0)
-    ]
-    heatmap.show(cells)
-    shown = capsys.readouterr().out
-    assert "1,024" in shown
-    assert "100%" in shown
-    content = heatmap.content(cells)
-    json.dumps(content, allow_nan=False)
-    assert content["samples"] == 4
-    assert content["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
-    assert content["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
-    heatmap.draw(content, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.iterdir())) == 1

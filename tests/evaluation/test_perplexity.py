@@ -6,8 +6,6 @@ import copy
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from longctx.attention import Attention
-from longctx.evaluation import scoring
+from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import error_of_ratio, perplexity
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.weights import round_matrices
+from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document, spans
 from longctx.model import GPT, GPTConfig
 
@@ -214,7 +211,7 @@ def test_a_stride_that_leaves_tokens_out_is_refused(model: GPT, stride: int) -> 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])
 def test_nothing_to_score_is_refused(model: GPT, lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="documents:"):
-        perplexity(Scorer(model), documents(*lengths), context=10).require_scores()
+        perplexity(Scorer(model), documents(*lengths), context=10)
 
 
 def test_autocast_stays_near(model: GPT) -> None:
@@ -261,11 +258,9 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     assert all(gain.short > gain.long for gain in result.contexts.gains)
     assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
     document = docs[best.owner]
-    assert best.ids[best.at] == document.ids[best.position]
-    assert (
-        best.ids
-        == document.ids[best.position - best.at : best.position - best.at + len(best.ids)].tolist()
-    )
+    assert best.ids[best.center] == document.ids[best.position]
+    first = best.position - best.center
+    assert best.ids == document.ids[first : first + len(best.ids)].tolist()
     assert [gain.nats for gain in result.contexts.gains] == sorted(
         (g.nats for g in result.contexts.gains), reverse=True
     )
@@ -292,51 +287,6 @@ def test_loss_by_position_is_of_the_same_documents_in_every_bucket(model: GPT) -
     assert (
         perplexity(Scorer(model), documents(5, 2), context=63).positions.buckets()[-1]["last"] == 3
     )
-
-
-def test_speed_on_a_cpu_is_that_of_every_batch_but_the_first(
-    model: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that a forward moves on by one second."""
-    forward = GPT.forward
-    clock = 0
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal clock
-        clock += 1
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(GPT, "forward", counted)
-    monkeypatch.setattr(scoring, "time", SimpleNamespace(perf_counter=lambda: float(clock)))
-    speed = perplexity(Scorer(model), documents(31, 31, 31), 32).speed
-    assert (speed.tokens, speed.seconds) == (60, 2.0)
-
-
-@pytest.mark.parametrize("seconds", [1, 60])
-def test_a_long_evaluation_tells_its_time_early(
-    model: GPT,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    seconds: int,
-) -> None:
-    """By a clock that a forward moves on by `seconds`."""
-    forward = GPT.forward
-    printed: list[str] = []  # before each forward
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        printed.append(capsys.readouterr().err)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(GPT, "forward", counted)
-    clock = SimpleNamespace(monotonic=lambda: float(seconds * len(printed)))
-    monkeypatch.setattr("longctx.evaluation.progress.time", clock)
-    perplexity(Scorer(model), documents(31, 31, 31), 32, progress=True)
-    assert len(printed) == 3
-    assert [("90 tokens" in err, "3 minutes" in err) for err in printed] == [
-        (False, False),
-        (seconds == 60, seconds == 60),
-        (False, False),
-    ]
 
 
 ROPES = {

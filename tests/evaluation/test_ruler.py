@@ -15,7 +15,6 @@ import torch
 
 from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
-from longctx.evaluation import ruler_table
 from longctx.evaluation.ruler import (
     TASKS,
     Texts,
@@ -26,11 +25,8 @@ from longctx.evaluation.ruler import (
     score,
     sentences,
 )
-from longctx.evaluation.scorer import Scorer
+from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
-from longctx.report import run_view
-from longctx.report.compare import rulers
-from longctx.runs import evaluations
 
 LENGTH = 3001
 ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
@@ -287,33 +283,3 @@ def test_mistakes_name_the_key(
     config = EvalConfig(checkpoint="x", ruler=RulerConfig(enabled=True, **of_ruler), **keys)
     with pytest.raises(ValueError, match=f"^{message}"):
         config.validate()
-
-
-def test_tables_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scored = [
-        {"task": task, "length": length, "score": score}
-        for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
-        for length in (512, 2048)
-        for _ in range(2)
-    ]
-    content = {"made": ["qa_1"], **ruler_table.content(scored)}
-    assert content["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
-    ruler_table.show(content)
-    printed = capsys.readouterr().out
-    assert "qa_1 (own text)" in printed
-    assert "75.0" in printed
-    assert "not RULER's data" in printed
-    ruler_table.draw(content, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-    (tmp_path / "eval").mkdir()
-    evaluations.write(content, tmp_path / "eval" / "ruler-x.json")
-    (tmp_path / "config.yaml").write_text("seq_len: 512\n")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')
-    table = rulers([run_view.read(tmp_path, 100)])
-    assert table.headings[-2:] == ["512", "2,048"]
-    assert [row[2:] for row in table.rows] == [
-        ["niah_single_2", "100.0", "100.0"],
-        ["qa_1 (own text)", "50.0", "50.0"],
-        ["mean", "75.0", "75.0"],
-    ]

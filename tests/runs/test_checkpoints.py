@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from longctx import files
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Sharded, Writers

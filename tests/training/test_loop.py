@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import train
 from longctx import cli
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder

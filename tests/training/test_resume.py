@@ -11,7 +11,7 @@ import yaml
 
 import train
 from longctx import files
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
 from longctx.training import life_cycle
 from tests.training.sample_run import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import train
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
 from tests.training.sample_run import newest, replace_newest
 

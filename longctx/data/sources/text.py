@@ -53,36 +53,47 @@ READS_MESSAGES = WithoutEffect(
 )
 
 
-class _XzStreams(io.RawIOBase):
-    """The unpacked bytes of every stream in an .xz file.
+class _Reader(io.RawIOBase):
+    """A binary file whose bytes `read_piece(most)` returns, b"" at the end."""
 
-    lzma.open stops at the padding that may stand between streams and drops what follows it.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.stream = lzma.LZMADecompressor()
+    def __init__(self, read_piece: Callable[[int], bytes]) -> None:
+        self.read_piece = read_piece
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        piece = self.read_piece(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def _open_xz(file: IO[bytes]) -> Any:
+    """Read every stream of an .xz file.
+
+    lzma.open stops at the padding that may stand between streams and drops what follows it.
+    """
+    stream = lzma.LZMADecompressor()
+
+    def read(limit: int) -> bytes:
+        nonlocal stream
         while True:
             packed = b""
-            if self.stream.eof:
-                packed = self.stream.unused_data
+            if stream.eof:
+                packed = stream.unused_data
                 while not (packed := packed.lstrip(b"\0")):  # padding
-                    packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
+                    packed = file.read(io.DEFAULT_BUFFER_SIZE)
                     if not packed:
-                        return 0
-                self.stream = lzma.LZMADecompressor()
-            elif self.stream.needs_input:
-                packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
+                        return b""
+                stream = lzma.LZMADecompressor()
+            elif stream.needs_input:
+                packed = file.read(io.DEFAULT_BUFFER_SIZE)
                 if not packed:
                     raise EOFError("its end is missing")
-            if piece := self.stream.decompress(packed, len(buffer)):
-                buffer[: len(piece)] = piece
-                return len(piece)
+            if piece := stream.decompress(packed, limit):
+                return piece
+
+    return io.BufferedReader(_Reader(read))
 
 
 def _open_zst(file: IO[bytes]) -> Any:
@@ -94,28 +105,23 @@ def _open_zst(file: IO[bytes]) -> Any:
 _COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".xz": lambda file: io.BufferedReader(_XzStreams(file)),
+    ".xz": _open_xz,
     ".zst": _open_zst,
 }
 
 
-class _Capped(io.RawIOBase):
-    """The unpacked bytes of a compressed file; raises ValueError after `limit` bytes."""
+def _capped(file: Path, unpacked: Any) -> IO[bytes]:
+    """Read the unpacked bytes of a compressed file; raise ValueError after its limit."""
+    left = _limit(file)
 
-    def __init__(self, file: Path, unpacked: Any, limit: int) -> None:
-        self.file = file
-        self.unpacked = unpacked
-        self.left = limit
+    def read(limit: int) -> bytes:
+        nonlocal left
+        piece: bytes = unpacked.read(limit)
+        left -= len(piece)
+        _check_left(file, left)
+        return piece
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self.unpacked.read(len(buffer))
-        self.left -= len(piece)
-        _check_left(self.file, self.left)
-        buffer[: len(piece)] = piece
-        return len(piece)
+    return io.BufferedReader(_Reader(read), 1 << 20)
 
 
 def _limit(file: Path) -> int:
@@ -258,8 +264,7 @@ def _read(
     ):
         opened: IO[bytes] = stream
         if compression:
-            unpacked = _COMPRESSIONS[compression](stream)
-            opened = io.BufferedReader(_Capped(file, unpacked, _limit(file)), 1 << 20)
+            opened = _capped(file, _COMPRESSIONS[compression](stream))
         if ending not in OF_ROWS:
             yield Document(name, _decode(opened.read(), str(file), config))
             return

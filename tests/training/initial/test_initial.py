@@ -18,7 +18,7 @@ from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.resolve import default_learning_rate, scheduled

@@ -14,7 +14,7 @@ import eval as evaluate
 import train
 from longctx import files
 from longctx.cli import main as export
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from tests.training.sample_run import Overrides, check_equal_weights, newest
 
 

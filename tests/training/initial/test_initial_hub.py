@@ -10,7 +10,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 import train
-from longctx.evaluation.subject import load_model
+from longctx.evaluation.load import load_model
 from tests.training.sample_run import Overrides, check_equal_weights
 
 

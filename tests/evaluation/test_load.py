@@ -11,9 +11,9 @@ from longctx.attention import Mask
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.rows import IGNORED
 from longctx.data.tokenizer import train
+from longctx.evaluation.load import TrainedModel, of_run, of_source
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.scorer import Scorer
-from longctx.evaluation.subject import Subject, of_run, of_source
+from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from tests.data.chat_templates import CHATML, write, write_tokenizer
 
@@ -51,13 +51,13 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
 def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    subject = Subject(GPTConfig(300), tokenizer, tmp_path, tmp_path, 8, None)
-    assert subject.end_tokens == {tokenizer.eos_id}
+    model = TrainedModel(GPTConfig(300), tokenizer, tmp_path, tmp_path, 8, None)
+    assert model.end_tokens == {tokenizer.eos_id}
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
-    assert subject.end_tokens == {tokenizer.eos_id, 5}
+    assert model.end_tokens == {tokenizer.eos_id, 5}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
-    assert subject.end_tokens == {tokenizer.eos_id, 6, 7}
+    assert model.end_tokens == {tokenizer.eos_id, 6, 7}
 
 
 @pytest.mark.parametrize("learnt", [["abc"], ["😀 😁 😂 😃"] * 9])
@@ -196,7 +196,7 @@ def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
     assert result.total.tokens == targets < sum(len(document.ids) - 1 for document in documents)
     assert result.total.nats == pytest.approx(nats, rel=1e-5)
     # Windows that are shorter than the documents score the same tokens.
-    assert sum(n for _, n in perplexity(Scorer(model), documents, 16).of_windows) == targets
+    assert sum(n for _, n in perplexity(Scorer(model), documents, 16).windows) == targets
     for document in documents:
         answers = data.tokenizer.decode(document.ids[document.scored], special=False)
         assert set(answers.split()) == {"user"}, "no letter of a special token"

@@ -1,0 +1,255 @@
+"""The model under evaluation with its tokenizer, and the documents that it is scored on.
+
+The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
+uncut, in the model's tokens: those of the run's own split or of any other source. Bytes and words
+are counted in the text of the target tokens. Of a run's conversations the tokens that the run
+learns are scored, as in its val_loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from longctx import hub_snapshot
+from longctx.attention.description import AttentionConfig
+from longctx.config.eval_config import EvalRequest
+from longctx.config.model_config import GPTConfig
+from longctx.data import DataConfig, Tokenizer, load, read_documents
+from longctx.evaluation.windows import Document
+from longctx.model import GPT, huggingface
+from longctx.model.restore import copy_weights
+from longctx.parallel import sharding
+from longctx.runs import checkpoints, run_folder
+from longctx.untrusted import read_settings
+
+RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
+TOGETHER = 32  # texts that are tokenized at a time, on all cores
+
+
+class TrainedModel(NamedTuple):
+    """A trained model that is evaluated or generates text; none of its weights is read yet."""
+
+    model: GPTConfig
+    tokenizer: Tokenizer
+    folder: Path  # of the run, or the Hugging Face folder
+    file: Path  # the checkpoint, or the Hugging Face folder
+    seq_len: int  # tokens per sequence that the model was trained at, or is made for
+    run: dict[str, Any] | None  # configuration of its run; None: a Hugging Face folder
+    hub: hub_snapshot.ModelName | None = None  # with its commit, if the folder is of the Hub
+
+    @property
+    def name(self) -> str:
+        """The name of the model in its results."""
+        if self.run:
+            return self.file.stem
+        return self.file.name if self.hub is None else self.hub.name
+
+    @property
+    def end_tokens(self) -> set[int]:
+        """The tokens that end a text, as in transformers: the tokenizer's, and those in
+        generation_config.json, or else config.json.
+        """
+        files = (self.folder / name for name in ("generation_config.json", "config.json"))
+        declared = (read_settings(file).get("eos_token_id") for file in files)
+        found = next((ids for ids in declared if ids is not None), None)
+        found = found if isinstance(found, list) else [found]
+        return {self.tokenizer.eos_id, *(token for token in found if type(token) is int)}
+
+    @property
+    def home(self) -> Path:
+        """The folder that gets a folder of results: the run's, or one in the current folder.
+
+        A model's folder is not written into.
+        """
+        if self.run:
+            return self.folder
+        if self.hub is not None:
+            name = self.hub.repo.replace("/", "--")
+            return RESULTS / f"{name}-{(self.hub.revision or '')[:8]}"
+        # Models in other folders have the same name.
+        digest = hashlib.sha256(str(self.file).encode()).hexdigest()[:6]
+        return RESULTS / f"{self.file.name}-{digest}"
+
+
+def open_model(checkpoint: str) -> TrainedModel:
+    """Open a run, a checkpoint, a Hugging Face folder, or a model of the Hub with its commit.
+
+    Raises ValueError for anything else.
+    """
+    hub = hub_snapshot.model_name(checkpoint)
+    path = Path(checkpoint) if hub is None else huggingface.with_weights(checkpoint, "checkpoint")
+    if not run_folder.is_hugging_face(path):
+        file, folder, run = open_run(path)
+        model = GPTConfig.of_saved(run["model"])
+        return TrainedModel(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
+    model = huggingface.read_config(path)
+    huggingface.check_weights(model, path)
+    tokenizer, seq_len = Tokenizer.load(path), model.context or 1
+    return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
+
+
+def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Return the verified checkpoint that `path` means, its run's folder and its configuration.
+
+    A folder means its newest checkpoint. Raises ValueError naming `path` if there is none, or if it
+    has changed since it was written.
+    """
+    file = run_folder.checkpoint_of(path)
+    checkpoints.verify(file)
+    config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
+    if file == path:  # or a link to one
+        file = path.resolve()
+    folder = file.parent.parent
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"checkpoint={path}: {folder} has no tokenizer.json; leave checkpoints in the "
+            "run's folder"
+        )
+    return file, folder, config
+
+
+def load_model(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    attention: AttentionConfig | str | None = None,
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """Load the model, tokenizer and configuration of a run's folder or one checkpoint file.
+
+    `attention` replaces the backend of the run. Raises as `open_run`.
+    """
+    file, folder, config = open_run(Path(path))
+    backend = AttentionConfig(**config["attention"]) if attention is None else attention
+    backend = AttentionConfig(backend) if isinstance(backend, str) else backend
+    return build_model(file, backend, device), Tokenizer.load(folder), config
+
+
+def build_model(
+    file: Path,
+    attention: AttentionConfig,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    shard: Callable[[GPT], None] = lambda model: None,
+) -> GPT:
+    """Build the model of `file`, a checkpoint or a Hugging Face folder, as `skeleton` on `device`.
+
+    `shard` spreads the empty weights over ranks. Each rank then reads its rows, tensor by tensor,
+    so that no process has more in memory than its rows and one tensor. Raises ValueError or
+    OSError, one line, if the weights are not those of the model.
+    """
+    is_hugging_face = run_folder.is_hugging_face(file)
+    checkpoint = {} if is_hugging_face else checkpoints.read(file)
+    if is_hugging_face:
+        config = huggingface.read_config(file)
+    else:
+        config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
+    model = skeleton(config, attention, dtype)
+    shard(model)
+    model.to_empty(device=device)
+    if is_hugging_face:
+        huggingface.load_weights(model, file, sharding.write)
+    else:
+        copy_weights(model, file, checkpoint, sharding.write_rows_of)
+    return model
+
+
+def skeleton(config: GPTConfig, attention: AttentionConfig, dtype: torch.dtype) -> GPT:
+    """Return a model in eval mode without memory for its weights; linear layers are in `dtype`."""
+    with torch.device("meta"):
+        model = GPT(config, attention)
+    round_matrices(model, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the weights of linear layers once, as autocast would in every forward."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+
+
+def documents_of(model: TrainedModel, request: EvalRequest) -> Iterator[Document]:
+    """Return the documents that `request` scores, at most as many as it allows."""
+    config = request.config
+    if model.run is None or request.other_data:
+        return of_source(config.data, model.tokenizer, config.documents)
+    fingerprint = checkpoints.read(model.file)["longctx"]["data"]
+    return of_run(model.folder, model.run, config.split, fingerprint, config.documents)
+
+
+def of_run(
+    folder: Path, run: dict[str, Any], split: str, fingerprint: str, limit: int | None = None
+) -> Iterator[Document]:
+    """Yield the first `limit` documents of `split` of a run's data; ValueError if there are none.
+
+    A line on stderr warns if they are no longer those of `fingerprint`, from the run's beginning.
+    """
+    config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
+    data = load(config, run["seq_len"])
+    if not len(data.split[split]):
+        raise ValueError(
+            f"split={split}: the run has no such documents; use the other split or "
+            "data=text data.path=..."
+        )
+    if data.fingerprint != fingerprint:
+        print(
+            f"data: the documents are not those that {folder} began with; "
+            "it may have seen some of them",
+            file=sys.stderr,
+        )
+    tokenizer = data.tokenizer
+    for name, ids, n_bytes, scored in islice(data.documents(split), limit):
+        if scored is None:
+            ended = ids[-1] == tokenizer.eos_id
+            n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())
+            n_bytes -= tokenizer.n_bytes(int(ids[0]))
+        else:
+            # The text of a conversation has special tokens between its target tokens.
+            text = tokenizer.decode(ids[1:][scored[1:]], special=False)
+            n_bytes, n_words = len(text.encode()), len(text.split())
+        yield Document(name, ids, n_bytes, n_words, scored)
+
+
+def of_source(
+    config: DataConfig, tokenizer: Tokenizer, limit: int | None = None
+) -> Iterator[Document]:
+    """Yield the first `limit` documents of files or a data set, without caching anything.
+
+    Documents without text are left out, and a line on stderr counts them.
+    """
+    if config.source == "mix":
+        raise ValueError(
+            "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
+        )
+    if config.chat:
+        raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
+    texts = islice(read_documents(config), limit)
+    scored = empty = 0
+    while group := list(islice(texts, TOGETHER)):
+        encoded = tokenizer.encode_documents([text for _, text in group])
+        for (name, text), ids in zip(group, encoded, strict=True):
+            if len(ids) < tokenizer.shortest:
+                empty += 1
+                continue
+            scored += 1
+            raw = text.encode()
+            first = tokenizer.n_bytes(int(ids[0]))
+            words = len(raw[first:].decode(errors="replace").split())
+            yield Document(name, ids.astype(np.int64), len(raw) - first, words)
+    if empty and not scored:
+        raise ValueError(
+            f"documents: none of the {empty} has 2 tokens or more, so there is nothing to score; "
+            "give others"
+        )
+    if empty:
+        left_out = "1 document without text is" if empty == 1 else f"{empty:,} without text are"
+        print(f"data: {left_out} left out", file=sys.stderr)

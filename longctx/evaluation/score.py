@@ -1,0 +1,311 @@
+"""Forward passes of an evaluation, on one device or several.
+
+Rank 0 leads: it reads the documents, lays out sequences, and adds up the answers. It deals the
+sequences of each batch to the data ranks. The other ranks wait for theirs in `serve`, and ranks
+that share a sequence get the same ones. So documents are read once, and a mistake is printed once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import takewhile
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TimeElapsedColumn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from longctx.attention import Mask
+from longctx.data.rows import PADDING_PIECE
+from longctx.model import GPT
+from longctx.model.decoder import Decoder, continuations
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
+
+# Rank 0 may load a data set between two batches. The heartbeat notices a lost process.
+PATIENCE = timedelta(days=7)
+LONG = 60.0  # seconds: a shorter evaluation prints nothing about its time
+HasEnded = Callable[[int, list[int]], bool]  # True if the new tokens of a sequence end it
+
+
+class Generation(NamedTuple):
+    """Continue each sequence by at most `max_tokens` tokens, up to one of `ends`."""
+
+    max_tokens: int
+    ends: list[int]
+    length: int  # tokens of a sequence with its answer, at most
+
+
+class Batch(NamedTuple):
+    """Sequences in the memory of the CPU, and one question about them: the losses of `targets`,
+    the predictions of `wanted` after `positions`, or the `generation` after `positions`.
+    """
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor | None = None  # (B, T)
+    doc_ids: Tensor | None = None  # (B, T); None: each sequence is one document
+    positions: Tensor | None = None  # (B, n)
+    wanted: Tensor | None = None  # (B, n) tokens
+    generation: Generation | None = None
+
+    def dealt(self, ranks: int) -> list[Batch]:
+        """Return equal parts for each of `ranks`, filled up with the last sequence."""
+        B = len(self.tokens)
+        parts = torch.arange(-(-B // ranks) * ranks).clamp(max=B - 1).view(ranks, -1)
+        return [Batch(*(x[part] if isinstance(x, Tensor) else x for x in self)) for part in parts]  # type: ignore[arg-type]
+
+
+class Scorer:
+    """`model`, a GPT in eval mode, on the processes of `parallel`, or on this one alone.
+
+    Products are computed in `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.model, self.dtype, self.parallel = model, dtype, parallel
+        self.device = next(model.parameters()).device
+        self.data_ranks = 1 if parallel is None else parallel.data_ranks
+        self.ranks = 1 if parallel is None else parallel.ranks
+        # True if a sequence's length changes its losses: its padding is then another document.
+        self.follows_length = isinstance(model, GPT) and model.ropes.follows_length
+        self.decoder: Decoder | None = None  # of the batch before
+        self.graphs = self.device.type == "cuda" and self.ranks == 1
+        self.group: dist.ProcessGroup | None = None
+        if self.ranks > 1:
+            self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def sequences_together(self, tokens: int, length: int) -> int:
+        """Return how many sequences of `length` tokens a forward takes, `tokens` per device."""
+        return max(1, tokens * (self.ranks // self.data_ranks) // length) * self.data_ranks
+
+    def losses(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+        """Return (B, T) losses of `targets`, 0 for -100, on the device, without waiting for it.
+
+        `tokens`, `targets` and `doc_ids` (B, T) are in the memory of the CPU.
+        """
+        return self._answer(Batch(tokens, targets, doc_ids))
+
+    def predictions(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ln p of the tokens `wanted` (B, n) after `positions` (B, n) of sequences (B, T),
+        in fp64, and the likeliest tokens there; on the CPU.
+
+        `lengths` (B,): tokens of each sequence before its padding.
+        """
+        doc_ids = None
+        if self.follows_length and lengths is not None:
+            beyond = torch.arange(tokens.shape[1]) - lengths[:, None]
+            doc_ids = (beyond // PADDING_PIECE + 1).clamp(min=0)
+        batch = Batch(tokens, doc_ids=doc_ids, positions=positions, wanted=wanted)
+        logp, likeliest = self._answer(batch).cpu().unbind(-1)
+        return logp, likeliest.long()
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        ends: Sequence[int],
+        length: int,
+        has_ended: HasEnded = lambda number, tokens: False,
+    ) -> list[list[int]]:
+        """Return the greedy answer to each prompt: up to `max_tokens` tokens, or to one of `ends`.
+
+        A prompt and its answer have `length` tokens at most. Batches of one length share a cache
+        and its CUDA graph; the first of them has the most prompts. On one device a batch stops when
+        `has_ended` is true of every answer.
+        """
+        batch = Batch(
+            pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True),
+            positions=torch.tensor([[len(ids) - 1] for ids in prompts]),
+            generation=Generation(max_tokens, list(ends), length),
+        )
+        tokens = self._answer(batch, has_ended).tolist()
+        return [list(takewhile(lambda token: token not in ends, row)) for row in tokens]
+
+    def serve(self) -> None:
+        """Compute the sequences that rank 0 deals to this rank, until rank 0 ends."""
+        while (batch := self._share(None)) is not None:
+            self._forward(batch)
+
+    def end(self) -> None:
+        """Let the other ranks return from `serve`."""
+        if self.group is not None:
+            self._share([None] * self.ranks)
+
+    def _answer(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
+        """Deal the batch to all ranks and return the answer about each of its sequences."""
+        count = len(batch.tokens)
+        if self.group is not None:
+            parts = batch.dealt(self.data_ranks)
+            sharing = self.ranks // self.data_ranks
+            own = self._share([parts[rank // sharing] for rank in range(self.ranks)])
+            assert own is not None
+            batch = own
+        return self._forward(batch, has_ended if self.ranks == 1 else None)[:count]
+
+    def _share(self, parts: list[Any] | None) -> Batch | None:
+        """Return this rank's part of the `parts` of rank 0."""
+        own: list[Batch | None] = [None]
+        dist.scatter_object_list(own, parts, src=0, group=self.group)
+        return own[0]
+
+    def _forward(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
+        """Return the answer about this batch and those of all other data ranks."""
+        tokens, targets, doc_ids, positions, wanted, generation = batch
+        mask = Mask.causal() if doc_ids is None else Mask.documents(self._pinned(doc_ids))
+        is_rounded = self.dtype != torch.float32
+        with (
+            torch.no_grad(),  # inference_mode would leave tensors that training cannot use
+            torch.autocast(self.device.type, self.dtype, enabled=is_rounded),
+        ):
+            if generation is not None:
+                answer = self._generated(batch, generation, has_ended)
+            elif targets is not None:
+                sent = self._sent(tokens), self._sent(targets)
+                answer = self.model(*sent, mask, reduction="none")
+            else:
+                assert positions is not None and wanted is not None
+                at = self._sent(positions)
+                logits = self.model(self._sent(tokens), mask=mask, at=at).float()  # (B, n, V)
+                of_wanted = logits.gather(-1, self._sent(wanted)[..., None])[..., 0]
+                logp = of_wanted.double() - logits.logsumexp(-1).double()
+                answer = torch.stack([logp, logits.argmax(-1).double()], dim=-1)
+            return answer if self.parallel is None else self.parallel.all_gather_rows(answer)
+
+    def _generated(
+        self, batch: Batch, generation: Generation, has_ended: HasEnded | None
+    ) -> Tensor:
+        """Return (B, max_tokens) int64 new tokens; after the end of a sequence, an end token.
+
+        Ranks that share weights all compute the same number.
+        """
+        max_tokens, ends, length = generation
+        assert batch.positions is not None and isinstance(self.model, GPT)
+        counts = (batch.positions[:, 0] + 1).tolist()
+        prompts = [ids[:n] for ids, n in zip(batch.tokens.tolist(), counts, strict=True)]
+        answers: list[list[int]] = [[] for _ in prompts]
+        unfinished = set(range(len(prompts)))
+        with sharding.unsharded(self.model):
+            decoder = self._decoder_for(len(prompts), length)
+            # The graph of the decoder needs as many sequences as its first batch had.
+            prompts += [ends[:1]] * (decoder.cache.rows - len(prompts))
+            for new in continuations(
+                decoder, prompts, max_tokens, lambda logits: logits.argmax(-1)
+            ):
+                for n in tuple(unfinished):
+                    answer, token = answers[n], new[n]
+                    assert token is not None  # `continuations` ends no sequence by itself
+                    answer.append(token)
+                    if token in ends or (has_ended is not None and has_ended(n, answer)):
+                        unfinished.remove(n)
+                if not unfinished and not sharding.is_sharded(self.model):
+                    break
+        padded = [[*answer, *ends[:1] * (max_tokens - len(answer))] for answer in answers]
+        return torch.tensor(padded).to(self.device)
+
+    def _decoder_for(self, sequences: int, length: int) -> Decoder:
+        """Return the decoder of the batch before if it has room, because each captures a graph."""
+        decoder = self.decoder
+        assert isinstance(self.model, GPT)
+        if decoder is None or decoder.cache.rows < sequences or decoder.cache.length != length:
+            self.decoder = decoder = None  # frees its cache before there is another one
+            self.decoder = decoder = Decoder(self.model, sequences, length, graphs=self.graphs)
+        return decoder
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return self._pinned(x).to(self.device, non_blocking=True)
+
+    def _pinned(self, x: Tensor) -> Tensor:
+        return x.pin_memory() if self.device.type == "cuda" else x
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+class Progress:
+    """A bar on the terminal, one line about the time that a long evaluation takes, and its speed.
+
+    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch. A
+    forward on a CPU can take a minute, and documents are read while others are scored. So the line
+    comes after the first forward, and counts the units `read` by then. With `warms_up` it comes
+    after the second, because the first compiles kernels. `total`: all units, if they are known.
+    """
+
+    def __init__(
+        self, unit: str, total: int | None = None, warms_up: bool = False, visible: bool = True
+    ) -> None:
+        self.unit, self.total, self.visible = unit, total, visible
+        self.read = total or 0
+        self.base = 1 if warms_up else 0  # of `marks`, from which the time is measured
+        self.is_printed = not visible
+        # Seconds and units done: at the start, after the first batch, after the latest one.
+        self.marks: list[tuple[float, int]] = []
+        self.bar = Bar(
+            *Bar.get_default_columns(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not (visible and sys.stderr.isatty()),
+        )
+        self.task = self.bar.add_task(f"scoring {unit}", total=total)
+
+    def __enter__(self) -> Self:
+        self.marks = [(time.perf_counter(), 0)]
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def all_read(self) -> None:
+        """Take the units read so far as all of them."""
+        self.total = self.read
+        self.bar.update(self.task, total=self.total)
+
+    def advance(self, units: int) -> None:
+        """Count the units of a batch, and print once how long all units take."""
+        done = self.marks[-1][1] + units
+        self.marks = [*self.marks[:2], (time.perf_counter(), done)]
+        self.bar.update(self.task, advance=units)
+        if self.is_printed or len(self.marks) < self.base + 2:
+            return
+        self.is_printed = True
+        before, done_before = self.marks[self.base]
+        each = (self.marks[-1][0] - before) / (done - done_before)
+        seconds = each * (self.read - done_before)
+        if seconds >= LONG:
+            at_least = "" if self.total is not None else "at least "
+            self.bar.console.print(
+                f"scoring {at_least}{self.read:,} {self.unit}, about {seconds / 60:,.0f} minutes",
+                highlight=False,
+            )
+
+    @property
+    def units_per_second(self) -> float | None:
+        """The speed after the first batch, which warms up; None if there is only one."""
+        if len(self.marks) < 3:
+            return None
+        (began, before), (ended, done) = self.marks[1:]
+        return (done - before) / (ended - began)

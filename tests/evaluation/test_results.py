@@ -1,0 +1,150 @@
+"""Results: tables, JSON and picture of each kind of evaluation, and the reports that read them."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longctx import tables
+from longctx.config.eval_config import KINDS, EvalConfig
+from longctx.evaluation import passkey, results, ruler
+from longctx.evaluation.evaluate import decisive
+from longctx.evaluation.passkey import Cell
+from longctx.evaluation.perplexity import Contexts, Gain, Perplexity, Score
+from longctx.evaluation.positions import Positions
+from longctx.report import run_view
+from longctx.report.compare import rulers
+from longctx.runs import evaluations
+
+
+def result(documents: int) -> Perplexity:
+    scores = [
+        Score(f"docs/[{n}].md", tokens=10 + n, n_bytes=40, nats=10.0 + 3 * n)
+        for n in range(documents)
+    ]
+    return Perplexity(64, 32, [*scores, Score("one token")], windows=[(5.0, 3)])
+
+
+def full() -> dict[str, Any]:
+    """The content of a result with positions, contexts and gains."""
+    scores = result(9)
+    scores.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
+    scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
+    scores.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
+    return scores.content(lambda ids: "".join(map(chr, ids)))
+
+
+def recalled() -> dict[str, Any]:
+    cells = [
+        Cell(kind, length, depth, 4, int(4 * depth), -2.0)
+        for kind in KINDS
+        for length in (256, 1024)
+        for depth in (0.0, 0.5, 1.0)
+    ]
+    return passkey.content(cells)
+
+
+def of_ruler() -> dict[str, Any]:
+    answers = [
+        {"task": task, "length": length, "score": score}
+        for task, score in (("niah_single_2", 1.0), ("qa_1", 0.5))
+        for length in (512, 2048)
+        for _ in range(2)
+    ]
+    return {"made": ["qa_1"], **ruler.content(answers)}
+
+
+def printed(content: dict[str, Any]) -> str:
+    console = Console(width=150, record=True, file=io.StringIO())
+    for view in results.perplexity_tables(content):
+        tables.show(view, output=console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("documents", [5, 40])
+def test_few_documents_are_all_shown_many_in_part(documents: int) -> None:
+    content = result(documents).content(str)
+    text = printed(content)
+    is_shown = [f"docs/[{n}].md" in text for n in range(documents)]
+    assert is_shown[0] and is_shown[-1] and all(is_shown) == (documents == 5)
+    assert f"all {documents + 1}" in text
+    assert f"{content['total']['perplexity']:,.3f}" in text
+
+
+def test_positions_contexts_and_gains_are_shown() -> None:
+    text = printed(full())
+    for cells in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "→ 0.25", "A⏎⟦B⟧C"):
+        assert cells in text
+    assert full()["gains"][0]["token"] == "B"
+    assert full()["by_context"][1]["gain"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (recalled, ["1,024", "100%"]),
+        (of_ruler, ["qa_1 (own text)", "75.0", "not RULER's data"]),
+    ],
+)
+def test_tables_of_texts_are_shown(
+    make: Callable[[], dict[str, Any]], texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.show(make())
+    output = capsys.readouterr().out
+    assert all(text in output for text in texts)
+
+
+@pytest.mark.parametrize("make", [full, lambda: result(2).content(str), recalled, of_ruler])
+def test_each_kind_has_a_picture(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    path = results.draw(make(), tmp_path / "x.png")
+    assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_contents_have_the_numbers_of_each_cell() -> None:
+    assert recalled()["samples"] == 4
+    assert recalled()["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
+    assert recalled()["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
+    assert of_ruler()["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
+
+
+def test_json_has_every_document_and_null_for_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "eval" / "x.json"
+    evaluations.write({"checkpoint": "runs/a", **result(4).content(str)}, path)
+    content = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (content["checkpoint"], content["context"], content["windows"]) == ("runs/a", 64, 1)
+    assert [row["tokens"] for row in content["documents"]] == [10, 11, 12, 13, 0]
+    assert content["documents"][-1]["perplexity"] is None
+    assert content["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
+    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+    with pytest.raises(TypeError):
+        evaluations.write({"content": object()}, tmp_path / "y.json")
+    assert not (tmp_path / "y.json").exists()
+
+
+def test_perplexity_that_overflows_is_infinite() -> None:
+    assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
+    assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
+
+
+def test_device_and_batch_size_decide_nothing() -> None:
+    assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
+    assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())
+
+
+def test_compare_shows_the_scores_of_ruler(tmp_path: Path) -> None:
+    evaluations.write(of_ruler(), tmp_path / "eval" / "ruler-x.json")
+    (tmp_path / "config.yaml").write_text("seq_len: 512\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')
+    table = rulers([run_view.read(tmp_path, 100)])
+    assert table.headings[-2:] == ["512", "2,048"]
+    assert [row[2:] for row in table.rows] == [
+        ["niah_single_2", "100.0", "100.0"],
+        ["qa_1 (own text)", "50.0", "50.0"],
+        ["mean", "75.0", "75.0"],
+    ]
