@@ -30,7 +30,7 @@ from longctx.model.decoder import Decoder, continuations
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 
-# Rank 0 may load a data set between two batches. The heartbeat notices a lost process.
+# Rank 0 may load a data set between two batches. A lost process ends the others all the same.
 PATIENCE = timedelta(days=7)
 LONG = 60.0  # seconds: a shorter evaluation prints nothing about its time
 HasEnded = Callable[[int, list[int]], bool]  # True if the new tokens of a sequence end it

@@ -1,8 +1,8 @@
 """Who starts the processes of a run, read from the environment before torch is imported.
 
 torchrun sets six variables, srun its own. With `devices=N` alone, this process is rank 0 and starts
-the others with torchrun's variables. torch's elastic launcher is not used for that: it imports
-torch first, which takes 3 s, and kills ranks 30 s after a signal, whether they have saved or not.
+the others with torchrun's variables. torch's elastic launcher would import torch first, which takes
+3 s, and kill ranks 30 s after a signal even if they are still saving.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Launched:
 def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.environ) -> Launched:
     """Return who starts the processes of a run, and how many there are.
 
-    Raises ValueError if variables are missing or contradict one another, if devices= asks for
-    another number than there is, or if context= does not divide it.
+    Raises ValueError if variables are missing or contradict one another, if devices= is not their
+    number, or if context= does not divide it.
     """
     in_step = "SLURM_STEP_ID" in environ
     variables = [name for name in NUMBERS if name in environ]
@@ -93,7 +93,7 @@ def started(processes: Launched) -> Iterator[Launched]:
         return
     with socket.create_server((processes.address, 0)) as free:
         port = free.getsockname()[1]
-    # Nobody may wait for a process that was killed before the ranks met
+    # If rank 0 is killed before the ranks have met, the kernel ends the others
     end = partial(python_child.end_with_parent, os.getpid(), signal.SIGKILL)
     for rank in range(1, processes.ranks):
         numbers = (rank, processes.ranks, rank, processes.ranks, processes.address, port)
@@ -112,15 +112,13 @@ def started(processes: Launched) -> Iterator[Launched]:
 
 
 def end_started() -> None:
-    """Kill the processes that this one has started: they may wait in a collective, or be stopped
-    by a signal.
-    """
+    """Kill the processes started here: they may wait in a collective, or be stopped."""
     for process in _started:
         process.kill()
 
 
 def ended_early() -> str:
-    """Return a line about a process that this one has started and that has ended; "" if all run."""
+    """Return a line that names a process started here if it has ended; "" if all run."""
     for rank, process in enumerate(_started, start=1):
         code = process.poll()
         if code is not None:

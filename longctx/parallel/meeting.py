@@ -1,9 +1,9 @@
 """Ranks meet before a process group is formed, and each notices from then on if another one ends.
 
-A collective says nothing about a rank that never comes, or that is gone: NCCL waits half an hour.
-So every rank keeps one connection to rank 0. Over it, ranks tell what they have and rank 0 whether
-they fit together; later, why a rank fails. The kernel closes the connections of a dead process,
-whatever it died of. A rank that is stopped keeps its own: it is found when a collective times out.
+NCCL waits half an hour for a rank that never comes or has died. So every rank keeps one connection
+to rank 0. First each tells rank 0 its device, and rank 0 answers if all fit together. Later a rank
+that fails tells why. The kernel closes the connections of a process that is killed. A process that
+is stopped (SIGSTOP) keeps its connection: collectives time out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from longctx.runs.run_folder import checkpoints
 ARRIVAL_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"
 ARRIVAL = 120.0  # seconds until all have arrived: torch alone takes 30 to import from a cold disk
 COLLECTIVE_VARIABLE = "LONGCTX_COLLECTIVE_SECONDS"
-COLLECTIVE = 1800.0  # seconds: a batch may take 10 minutes, and rank 0 may write a checkpoint
+COLLECTIVE = 1800.0  # seconds: a batch may take 10 minutes, a checkpoint longer
 KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a dead node: 40 s
 
 
 class Arrival(NamedTuple):
-    """What a process says of itself."""
+    """A process, as it introduces itself to rank 0."""
 
     rank: int
     pid: int
@@ -50,7 +50,7 @@ class Arrival(NamedTuple):
     device: str  # "cuda" or "cpu"
     gpus: int
     torch: str
-    problem: str  # why it cannot take part, or ""
+    problem: str  # the reason if it cannot take part, else ""
 
     def __str__(self) -> str:
         return f"process {self.rank} (PID {self.pid} on {self.host})"
@@ -60,14 +60,14 @@ class Arrival(NamedTuple):
 class Meeting:
     """The processes of a run, as one of them knows them, from `meet` to `part`.
 
-    The thread of `watch` ends this process if another one is lost or fails.
+    Its thread ends this process if another one is lost or fails.
     """
 
     launched: Launched
     here: Arrival
     store: dist.Store
     peers: dict[Connection, Arrival]  # of rank 0: all others; of another rank: rank 0
-    folder: Path | None = None  # of the run, for what is said about a lost process
+    folder: Path | None = None  # of the run, to print how it continues
     is_decided: threading.Event = field(default_factory=threading.Event)
     is_ending: threading.Event = field(default_factory=threading.Event)
 
@@ -77,8 +77,8 @@ class Meeting:
         self.thread.start()
 
     def decided(self) -> None:
-        """Tell the others, as rank 0, that it has decided the run; wait for that as another rank,
-        however long it takes.
+        """Tell the others, as rank 0, that the run is decided. The others wait without a limit:
+        rank 0 may tokenize for hours.
         """
         if self.here.rank == 0:
             self.tell({"decided": True})
@@ -91,27 +91,29 @@ class Meeting:
         self.tell({"goodbye": True})
 
     def fail(self, problem: str, code: int) -> bool:
-        """End the other processes with `code`, since this one ends because of `problem`.
+        """End the other processes with `code`, since this one has a `problem`.
 
-        Returns False if rank 0 is another process and can no longer print `problem`.
+        Rank 0 prints the problem of another rank. Return False if it is gone before that.
         """
         if self.here.rank:
-            time.sleep(GRACE)  # if rank 0 fails too, it prints its own problem and ends this rank
+            # If rank 0 fails too, it prints its own problem and ends this rank meanwhile
+            time.sleep(GRACE)
         self.is_ending.set()
         self.tell({"problem": problem or "failed", "code": code})
         if self.here.rank == 0:
             return True
-        self.thread.join(2 * GRACE)  # until rank 0 has printed it and is gone
+        # The thread ends with the connection to rank 0
+        self.thread.join(2 * GRACE)
         return not self.thread.is_alive()
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send `message` to rank 0, or as rank 0 to all others."""
         for peer in self.peers:
-            with suppress(OSError):  # it is gone
+            with suppress(OSError):
                 peer.send_bytes(json.dumps(message).encode())
 
     def _watch(self) -> None:
-        """Follow every connection until it says goodbye."""
+        """Read every connection until its goodbye."""
         open_peers = dict(self.peers)
         while open_peers:
             for ready in connection.wait(list(open_peers)):
@@ -120,6 +122,7 @@ class Meeting:
                 try:
                     message = json.loads(ready.recv_bytes())
                 except (EOFError, OSError):
+                    # The process is gone, or its node
                     message = {"problem": "", "code": 1}
                 if "goodbye" in message:
                     del open_peers[ready]
@@ -129,7 +132,7 @@ class Meeting:
                     return self._end(other, **message)
 
     def _end(self, other: Arrival, problem: str, code: int) -> None:
-        """End this process because `other` has failed, or is gone if it left no `problem`."""
+        """End this process because `other` has failed with `problem`, or is gone without one."""
         if self.is_ending.is_set():
             return
         is_lost = not problem
@@ -138,11 +141,12 @@ class Meeting:
             problem += f"; {go_on(self.folder)}" if self.folder else ""
         elif self.here.rank == 0:
             problem = f"{other}: {problem}"
-        # Rank 0 has printed its own problem; it cannot if it is gone
+        # Rank 0 prints; rank 1 does if rank 0 is the one that is gone
         if self.here.rank == 0 or (is_lost and self.here.rank == 1):
             print(f"error: {problem}", file=sys.stderr, flush=True)
         else:
-            time.sleep(GRACE / 2)  # torchrun ends all as soon as one has ended
+            # torchrun ends all ranks as soon as one has ended, the printing one too
+            time.sleep(GRACE / 2)
         self.tell({"problem": problem, "code": code})
         end_started()
         os._exit(code)
@@ -151,8 +155,8 @@ class Meeting:
 def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) -> Meeting:
     """Wait until all processes of a run are here and fit together.
 
-    If one is missing or something is wrong, rank 0 raises ValueError, one line, and the others
-    SystemExit. They print only that rank 0 itself is missing.
+    If one is missing or does not fit, rank 0 raises ValueError, one line. The others raise
+    SystemExit, and print a line only if rank 0 itself is missing.
     """
     seconds = _seconds(ARRIVAL_VARIABLE, ARRIVAL)
     with named(launched, seconds):
@@ -167,7 +171,8 @@ def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) ->
         meeting.tell({"problem": problem, "here": here})
         if problem:
             raise ValueError(f"{problem} ({asked(config, launched, arrivals)})")
-    elif launched.by == OWN:  # from here on, a rank that notices the end of rank 0 prints so
+    elif launched.by == OWN:
+        # From now on rank 1 prints a line if rank 0 is killed, so it must live on
         python_child.end_with_parent(os.getppid(), 0)
     meeting.watch()
     return meeting
@@ -210,14 +215,15 @@ def _gather(
                     f"{launched.port} within {seconds:.0f} s; see what they or their nodes say "
                     f"({ARRIVAL_VARIABLE}=N waits N seconds)"
                 )
-            with suppress(OSError, EOFError):  # nobody came, or went again
+            # Nobody came within the 0.2 s, or went again
+            with suppress(OSError, EOFError):
                 peer = _connection(server.accept()[0])
                 peers[peer] = Arrival(*json.loads(peer.recv_bytes()))
     return peers, ""
 
 
 def _join(launched: Launched, here: Arrival, store: dist.Store, seconds: float) -> Meeting:
-    """Return the meeting once rank 0 has found that all processes fit together."""
+    """Return the meeting, as another rank, once rank 0 has found that all processes fit."""
     address = launched.address, int(store.get("meeting"))
     peer = _connection(socket.create_connection(address, timeout=seconds))
     peer.send_bytes(json.dumps(here).encode())
@@ -228,20 +234,21 @@ def _join(launched: Launched, here: Arrival, store: dist.Store, seconds: float) 
 
 
 def _connection(stream: socket.socket) -> Connection:
-    """Return `stream` as a connection, which notices that the other node has lost its power."""
+    """Return `stream` as a connection that ends within 40 s if the other node loses its power."""
     stream.setblocking(True)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not on macOS
+        # macOS has other names
+        if hasattr(socket, name):
             stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return Connection(stream.detach())
 
 
 @contextmanager
 def named(launched: Launched, seconds: float) -> Iterator[None]:
-    """Name where rank 0 is expected, if it cannot be reached or cannot open its port.
+    """Name the address of rank 0 if it cannot be opened or reached.
 
-    Other ranks print that themselves, one on each node.
+    Other ranks print the line themselves, one on each node.
     """
     try:
         yield
@@ -264,7 +271,7 @@ def named(launched: Launched, seconds: float) -> Iterator[None]:
 
 
 def misfit(arrivals: list[Arrival]) -> str:
-    """Return what is wrong with the processes of a run together; "" if they fit."""
+    """Return the reason if processes cannot form one run; "" if they can."""
     first, *others = arrivals
     if first.problem:
         return first.problem
@@ -291,7 +298,7 @@ def misfit(arrivals: list[Arrival]) -> str:
 
 
 def asked(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[Arrival]) -> str:
-    """Return what was asked, what the launcher gave, what the machines have."""
+    """Return the layout asked for, the processes started, and the GPUs of the machines."""
     machines = {arrival.host: f"{arrival.host}: {arrival.gpus} GPUs" for arrival in arrivals}
     return (
         f"asked: devices={config.devices} context={config.context.degree} "
@@ -300,7 +307,7 @@ def asked(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[A
 
 
 def too_few_gpus(launched: Launched, machine: Machine) -> str:
-    """Return why the processes of this machine cannot have a GPU each."""
+    """Return the line for a machine with fewer GPUs than processes."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     remedy = "start as many processes as there are"
@@ -315,7 +322,7 @@ def too_few_gpus(launched: Launched, machine: Machine) -> str:
 
 
 def arrival(launched: Launched, device: str, machine: Machine, problem: str) -> Arrival:
-    """Return what this process says of itself."""
+    """Return this process as it introduces itself to rank 0."""
     host, local_rank = socket.gethostname(), launched.local_rank
     version = str(torch.__version__)
     return Arrival(
@@ -330,7 +337,8 @@ def collective_timeout() -> timedelta:
 
 def go_on(folder: Path) -> str:
     """Return how the run in `folder` continues: from its newest checkpoint."""
-    if folder.is_dir() and not checkpoints(folder):  # another machine may not have the folder
+    # Another machine may not have the folder
+    if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
     return f"{python_child.typed_command()} train resume={folder} goes on"
 

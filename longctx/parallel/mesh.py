@@ -1,7 +1,7 @@
-"""The processes of a run: the mesh they form, what is added up over it, and which of them writes.
+"""The processes of a run: their mesh, and the sums that they form over it.
 
-The only file that knows how a run is spread over devices. Everything else asks `Parallel`, on one
-device too. Lightning Fabric gives each process its device, precision and gradient averaging.
+Only this file knows how a run is spread over devices. All others ask `Parallel`, on one device too.
+Lightning Fabric gives each process its device, precision and gradient averaging.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from longctx.planner.workload import precision_of
 from longctx.stop_signal import exit_within
 
 T = TypeVar("T")
-# Weights of the embedding and the first block, among which is the last one with a gradient
+# Weights of the embedding and the first block: one of them gets its gradient last
 LAST_WEIGHTS = 16
 
 
@@ -79,7 +79,8 @@ class Parallel:
         self.strategy = "none"
         # Evaluation computes no gradients; only the order of their sums is not deterministic
         if isinstance(config, TrainConfig) and config.deterministic:
-            use_deterministic_algorithms()  # before anything runs: kernel.lock names its kernels
+            # Before anything runs, since kernel.lock names the kernels
+            use_deterministic_algorithms()
         precision = precision_of(config.precision, device)
         self.dtype = dtype_of(precision)
         self.fabric = make_fabric(self.launched, device, precision)
@@ -96,7 +97,7 @@ class Parallel:
 
     @property
     def is_first(self) -> bool:
-        """Return True on rank 0, which decides, writes and prints for the run."""
+        """Return True on rank 0, which decides, writes and prints."""
         return self.rank == 0
 
     @property
@@ -154,10 +155,10 @@ class Parallel:
         return "shard" if self.strategy == "fsdp" else "data"
 
     def fail(self, problem: str, code: int = 1) -> None:
-        """Tell the other processes that this one ends because of `problem`, so that they end too.
+        """End the other processes too, since this one ends because of `problem`.
 
-        Only the first call counts. Rank 0 has printed its problem, and prints that of another rank
-        if it can. Only rank 0 prints what all have at the same time, such as a loss of NaN.
+        Only the first call counts. Rank 0 has printed its problem, and prints that of another rank.
+        If all have the same one, such as a loss of NaN, only rank 0 prints it.
         """
         if self.has_failed or self.meeting is None:
             return
@@ -167,18 +168,16 @@ class Parallel:
         exit_within(EXIT, code)
 
     def is_lost_connection(self, error: BaseException) -> bool:
-        """Return True if another process went away inside a collective, or did not come to it in
-        time; gloo has no exception for that.
-
-        A process that is gone is named by the meeting's thread, which ends this process.
-        """
+        """Return True if another process left a collective, or did not come in time."""
+        # gloo has no exception of its own
         is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        # If it is gone, the meeting's thread names it and ends this process meanwhile
         if is_lost and self.meeting is not None:
             time.sleep(EXIT)
         return is_lost and self.ranks > 1
 
     def shut_down(self) -> None:
-        """Part from the other processes, while all run: gloo's threads outlive no exit."""
+        """Part from the other processes while all run: an exit crashes gloo's threads."""
         if dist.is_initialized():
             dist.barrier()
         if self.meeting is not None:
@@ -206,7 +205,7 @@ class Parallel:
         return other
 
     def build(self, make: Callable[[], None]) -> None:
-        """Call `make` so that the parameters that it creates are on this process's device."""
+        """Call `make`, and create its parameters on this process's device."""
         with self.fabric.init_module():
             make()
 
@@ -223,10 +222,11 @@ class Parallel:
             sharding.measure_waits()
 
     def prepare(self, module: nn.Module) -> Any:
-        """Return `module` such that `backward` gives every rank the gradients of all of them."""
+        """Return `module` wrapped so that `backward` averages gradients over all ranks."""
         if self.strategy == "fsdp":
             return module
-        if self.clock is not None:  # after the last gradient, backward waits for the other ranks
+        # After the last gradient, backward waits for the other ranks
+        if self.clock is not None:
             weights = [p for p in module.parameters() if p.requires_grad]
             for weight in weights[:LAST_WEIGHTS]:
                 weight.register_post_accumulate_grad_hook(self.clock.mark)
@@ -299,7 +299,8 @@ class Parallel:
 
     def max(self, number: int) -> int:
         """Return the largest `number` of any rank."""
-        if self.ranks == 1:  # which waits for no device
+        # One rank waits for no device
+        if self.ranks == 1:
             return number
         return int(self.all_reduce_max(torch.tensor(number, device=self.device)))
 
@@ -342,7 +343,8 @@ def parallel_of(
             problem = too_few_gpus(processes, machine)
     except ValueError as error:
         problem = str(error)
-    if problem and (processes.ranks == 1 or processes.by == OWN):  # all have the same one
+    # Processes that rank 0 has started have the same problem: it prints without meeting them
+    if problem and (processes.ranks == 1 or processes.by == OWN):
         raise ValueError(problem)
     meeting = None
     if processes.ranks > 1:
@@ -355,5 +357,5 @@ def use_deterministic_algorithms() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # A debugging aid, of which every allocation pays: our kernels write what they allocate.
+    # A debugging aid that slows every allocation; our kernels write all that they allocate
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
