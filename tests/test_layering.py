@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"files", "garbage", "hub_snapshot", "untrusted", "tables", "python_child", "stop_signal"}
+GROUND = {"files", "hub_snapshot", "untrusted", "tables", "python_child", "system"}
 GROUND |= {"config", "runs"}
 MAY_IMPORT = {
     "config": {"config"},

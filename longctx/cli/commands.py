@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx import files, garbage, stop_signal
+from longctx import files, system
 from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, options
@@ -74,7 +74,7 @@ def answer(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # an arrow must not end a run in latin-1
         sys.stdout.reconfigure(errors="replace")
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         try:
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
@@ -123,10 +123,10 @@ def libraries() -> Iterator[None]:
     """Import large libraries in this block: the garbage collector pauses, a terminal is told."""
     if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
         print("loading torch ...", file=sys.stderr, flush=True)
-    with garbage.paused():
+    with system.no_garbage():
         yield
         gc.freeze()  # libraries stay: later collections leave them out
-    stop_signal.check()
+    system.check()
 
 
 # Help

@@ -21,10 +21,10 @@ from functools import partial
 from longctx import python_child
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.system import STARTED_VARIABLE
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
-OWN_VARIABLE = "LONGCTX_STARTED"  # set for the processes that rank 0 starts
 OWN = "train.py"
 EXIT = 20.0  # seconds that a process may take to exit
 GRACE = 3.0  # seconds in which rank 0 tells why it ends; torchrun kills all after the first end
@@ -97,7 +97,7 @@ def started(processes: Launched) -> Iterator[Launched]:
     end = partial(python_child.end_with_parent, os.getpid(), signal.SIGKILL)
     for rank in range(1, processes.ranks):
         numbers = (rank, processes.ranks, rank, processes.ranks, processes.address, port)
-        variables = dict(zip(TORCHRUN, map(str, numbers), strict=True)) | {OWN_VARIABLE: "1"}
+        variables = dict(zip(TORCHRUN, map(str, numbers), strict=True)) | {STARTED_VARIABLE: "1"}
         command = [sys.executable, *sys.orig_argv[1:]]
         environment = os.environ | variables
         _started.append(subprocess.Popen(command, env=environment, preexec_fn=end))
@@ -145,7 +145,7 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in (*TORCHRUN, OWN_VARIABLE, "NODE_RANK", "GROUP_RANK")
+        if name not in (*TORCHRUN, STARTED_VARIABLE, "NODE_RANK", "GROUP_RANK")
         and not name.startswith(("TORCHELASTIC_", "SLURM_"))
     }
 
@@ -169,7 +169,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
         )
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return Launched(
-        OWN if OWN_VARIABLE in environ else by,
+        OWN if STARTED_VARIABLE in environ else by,
         ranks,
         local_ranks,
         rank,

@@ -36,7 +36,7 @@ from longctx.parallel.launch import EXIT, OWN, Launched, launched
 from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
-from longctx.stop_signal import exit_within
+from longctx.system import exit_within
 
 T = TypeVar("T")
 # Weights of the embedding and the first block: one of them gets its gradient last

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from longctx import files, stop_signal
+from longctx import files, system
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import SelfTestFailed
@@ -33,7 +33,7 @@ from longctx.parallel.meeting import go_on
 from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
-from longctx.stop_signal import StopSignal
+from longctx.system import StopSignal
 from longctx.training import memory
 from longctx.training.batches import DataDiffers, is_lost_worker, lost_worker
 from longctx.training.context_check import CheckFailed
@@ -68,7 +68,7 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = parallel_of(request.config, machine, processes)
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)
 
 

@@ -22,7 +22,7 @@ from longctx.evaluation.load import load_model
 from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
-from longctx.stop_signal import StopSignal
+from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
