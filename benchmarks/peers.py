@@ -294,7 +294,7 @@ def of_other(
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
     from longctx.training.dry_run import OUT_OF_MEMORY, in_child
-    from longctx.training.schedule import learning_rate
+    from longctx.training.learning_rate import learning_rate
 
     bare = peer == "longctx-bare"
     run = decided(run) if bare else run

@@ -37,8 +37,8 @@ from longctx.model.export import architecture
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.training.dry_run import OUT_OF_MEMORY
 from longctx.training.memory import measured
-from longctx.training.module import TrainingModule
-from longctx.training.optimizers import build, clip_gradients
+from longctx.training.module import TrainingModule, clip_gradients
+from longctx.training.optimizers import build
 from longctx.training.run import run_of
 
 Built = tuple[

@@ -1,9 +1,9 @@
-"""Time that a process spends in collectives, or waiting for the others in them.
+"""Time that a process spends in collectives, or waiting for other ranks in them.
 
-Whoever calls a collective does so inside `with measured():`, which does nothing unless a run of
-several processes has started a clock. On a GPU it is the time for which the stream that computes
-waits: what overlaps with computation is not counted. Events are read once the GPU has passed them,
-so nothing is waited for.
+Collectives are called inside `with measured():`. It does nothing unless a run of several processes
+has started a clock. On a GPU only the waits of the computing stream count:
+communication that overlaps with computation is free. Events are read once the GPU has passed them,
+so nothing waits for them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 Moment = torch.cuda.Event | float
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def now(on_gpu: bool) -> Moment:
-    """This moment in seconds; on a GPU, an event once it has done what it was given so far."""
+    """Return the time in seconds, or on a GPU an event behind all work that it has been given."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -30,10 +31,7 @@ def now(on_gpu: bool) -> Moment:
 
 
 class Laps:
-    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock.
-
-    Nothing waits for the GPU before they are read.
-    """
+    """Milliseconds from each `begin` to its `end`, on a GPU by its own clock."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -41,15 +39,15 @@ class Laps:
         self._ended: list[Any] = []
 
     def begin(self) -> None:
-        """Begin a lap with what the device is given from now on."""
+        """Begin a lap with the work that the device is given from now on."""
         self._begun.append(now(self.on_gpu))
 
     def end(self) -> None:
-        """End the lap that began last, once the device has done what it was given."""
+        """End the lap behind the work that the device has been given."""
         self._ended.append(now(self.on_gpu))
 
     def ms(self) -> list[float]:
-        """Milliseconds of all laps that have ended; waits for the device."""
+        """Return the milliseconds of all laps that have ended; wait for the device."""
         laps = zip(self._begun, self._ended, strict=False)
         if not self.on_gpu:
             return [1000 * (end - begun) for begun, end in laps]
@@ -57,20 +55,18 @@ class Laps:
         return [begun.elapsed_time(end) for begun, end in laps]
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 class Clock:
-    """Adds up the time inside `with clock:` on `device`; inner ones count with the outermost."""
+    """Adds up the time inside `with clock:` on `device`; an inner block counts with its outer."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._seconds = 0.0
         self._depth = 0
-        self._aside = False
+        self._is_aside = False
         self._begin: Moment = 0.0
         self._mark: Moment | None = None
-        self._spans: deque[tuple[Moment, Moment]] = deque()  # that the GPU may not have passed
+        # begin and end of spans that the GPU may not have passed yet
+        self._spans: deque[tuple[Moment, Moment]] = deque()
 
     def __enter__(self) -> None:
         if self._depth == 0:
@@ -83,24 +79,24 @@ class Clock:
             self._add(self._begin, self._now())
 
     def mark(self, *_: object) -> None:
-        """From here on, or from a later mark on, a wait may last until `until_now`."""
+        """Note that a wait may begin here; a later mark replaces this one."""
         self._mark = self._now()
 
     def until_now(self) -> None:
-        """The wait that the last mark began, if there was one, ends."""
+        """Count the time since the last mark, if there is one."""
         if self._mark is not None:
             self._add(self._mark, self._now())
             self._mark = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is inside counts nothing."""
-        self._aside = True
+        """Count nothing inside this block."""
+        self._is_aside = True
         yield
-        self._aside = False
+        self._is_aside = False
 
     def take(self) -> float:
-        """Seconds since the last call; waits for the device."""
+        """Return the seconds since the last call; wait for the device."""
         self._read(wait=True)
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -109,17 +105,16 @@ class Clock:
         return now(self.device.type == "cuda")
 
     def _add(self, begin: Moment, end: Moment) -> None:
-        if not self._aside:
+        if not self._is_aside:
             self._spans.append((begin, end))
             self._read(wait=False)
 
     def _read(self, wait: bool) -> None:
         while self._spans:
             begin, end = self._spans[0]
-            if isinstance(begin, float) and isinstance(end, float):
-                self._seconds += end - begin
+            if isinstance(begin, float) or isinstance(end, float):
+                self._seconds += end - begin  # type: ignore[operator]
             else:
-                assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
                 if wait:
                     end.synchronize()
                 elif not end.query():
@@ -133,18 +128,18 @@ _NOTHING = nullcontext()
 
 
 def start(clock: Clock | None) -> None:
-    """Measure with `clock` from now on; None: no more."""
+    """Measure with `clock` from now on; None stops measuring."""
     global _clock
     _clock = clock
 
 
 def measured() -> AbstractContextManager[None]:
-    """Around a collective on the device of the run; never inside code that is compiled."""
+    """Return the context for a collective of the run; never use it inside compiled code."""
     return _NOTHING if _clock is None else _clock
 
 
 def measuring(function: Function) -> Function:
-    """`function` with all of it measured."""
+    """Return `function` with all of it measured."""
 
     @wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Any:

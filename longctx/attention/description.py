@@ -1,8 +1,8 @@
-"""What each attention backend is, for code that plans, checks or locks a run. Free of torch.
+"""Descriptions of the attention backends, for planning, checking and locking a run. No torch here.
 
-A backend's file computes; its description here answers everything else: options, what a CPU lacks,
-bytes that it saves, its workspace, its speed. `register` adds the description of a backend from
-elsewhere, so no other file knows a backend by name.
+A backend's file computes; its description answers everything else: options, need of a GPU, saved
+bytes, workspace, speed. `register` adds the description of a user's backend, so no other file knows
+a backend by name.
 
 Letters: N tokens of a micro-batch on one device, T keys of a sequence, H and Hkv heads of D
 channels, e bytes of an activation.
@@ -262,7 +262,7 @@ class AttentionConfig:
             check_options(self.backend, self.options)
 
     def check_without_gpu(self) -> None:
-        """Raise ValueError, saying what to use instead, for what needs a GPU."""
+        """Raise ValueError, with a remedy, if the backend or its options need a GPU."""
         if reason := self.description.without_gpu(self.options):
             raise ValueError(f"attention={self.backend} cannot run here: {reason}")
 

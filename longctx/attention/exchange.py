@@ -1,4 +1,4 @@
-"""How attention sees a whole row of N tokens of which this rank holds n = N/P: three exchanges.
+"""Exchanges: attention sees a whole sequence of N tokens, and each rank holds n = N/P of them.
 
 `Ulysses` (arXiv 2309.14509): every rank gets all N tokens of H/P heads, so that any backend
 attends under the row's own mask with the arithmetic of one device:
@@ -8,8 +8,8 @@ attends under the row's own mask with the arithmetic of one device:
 `AllGather`: every rank gets the keys and values of all N tokens, a group of heads at a time, and
 attends with its own n queries. P need not divide the heads. Compare Llama 3 (arXiv 2407.21783).
 
-`HaloExchange`: where a query sees `window` keys, those are this rank's own and the last window - 1
-of the rank before.
+`HaloExchange`, for layers with a window: a rank needs its own keys and the last window - 1 of the
+rank before.
 
 An exchange belongs to the mask of a layer. Gradients of keys and values are added up in fp32, in
 the order of the ranks.
@@ -37,7 +37,7 @@ _groups: dict[str, ProcessGroup] = {}  # name → group, for the operators, whic
 
 @dataclass(frozen=True)
 class Ranks:
-    """The `count` ranks of `group` that share rows, of which this is number `rank`."""
+    """The `count` ranks of `group` that share sequences; this process is number `rank`."""
 
     rank: int = 0
     count: int = 1
@@ -45,7 +45,7 @@ class Ranks:
 
     @staticmethod
     def of(group: ProcessGroup) -> Ranks:
-        """The ranks of `group`."""
+        """Return the ranks of `group`, and this process's number among them."""
         _groups[group.group_name] = group
         return Ranks(dist.get_rank(group), dist.get_world_size(group), group.group_name)
 
@@ -55,24 +55,24 @@ class Ranks:
 
 
 class Exchange:
-    """No exchange: this rank holds whole rows."""
+    """No exchange: this rank holds whole sequences."""
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, *like_q: Tensor) -> Iterable[tuple[Any, ...]]:
-        """The tensors (B, n, heads, D) as attention takes them, some heads after others."""
+        """Yield the tensors (B, n, heads, D) as attention takes them, some heads after others."""
         return [(q, k, v, *like_q)]
 
     def output(self, out: Tensor) -> Tensor:
-        """Attention's output of one part, for the tokens of this rank."""
+        """Return attention's output of one part, for the tokens of this rank."""
         return out
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """(B, n, H, D) of all heads, from outputs or gradients of the parts, in their order."""
+        """Return (B, n, H, D) of all heads, from outputs or gradients of the parts in order."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
 
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one part, for the tokens of this rank and `kv_heads` heads of k and v."""
+        """Return one part's gradients, for this rank's tokens and `kv_heads` heads of k and v."""
         return dq, dk, dv
 
 
@@ -80,11 +80,10 @@ WHOLE_ROWS = Exchange()
 
 
 class Ulysses(Exchange):
-    """All tokens of 1/P of the heads. Each key-value head goes to every rank with query heads of
-    it.
+    """All tokens of 1/P of the heads. A key-value head goes to every rank with query heads of it.
 
-    Long rows go in parts of one key-value head per rank, so that what is sent and received at a
-    time stays small (UPipe, arXiv 2602.21196).
+    Long sequences go in parts of one key-value head per rank, so that little is sent and received
+    at a time (UPipe, arXiv 2602.21196).
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -107,7 +106,7 @@ class Ulysses(Exchange):
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
-        # Every part has some heads of each rank
+        # every part has some heads of each rank
         slots = [x.unflatten(2, (self.ranks.count, -1)) for x in parts]
         return torch.cat(slots, dim=3).flatten(2, 3)
 
@@ -115,20 +114,21 @@ class Ulysses(Exchange):
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = self._to_tokens(dq, dk, dv)
-        copies = max(1, dk.shape[2] // kv_heads)  # then all are in one part
+        # copied heads are all in one part
+        copies = max(1, dk.shape[2] // kv_heads)
         if copies > 1:
             dk, dv = (x.unflatten(2, (kv_heads, copies)).float().sum(3) for x in (dk, dv))
         return dq, dk, dv
 
     def _to_heads(self, *slots: Tensor) -> tuple[Tensor, ...]:
-        """Tensors (B, n, P, heads, D) of this rank's tokens → (B, N, heads, D) of its heads."""
+        """Turn (B, n, P, heads, D) of this rank's tokens into (B, N, heads, D) of its heads."""
         sent = torch.cat(slots, dim=3).permute(2, 0, 1, 3, 4).contiguous()
         received = all_to_all(sent, self.ranks.group)
         heads = [x.shape[3] for x in slots]
         return received.transpose(0, 1).flatten(1, 2).split(heads, dim=2)
 
     def _to_tokens(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors (B, N, heads, D) of this rank's heads → (B, n, P · heads, D) of its tokens."""
+        """Turn (B, N, heads, D) of this rank's heads into (B, n, P · heads, D) of its tokens."""
         heads = [x.shape[2] for x in tensors]
         sent = torch.cat(tensors, dim=2).unflatten(1, (self.ranks.count, -1)).transpose(0, 1)
         received = all_to_all(sent.contiguous(), self.ranks.group)
@@ -139,8 +139,8 @@ class Ulysses(Exchange):
 class AllGather(Exchange):
     """Keys and values of all tokens, for this rank's queries.
 
-    `order` (B or 1, N/C) names the chunks of C tokens of a row in the order of the ranks; `places`
-    is its inverse. A group of heads takes the memory that Ulysses would.
+    `order` (B or 1, N/C) lists the chunks of C tokens of a sequence in the order of the ranks;
+    `places` is its inverse. A group of heads takes as much memory as Ulysses would.
     """
 
     def __init__(self, ranks: Ranks, order: Tensor, places: Tensor) -> None:
@@ -204,8 +204,8 @@ class HaloExchange(Exchange):
 
 
 def in_order(x: Tensor, order: Tensor, chunk: int) -> Tensor:
-    """The chunks of `chunk` tokens of x (B, n, ...) that `order` (B or 1, m) names, one after
-    another: (B, m · chunk, ...).
+    """Return (B, m · chunk, ...): x (B, n, ...) by chunks of `chunk` tokens, in the order that
+    `order` (B or 1, m) lists them.
     """
     chunks = x.unflatten(1, (-1, chunk))
     if x.shape[0] == 1:
@@ -216,7 +216,7 @@ def in_order(x: Tensor, order: Tensor, chunk: int) -> Tensor:
 
 @torch.library.custom_op("longctx::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """x (P, ...) → (P, ...), whose entry p is what rank p of `group` has for this rank."""
+    """Return (P, ...) of x (P, ...): entry p comes from rank p of `group`."""
     received = torch.empty_like(x)
     with measured():
         dist.all_to_all_single(received, x, group=_groups[group])
@@ -225,7 +225,7 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("longctx::all_gather_rows", mutates_args=())
 def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group: str) -> Tensor:
-    """x (B, n, H, D) of every rank → (B, N, H, D), in the order of the row's tokens."""
+    """Return (B, N, H, D) in the sequence's order, of every rank's x (B, n, H, D)."""
     received = x.new_empty(ranks, *x.shape)
     x = x.contiguous()
     with measured():
@@ -236,8 +236,9 @@ def all_gather_rows(x: Tensor, order: Tensor, places: Tensor, ranks: int, group:
 
 @torch.library.custom_op("longctx::sum_rows", mutates_args=())
 def sum_rows(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
-    """x (B, N, H, D) of every rank, in the order of the row's tokens → this rank's (B, n, H, D) of
-    their sum, added up in fp32 in the order of the ranks.
+    """Return this rank's (B, n, H, D) of the sum of every rank's x (B, N, H, D).
+
+    x is in the sequence's order; the sum is taken in fp32, in the order of the ranks.
     """
     rows = in_order(x, order, x.shape[1] // order.shape[1])
     sent = rows.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
@@ -249,7 +250,7 @@ def sum_rows(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
 
 @torch.library.custom_op("longctx::from_neighbour", mutates_args=())
 def from_neighbour(x: Tensor, shift: int, group: str) -> Tensor:
-    """The x of the rank `shift` (1 or -1) before this one; zeros where there is none."""
+    """Return the x of the rank `shift` (1 or -1) before this one; zeros if there is none."""
     ranks, received = Ranks.of(_groups[group]), torch.zeros_like(x)
     source, target = ([0] * ranks.count for _ in range(2))
     if 0 <= ranks.rank - shift < ranks.count:

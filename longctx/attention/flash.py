@@ -31,10 +31,10 @@ class Flash(Backend):
 
     `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of
     `HOPPER_HEAD_SIZES`; it adds dq up in any order unless torch uses deterministic algorithms. auto
-    is hopper where that runs, and portable elsewhere.
+    is hopper if that runs, and portable otherwise.
 
-    NaN and inf reach only the rows that see them in portable. Elsewhere they also reach rows that
-    share a tile with them, seen or not.
+    In portable NaN and inf reach only the rows that see them. In the other kernels they also reach
+    rows of the same tile.
     """
 
     description = DESCRIPTIONS["flash"]

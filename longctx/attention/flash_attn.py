@@ -21,10 +21,10 @@ from longctx.attention.sdpa import align_gradient, aligned, beyond_flash_attenti
 
 
 class Api(NamedTuple):
-    """How one version is called."""
+    """The call of one version."""
 
     module: str
-    lse_flag: str  # its argument that returns the lse
+    lse_flag: str  # the argument for the lse
     no_window: int | None  # its value for no window
     generations: range  # of the GPUs that it runs on
 

@@ -45,7 +45,7 @@ class Flex(Backend):
         options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         if softcap is not None:
             options["score_mod"] = _capped(softcap)
-        # Else short rows go to a kernel for decoding, which lacks shapes.
+        # otherwise short sequences go to a kernel for decoding that lacks shapes
         options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():
             out, aux = _attend()(*heads, block_mask=block_mask(mask, k.shape[1]), **options)
@@ -53,8 +53,8 @@ class Flex(Backend):
             if "flex" not in mask.cache:
                 mask.cache["flex"] = block_mask(mask, k.shape[1])
             blocks = mask.cache["flex"]
-            # Also where the caller forbids compiling: FlexAttention not compiled has the (Tq, Tk)
-            # scores in memory.
+            # compile even if the caller forbids it: otherwise FlexAttention has the (Tq, Tk) scores
+            # in memory
             with (
                 torch.compiler.set_stance("default"),
                 torch._dynamo.config.patch(recompile_limit=64),
@@ -80,7 +80,7 @@ def _attend() -> Any:
 
 
 def block_mask(mask: Mask, Tk: int) -> BlockMask:
-    """FlexAttention's block mask from the intervals: (T / BLOCK)² booleans, never T²."""
+    """Return FlexAttention's block mask of the intervals: (T / BLOCK)² booleans, never T²."""
     first, last = mask.first, mask.last
     assert first is not None and last is not None
     starts = torch.arange(0, first.shape[1], BLOCK, device=first.device)
@@ -109,9 +109,9 @@ def block_mask(mask: Mask, Tk: int) -> BlockMask:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count and indices of the chosen blocks of each row, the chosen first.
+    """Return count (B, 1, rows) and indices (B, 1, rows, columns) of each row's true blocks.
 
-    (B, 1, rows) and (B, 1, rows, columns), int32.
+    Both are int32; the true blocks come first.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]

@@ -1,10 +1,10 @@
-"""What a query may see: one interval of keys per query.
+"""Masks: one interval of keys per query.
 
 Query i of row b sees the keys first[b, i] .. last[b, i], both ends included and both non-decreasing
 in i; an interval with last < first is empty. Causal attention, packed documents, sliding windows,
 their intersections and full attention are all of this form. It costs O(T) memory, and its transpose
-has the same form: key j is seen by the queries qfirst[b, j] .. qlast[b, j], which is what the
-backward of a tiled kernel walks over (compare FlashMask, arXiv 2410.01359).
+has the same form: key j is seen by the queries qfirst[b, j] .. qlast[b, j]. The backward of a
+tiled kernel walks over those (compare FlashMask, arXiv 2410.01359).
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class Mask:
     lengths: tuple[int, ...] | None = None  # no tensor, so that it stays in the CPU's memory
     longest: int = 0
     visible: int = -1
-    exchange: Exchange | None = None  # of q, k, v and out, where ranks share the rows
-    # what a backend derives from a bound mask, once per batch
+    exchange: Exchange | None = None  # of q, k, v and out, if ranks share the rows
+    # values that a backend derives from a bound mask, once per batch
     cache: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def causal(window: int | None = None) -> Mask:
-        """Each query sees the keys up to its own, the last `window` of them if given; the last
+        """Let each query see the keys up to its own, the last `window` of them if given; the last
         query sees the last key.
         """
         return Mask("causal", _checked(window))
 
     @staticmethod
     def full() -> Mask:
-        """Every query sees every key."""
+        """Let every query see every key."""
         return Mask("full")
 
     @staticmethod
     def documents(doc_ids: Tensor, window: int | None = None) -> Mask:
-        """Causal attention inside packed documents: `doc_ids` (B, T) integers, non-decreasing along
-        each row.
+        """Return causal attention inside packed documents: `doc_ids` (B, T) integers that do not
+        decrease along a row.
 
-        Give it on the CPU where you can: then counting pairs and offsets never waits for a device.
-        Raises ValueError for ids that are not integers of two dimensions, or that decrease.
+        Give them on the CPU if you can: then counting pairs and offsets waits for no device. Raises
+        ValueError unless ids are integers of two dimensions and do not decrease.
         """
         if doc_ids.ndim != 2 or doc_ids.is_floating_point():
             raise ValueError(
@@ -98,8 +98,8 @@ class Mask:
 
     @staticmethod
     def intervals(first: Tensor, last: Tensor) -> Mask:
-        """Any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along Tq; last
-        < first sees nothing.
+        """Return any intervals: `first`, `last` (B or 1, Tq) integers, both non-decreasing along
+        Tq; a query with last < first sees nothing.
         """
         if first.shape != last.shape or first.ndim != 2:
             raise ValueError(
@@ -116,13 +116,13 @@ class Mask:
 
     @staticmethod
     def bound(first: Tensor, last: Tensor, keys: int) -> Mask:
-        """Intervals (B or 1, Tq) int32 among so many `keys`, already bound: a shard of a mask."""
+        """Return bound intervals (B or 1, Tq) int32 among so many `keys`: a shard of a mask."""
         first, last = first.contiguous(), last.contiguous()
         qfirst, qlast = _transposed(first, last, keys)
         return Mask("intervals", first=first, last=last, qfirst=qfirst, qlast=qlast)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Mask:
-        """The same mask with its tensors on `device`."""
+        """Return the mask with its tensors on `device`."""
         if torch.device(device).type == "cpu":
             non_blocking = False  # nothing on a CPU waits for the copy
         names = ("doc_ids", "first", "last", "qfirst", "qlast", "offsets")
@@ -135,11 +135,11 @@ class Mask:
         return replace(self, **moved, cache={})
 
     def windowed(self, window: int) -> Mask:
-        """The same mask where a query sees at most the last `window` of its keys, its own among
-        them; waits for nothing.
+        """Return the mask with each query limited to the last `window` of its keys, its own among
+        them; wait for nothing.
 
-        Raises ValueError for full attention, and for free intervals, in which the last key need not
-        be the query's own.
+        Raises ValueError for full attention and for free intervals: their last key need not be the
+        query's own.
         """
         window = _checked(window) or window
         if self.kind not in ("causal", "documents"):
@@ -159,9 +159,9 @@ class Mask:
         return replace(self, window=window, visible=-1, first=first, qlast=qlast, cache={})
 
     def padded(self, T: int, N: int) -> Mask:
-        """The same mask with N - T tokens more at the end of each row, which no other token sees.
+        """Return the mask with N - T tokens more at the end of each row, which no other token sees.
 
-        What they see has no meaning.
+        Their own outputs have no meaning.
         """
         if N == T:
             return self
@@ -177,10 +177,10 @@ class Mask:
         return Mask.intervals(*(torch.cat([x, x[:, -1:].expand(-1, N - T)], 1) for x in ends))
 
     def bind(self, B: int, Tq: int, Tk: int, device: torch.device | str) -> Mask:
-        """The mask with its O(T) interval tensors on `device`; call it once per batch, outside a
-        compiled region.
+        """Return the mask with its O(T) interval tensors on `device`; call it once per batch,
+        outside a compiled region.
 
-        Raises ValueError where the mask was made for another batch size or length.
+        Raises ValueError if the mask was made for another batch size or length.
         """
         if self.qfirst is not None:
             self._check_shape(B, Tq, Tk)
@@ -191,18 +191,18 @@ class Mask:
         return replace(mask, first=first, last=last, qfirst=qfirst, qlast=qlast, cache={})
 
     def exchanged(self, exchange: Exchange) -> Mask:
-        """The same mask for attention after `exchange`."""
+        """Return the mask for attention after `exchange`."""
         return replace(self, exchange=exchange, cache={})
 
     def positions(self, B: int, T: int, device: torch.device | str) -> Tensor:
-        """(B, T) int64: the place of each token in its own document, counted from 0."""
+        """Return (B, T) int64: each token's position in its own document, counted from 0."""
         i = torch.arange(T, device=device)
         if self.doc_ids is None:
             return i.expand(B, T)
         return i - _document_starts(self.doc_ids.to(device))
 
     def pairs(self, B: int, Tq: int, Tk: int) -> int:
-        """Visible (query, key) pairs of one head, over all B rows."""
+        """Count the visible (query, key) pairs of one head, over all B rows."""
         if self.kind == "full":
             return B * Tq * Tk
         if self.kind == "documents":
@@ -233,7 +233,7 @@ class Mask:
             raise ValueError(f"mask is bound to {self.qfirst.shape[1]} keys, not to Tk={Tk}")
 
     def _queries(self, B: int, Tq: int, Tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """first, last (B or 1, Tq) int32, clipped so that both stay inside -1 .. Tk."""
+        """Return first, last (B or 1, Tq) int32, clipped to -1 .. Tk."""
         self._check_shape(B, Tq, Tk)
         if self.kind == "intervals":
             assert self.first is not None and self.last is not None
@@ -253,7 +253,7 @@ class Mask:
 
 
 def _checked(window: int | None) -> int | None:
-    """The window, no longer than any row; ValueError for what is no number of keys."""
+    """Return the window, no longer than any row; ValueError unless it is a number of keys."""
     if window is None:
         return None
     if not isinstance(window, Integral) or window < 1:
@@ -265,7 +265,7 @@ def _checked(window: int | None) -> int | None:
 
 
 def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:
-    """qfirst, qlast (B or 1, Tk): the queries that see each key."""
+    """Return qfirst, qlast (B or 1, Tk): the queries that see each key."""
     keys = torch.arange(Tk, device=first.device, dtype=torch.int32)
     keys = keys.expand(first.shape[0], Tk).contiguous()
     qfirst = torch.searchsorted(last, keys, right=False, out_int32=True)
@@ -274,14 +274,14 @@ def _transposed(first: Tensor, last: Tensor, Tk: int) -> tuple[Tensor, Tensor]:
 
 
 def _document_starts(doc_ids: Tensor) -> Tensor:
-    """(B, T) int64: index in the row of the first token of each token's document."""
+    """Return (B, T) int64: the row index of the first token of each token's document."""
     ids = doc_ids.contiguous()
     return torch.searchsorted(ids, ids)
 
 
 def causal_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """Pairs that causal attention sees in sequences of these lengths: a triangle, or a band of
-    `window` keys.
+    """Count the pairs of causal attention in sequences of these lengths: a triangle, or a band
+    of `window` keys.
     """
     w = lengths if window is None else lengths.clamp(max=window)
     return w * (w + 1) // 2 + (lengths - w) * w

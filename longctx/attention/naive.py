@@ -1,7 +1,7 @@
 """naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
 
 The oracle of the others. `cached_attention` is the same formula for one new token per sequence over
-the keys and values of those before it; on a GPU a Triton kernel splits the keys instead
+a cache of keys and values; on a GPU a Triton kernel splits the keys instead
 (kernels/attention/decoding.py).
 """
 
@@ -53,16 +53,14 @@ class Naive(Backend):
 
 
 def visible(mask: Mask, Tk: int) -> Tensor:
-    """(B or 1, 1, Tq, Tk) bool of a bound mask."""
+    """Return (B or 1, 1, Tq, Tk) bool of a bound mask."""
     assert mask.first is not None and mask.last is not None
     j = torch.arange(Tk, device=mask.first.device)
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
 
 
 class Visible(NamedTuple):
-    """The keys that the new token of each row sees: first .. last (B,) int32 of the `keys` that any
-    of them may see.
-    """
+    """Visible keys of each row's new token: first .. last (B,) int32; no row sees beyond `keys`."""
 
     first: Tensor
     last: Tensor
@@ -78,7 +76,7 @@ def decode_kernel(
 ) -> str:
     """Return "triton" or "torch", as `name` asks; auto is triton on a GPU, torch with a softcap.
 
-    Raises ValueError, saying what to use instead, if the kernel cannot serve such tensors here.
+    Raises ValueError with a remedy if the kernel cannot serve such tensors here.
     """
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
@@ -113,7 +111,7 @@ def cached_attention(
 ) -> Tensor:
     """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
 
-    `kernel` is what `decode_kernel` returned. Scores are divided by sqrt(D).
+    `kernel` is as `decode_kernel` returned it. Scores are divided by sqrt(D).
     """
     scale = q.shape[-1] ** -0.5
     if kernel == "triton":

@@ -1,7 +1,7 @@
 """The registry of attention backends, and the two ways to call one.
 
 A backend is a file of this package, or any module outside it, that registers a `Backend`. Nothing
-falls back: the backend that was asked for runs, or a ValueError says what to use instead.
+falls back: the requested backend runs, or a ValueError names another one.
 
 `attention()` checks shapes and types on every call. `Attention` is for a layer that calls the same
 backend in every step: it looks up the backend and its options once.
@@ -47,8 +47,8 @@ class Request(NamedTuple):
 class Backend(ABC):
     """One way to compute attention; `refusal` and `run` are all that a backend needs.
 
-    `description` answers those who plan, check or lock a run; the default says little, and costs
-    are predicted as if a fused kernel of others ran.
+    `description` answers planner, checks and kernel lock; the default predicts the costs of a fused
+    kernel.
     """
 
     description = Description()
@@ -57,7 +57,7 @@ class Backend(ABC):
     def refusal(self, request: Request) -> str | None:
         """Return why this backend cannot serve the request and what to use instead, or None.
 
-        Of a mask only its kind and window may count: `Attention` remembers the answer for both.
+        The answer may depend on the mask's kind and window alone: `Attention` remembers it.
         """
 
     @abstractmethod
@@ -97,7 +97,7 @@ _ran: dict[str, str] = {}
 def register(name: str, backend: Backend) -> None:
     """Make `backend` available as `attention(..., backend=name)`.
 
-    Raises ValueError if the name is taken, TypeError for what is no `Backend`.
+    Raises ValueError if the name is taken, TypeError unless `backend` is a `Backend`.
     """
     if not isinstance(backend, Backend):
         raise TypeError(f"attention backend {name!r} must derive from longctx.attention.Backend")
@@ -117,7 +117,7 @@ def load_backends() -> None:
 
 
 def registered() -> dict[str, Backend]:
-    """Return name → backend, also of those that do not run here."""
+    """Return name → backend, whether it runs here or not."""
     load_backends()
     return dict(_backends)
 
@@ -173,7 +173,7 @@ class Attention:
         self.softcap = softcap
         self.backend = _lookup(backend, self.options)
         self.description = DESCRIPTIONS[backend]
-        # what `run` and `backward` of the backend are called with
+        # arguments of the backend's `run` and `backward`
         self._arguments = self.options | ({} if softcap is None else {"softcap": softcap})
         self._served: set[tuple[Any, ...]] = set()
 
@@ -189,8 +189,8 @@ class Attention:
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32; see `attention`.
 
-        If ranks share sequences, q, k, v and out have this rank's tokens. Mask and lse are those of
-        attention after the mask's exchange.
+        If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
+        attention after the exchange.
         """
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
@@ -310,14 +310,14 @@ def attention(
     `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. Autocast casts the inputs first.
 
     With `return_lse` also the log-sum-exp of each query's scores, (B, Hq, Tq) float32, natural log.
-    Its gradient flows in naive, flash and flex and is not defined in sdpa and flash_attn. A query
-    that sees nothing gets output 0, lse -inf and zero gradients.
+    Its gradient flows in naive, flash and flex, not in sdpa and flash_attn. A query that sees
+    nothing gets output 0, lse -inf and zero gradients.
 
     `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
     gpt-oss; the lse then includes it. If gradients are wanted the backend's lse must have one.
     `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
 
-    Raises ValueError for shapes that do not fit and for a backend that cannot do what is asked.
+    Raises ValueError for wrong shapes and for requests that the backend cannot serve.
     """
     _check_inputs(q, k, v, scale=scale, softcap=softcap)
     if mask is None:
@@ -327,7 +327,7 @@ def attention(
             f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
             "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
         )
-    # calls without options share an Attention, which remembers what it may serve
+    # calls without options share an Attention and its answers
     if options or torch.compiler.is_compiling() or backend not in _backends:
         caller = Attention(backend, options, scale, softcap)
     else:
@@ -361,8 +361,8 @@ def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
     """Return `mask` bound to q (B, Tq, Hq, D) and so many keys.
 
     Binding launches several small kernels, and callers of `attention()` with a causal or full mask
-    would pay for them in every call. Such masks depend on lengths alone, so that the last ones are
-    reused: on the same stream, since other streams do not wait for those kernels.
+    would pay for them in every call. Such masks depend on lengths alone, so the last ones are
+    reused, on the same stream: other streams do not wait for those kernels.
     """
     is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
     if not (reuses and is_plain and unobserved(q)):
@@ -406,8 +406,8 @@ def _record(backend: str, kernel: str) -> None:
     _ran[backend] = kernel
 
 
-# What torch.compiler.assume_constant_result does, which would import torch's compiler: as long
-# again as torch itself takes, at every start.
+# As torch.compiler.assume_constant_result does, without importing torch's compiler: that takes as
+# long as importing torch.
 _record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -455,10 +455,10 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, D) and lse (B, H, T) of attention with `sinks` (H,), from those without.
+    """Return out (B, T, H, D) and lse (B, H, T) with `sinks` (H,), from out and lse without.
 
-    As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, for
-    attention without them gives all that is needed: with its out o and lse,
+    As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, since
+    o and lse of attention without them suffice:
 
         lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse') = o · sigmoid(lse - sink)
 

@@ -1,8 +1,9 @@
-"""sdpa: torch's fused kernels, of which we pin the one that runs.
+"""sdpa: torch's fused kernels, each pinned by name.
 
 On a GPU: FlashAttention-2 (`aten::_flash_attention_forward`, the kernel under torch's varlen
-attention, which packed documents use), or cuDNN for whole causal or full rows where it is right and
-faster. On a CPU: torch's fused CPU kernel (sdpa_cpu.py). No N×N mask is ever built.
+attention, for packed documents), or cuDNN for whole causal or full sequences if it is right and
+faster. On a CPU: torch's fused CPU kernel, document by document, or by tiles of queries. No N×N
+mask is ever built.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from torch import Tensor
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Request, register
+from longctx.kernels.attention.tiled import fused_documents
+
+CPU_TILE = 512  # queries
 
 
 class Sdpa(Backend):
-    """`kernel`, for GPUs only: auto (cuDNN where right and faster, else flash), flash or cudnn."""
+    """`kernel`, for GPUs only: auto (cuDNN if right and faster, else flash), flash or cudnn."""
 
     description = DESCRIPTIONS["sdpa"]
 
@@ -39,10 +43,11 @@ class Sdpa(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         if not q.is_cuda:
-            from longctx.kernels.attention import sdpa_cpu
-
-            assert mask.first is not None and mask.last is not None
-            return *sdpa_cpu.attend(q, k, v, mask.first, mask.last, scale), "torch CPU flash"
+            # document lengths are data: the compiler would compile each of them
+            on_cpu = _attend_on_cpu
+            if torch.compiler.is_compiling():
+                on_cpu = torch.compiler.disable(_attend_on_cpu)
+            return *on_cpu(q, k, v, mask, scale), "torch CPU flash"
         deterministic = torch.are_deterministic_algorithms_enabled()
         request = Request(q.device, q.dtype, q.shape[3], mask, deterministic=deterministic)
         q, k, v = aligned(q), aligned(k), aligned(v)
@@ -66,7 +71,7 @@ class Sdpa(Backend):
 
 
 def beyond_flash_attention(request: Request) -> str | None:
-    """Why neither torch's nor the user's FlashAttention serves the request, or None."""
+    """Return why neither torch's nor the user's FlashAttention serves the request, or None."""
     if request.dtype not in (torch.bfloat16, torch.float16):
         return (
             f"it takes bf16 and fp16, not {request.dtype}; use precision=bf16, or attention=flash"
@@ -84,8 +89,9 @@ def beyond_flash_attention(request: Request) -> str | None:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x (B, T, H, D), or a copy of it where the 16 bytes that these kernels load at once would not
-    begin at a multiple of 16. Inside compiled code they do.
+    """Return x (B, T, H, D), or a copy if its 16-byte loads would not begin at multiples of 16.
+
+    Compiled code aligns its tensors by itself.
     """
     if torch.compiler.is_compiling():
         return x
@@ -116,7 +122,7 @@ def _not_cudnn(request: Request) -> str | None:
 
 
 def _largest_head_of_cudnn(device: torch.device) -> int:
-    """0: not on this GPU. As torch has it: pytorch#161210."""
+    """Return the largest head size, as torch has it (pytorch#161210); 0 if this GPU has none."""
     if torch.version.hip is not None:
         return 0
     capability = torch.cuda.get_device_capability(device)
@@ -153,8 +159,63 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[T
         q, k, v, None, None, Tq, k.shape[1], 0.0, causal and left < 0, False, scale=scale, **window
     )
     lse = lse.detach()
-    # It gives rows that see nothing an lse of +inf.
+    # it gives queries that see nothing an lse of +inf
     return out, lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def _attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse under any mask, by torch's fused CPU kernel."""
+    assert mask.first is not None and mask.last is not None
+    outs, lses = [], []
+    for b in range(q.shape[0]):
+        qb, kb, vb = (x[b : b + 1] for x in (q, k, v))
+        first, last = mask.first[b % mask.first.shape[0]], mask.last[b % mask.last.shape[0]]
+        documents = fused_documents(first, last, k.shape[1])
+        parts = []
+        if documents is None:
+            # windows, and Tq ≠ Tk
+            for i in range(0, len(first), CPU_TILE):
+                rows = slice(i, i + CPU_TILE)
+                parts.append(_cpu_tile(qb[:, rows], kb, vb, first[rows], last[rows], scale))
+        else:
+            for start, end, causal in documents:
+                keys = slice(start, end) if causal else slice(None)
+                tensors = qb[:, start:end], kb[:, keys], vb[:, keys]
+                parts.append(_fused_on_cpu(*tensors, causal, None, scale))
+        outs.append(torch.cat([out for out, _ in parts], 1))
+        lses.append(torch.cat([lse for _, lse in parts], 2))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _fused_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of (1, T, H, D), heads of k and v repeated for their group."""
+    group = q.shape[2] // k.shape[2]
+    wide = q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in wide), is_causal=causal, attn_mask=bias, scale=scale
+    )
+    return out.transpose(1, 2), lse.detach().float()
+
+
+def _cpu_tile(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of a tile of queries, with a (queries, keys) bias for its mask."""
+    # the keys that any query of the tile sees, one at least
+    begin = min(int(first[0]), k.shape[1] - 1)
+    end = max(int(last[-1]), begin) + 1
+    key = torch.arange(begin, end)
+    visible = (key >= first[:, None]) & (key <= last[:, None])
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    # 0 · NaN of a query that sees nothing would reach dk and dv
+    sees = visible.any(-1)
+    queries = torch.where(sees[:, None, None], q, 0)
+    out, lse = _fused_on_cpu(queries, k[:, begin:end], v[:, begin:end], False, bias, scale)
+    return torch.where(sees[:, None, None], out, 0), lse.masked_fill(~sees, float("-inf"))
 
 
 register("sdpa", Sdpa())

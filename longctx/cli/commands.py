@@ -284,7 +284,7 @@ def _generate(argv: list[str]) -> int:
     if chosen.device != "cpu":
         hardware.start_gpu(0)
     with libraries():
-        from longctx.generation.generate import generate
+        from longctx.generation import generate
     return generate(chosen)
 
 
@@ -381,9 +381,9 @@ def _export(argv: list[str]) -> None:
 def _show_kernels(argv: list[str]) -> None:
     chosen = options(command_config.ShowOptions, argv)
     with libraries():
-        from longctx.kernels.attention.show import run
+        from longctx.training.kernel_lock import show
 
-    run(chosen)
+    show(chosen)
 
 
 COMMANDS: dict[str, Command] = {

@@ -42,6 +42,11 @@ class GPTConfig:
         None,
         "layers that have the window, the first is 0; null: all",
     )
+    norms: str = key(
+        "pre",
+        "of a block: pre: before attention and MLP; sandwich: after them too, as in Gemma 2",
+        choices=("pre", "sandwich"),
+    )
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
     tied: bool = key(True, "the output head is the embedding")
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
@@ -89,16 +94,25 @@ class GPTConfig:
             rope=rope,
             rotates=layer not in self.nope_layers,
         )
+        mlp = FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias)
+        attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
+        if self.norms == "pre":
+            mlp_norm = Norm("mlp_norm", "post_attention_layernorm", C, eps)
+            return Block(attention_norm, attention, mlp_norm, mlp)
         return Block(
-            Norm("attention_norm", "input_layernorm", C, eps),
+            attention_norm,
             attention,
-            Norm("mlp_norm", "post_attention_layernorm", C, eps),
-            FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias),
+            Norm("mlp_norm", "pre_feedforward_layernorm", C, eps),
+            mlp,
+            attention_out_norm=Norm("attention_out_norm", "post_attention_layernorm", C, eps),
+            mlp_out_norm=Norm("mlp_out_norm", "post_feedforward_layernorm", C, eps),
         )
 
     def blocks(self) -> list[Block]:
-        """Return the parts of every block."""
-        return [self.block(layer) for layer in range(self.layers)]
+        """Return the parts of every block; layers that are alike share one value."""
+        kinds = [(self.window_of(n), n in self.nope_layers) for n in range(self.layers)]
+        made = {kind: self.block(kinds.index(kind)) for kind in set(kinds)}
+        return [made[kind] for kind in kinds]
 
     def ropes(self) -> list[Rope]:
         """Return the rotary positions of its layers, each once."""
@@ -172,7 +186,7 @@ class GPTConfig:
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once; ValueError without vocab_size."""
         embedding = self._known_vocab_size() * self.channels
-        blocks = sum(block.parameters() for block in self.blocks())
+        blocks = sum(block.parameters for block in self.blocks())
         return embedding * (1 if self.tied else 2) + blocks + self.channels
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
@@ -191,7 +205,7 @@ class GPTConfig:
         return self.vocab_size
 
 
-LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears().values())
+LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.values())
 
 
 @dataclass
@@ -228,6 +242,6 @@ class LoraConfig:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
         if self.rank is None:
             return 0
-        linears = [linear for block in model.blocks() for linear in block.linears().values()]
+        linears = [linear for block in model.blocks() for linear in block.linears.values()]
         sizes = [x.columns + x.outputs for x in linears if x.name in self.targets]
         return self.rank * sum(sizes)

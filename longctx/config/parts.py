@@ -13,6 +13,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 FP32 = 4  # bytes of a number
@@ -75,23 +76,26 @@ class Part:
     size: int  # hidden size of the residual stream
     module: ClassVar[str]  # the class that computes it, given the part first
 
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """Return its linear layers, in the order of its module."""
+        """Its linear layers, in the order of its module."""
         return ()
 
+    @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        """Return name and size of its other parameters."""
+        """Name and size of its other parameters."""
         return ()
 
+    @cached_property
     def parameters(self) -> int:
-        """Return the number of its parameters."""
-        vectors = sum(size for _, size in self.vectors())
-        return vectors + sum(linear.parameters for linear in self.linears())
+        """Number of its parameters."""
+        vectors = sum(size for _, size in self.vectors)
+        return vectors + sum(linear.parameters for linear in self.linears)
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         """Yield its tensors: in layer `theirs` of a Hugging Face folder, in block `ours` here."""
         theirs, ours = f"{theirs}.{self.folder}", f"{ours}.{self.name}"
-        for linear in self.linears():
+        for linear in self.linears:
             first = 0
             for tensor, rows in zip(linear.tensors, linear.rows, strict=True):
                 source, target = f"{theirs}.{tensor}", f"{ours}.{linear.name}"
@@ -99,7 +103,7 @@ class Part:
                 if linear.has_bias:
                     yield Piece(f"{source}.bias", f"{target}.bias", first, (rows,))
                 first += rows
-        for name, size in self.vectors():
+        for name, size in self.vectors:
             yield Piece(f"{theirs}.{name}", f"{ours}.{name}", 0, (size,))
 
     def build(self, *arguments: Any) -> Any:
@@ -114,6 +118,7 @@ class Norm(Part):
     eps: float
     module = "longctx.model.layers.StreamNorm"
 
+    @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         return (("weight", self.size),)
 
@@ -156,6 +161,7 @@ class Attention(Part):
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_size
 
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
         projections = ("q_proj", "k_proj", "v_proj")
@@ -164,6 +170,7 @@ class Attention(Part):
             Linear("out", ("o_proj",), (C,), q, self.out_bias, into_residual=True),
         )
 
+    @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         names = () if self.norm_eps is None else ("q_norm.weight", "k_norm.weight")
         return tuple((name, self.head_size) for name in names)
@@ -183,13 +190,13 @@ class Attention(Part):
 
     def saved(self, p: Pass) -> float:
         """Return the bytes saved for backward up to its output, which is one of them."""
-        return p.attention + p.weight_copy * self.linears()[0].weights
+        return p.attention + p.weight_copy * self.linears[0].weights
 
     def saved_after(self, p: Pass) -> int:
         """Return the bytes saved for the projection of its output, which is one of them."""
         in_fp8 = p.fp8_input * self.query_size * p.tokens
         return (
-            p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * self.linears()[1].weights
+            p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * self.linears[1].weights
         )
 
 
@@ -201,6 +208,7 @@ class FeedForward(Part):
     has_bias: bool
     module = "longctx.model.layers.SwiGLU"
 
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         C, F = self.size, self.inner
         return (
@@ -211,7 +219,7 @@ class FeedForward(Part):
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up, and their product unless fused."""
         inner = (2 if p.is_fused else 3) * self.inner
-        weights = sum(linear.weights for linear in self.linears())
+        weights = sum(linear.weights for linear in self.linears)
         return p.activation * inner * p.tokens + p.weight_copy * weights
 
     def backward(self, p: Pass) -> int:
@@ -236,34 +244,41 @@ class FeedForward(Part):
 
 @dataclass(frozen=True)
 class Block:
-    """A transformer block: norm, attention, norm, feed-forward, with two residual additions."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     attention_norm: Norm
     attention: Attention
     mlp_norm: Norm
     mlp: FeedForward
+    # of what attention and MLP add to the residual stream, if it is normalized
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
 
     def parts(self) -> tuple[Part, ...]:
         """Return the parts in the order in which they compute."""
-        return self.attention_norm, self.attention, self.mlp_norm, self.mlp
+        of_attention = self.attention_norm, self.attention, self.attention_out_norm
+        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm
+        return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
 
+    @cached_property
     def linears(self) -> dict[str, Linear]:
-        """Return every linear layer by the path of its module in the block."""
-        return {f"{part.name}.{x.name}": x for part in self.parts() for x in part.linears()}
+        """Every linear layer by the path of its module in the block."""
+        return {f"{part.name}.{x.name}": x for part in self.parts() for x in part.linears}
 
+    @cached_property
     def parameters(self) -> int:
-        """Return the number of parameters."""
-        return sum(part.parameters() for part in self.parts())
+        """Number of parameters."""
+        return sum(part.parameters for part in self.parts())
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """Weights of all linear layers."""
-        return sum(linear.weights for linear in self.linears().values())
+        return sum(linear.weights for linear in self.linears.values())
 
-    @property
+    @cached_property
     def weights_after(self) -> int:
         """Weights of the linear layers after attention, where recompute=mlp begins."""
-        return self.weights - self.attention.linears()[0].weights
+        return self.weights - self.attention.linears[0].weights
 
     def saved(self, p: Pass, keeps_input: bool = True) -> float:
         """Return the bytes that the block saves for backward."""
@@ -273,15 +288,24 @@ class Block:
         saved = stream + self.attention_norm.saved(p) + self.attention.saved(p)
         if p.recompute == "mlp":
             return saved
-        return saved + self.attention.saved_after(p) + self.mlp_norm.saved(p) + self.mlp.saved(p)
+        saved += self.attention.saved_after(p) + self.mlp_norm.saved(p) + self.mlp.saved(p)
+        if self.attention_out_norm is not None:  # its input is attention's projection
+            saved += FP32 * p.tokens
+        if self.mlp_out_norm is not None:  # its input, and 1 / rms
+            saved += stream + FP32 * p.tokens
+        return saved
 
     def mlp_backward(self, p: Pass) -> int:
         """Return the bytes that the backward of the part after attention takes, at its peak."""
         e, C, q, n = p.activation, self.mlp.size, self.attention.query_size, p.tile
         needed = e * C * p.tokens + self.mlp.backward(p)  # the gradient that comes in
+        if self.mlp_out_norm is not None:  # the gradient of its input too
+            needed += e * C * (p.tokens if p.recompute == "none" else n)
         if p.recompute == "none":
             return needed + p.fp8_input * C * p.tokens  # transposed in FP8
         needed += 3 * e * C * n  # projection, norm, output
+        for out_norm in (self.attention_out_norm, self.mlp_out_norm):
+            needed += 0 if out_norm is None else e * C * n
         if p.fp8_input:
             needed += p.fp8_input * (C + q) * n - (e - p.fp8_input) * C * n
         needed += p.weight_copy * self.weights_after
@@ -292,8 +316,10 @@ class Block:
 
     def freed_after_mlp(self, p: Pass) -> int:
         """Return the saved bytes that are freed before attention's backward."""
-        norm = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
-        return self.mlp.saved(p) + norm + p.fp8_input * self.attention.query_size * p.tokens
+        C, q = self.mlp.size, self.attention.query_size
+        each = (p.fp8_input or p.activation) * C + p.fp8_input * q  # the norm, attention's output
+        each += 0 if self.mlp_out_norm is None else p.activation * C
+        return self.mlp.saved(p) + each * p.tokens
 
     def attention_backward(self, p: Pass) -> int:
         """Return the bytes of attention's backward next to what its kernel takes."""
@@ -314,7 +340,8 @@ class Block:
     def forward(self, p: Pass) -> int:
         """Return the bytes of a forward without gradients; p.tile tokens at a time in the MLP."""
         C, q = self.mlp.size, self.attention.query_size
-        return p.activation * ((2 * C + q) * p.tokens + 2 * C * p.tile) + self.mlp.forward(p)
+        in_tile = 2 * C if self.mlp_out_norm is None else 3 * C
+        return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + self.mlp.forward(p)
 
     def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
         """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.

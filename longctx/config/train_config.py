@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
+from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import check, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
@@ -93,7 +94,12 @@ class TrainConfig:
         "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
         between=(0.0, 10.0),
     )
-    min_lr: float = key(0.1, "end of the cosine, as a share of lr", between=(0.0, 1.0))
+    lr_schedule: str = key(
+        "cosine",
+        "the rate after the warm-up: cosine, linear: falls to min_lr · lr | constant",
+        choices=SCHEDULES,
+    )
+    min_lr: float = key(0.1, "rate of the last step, as a share of lr", between=(0.0, 1.0))
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
     )
@@ -102,7 +108,7 @@ class TrainConfig:
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
-    objective: str = key("cross_entropy", "what a step minimizes", choices=("cross_entropy",))
+    objective: str = key("cross_entropy", "what a step minimizes", choices=OBJECTIVES)
     spike: str = key(
         "flag",
         "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",

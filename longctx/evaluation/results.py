@@ -27,6 +27,7 @@ from longctx.runs.tracking import log_evaluation, wandb_mode
 
 SHOWN = 3  # documents in each group of a long table
 GAINS_SHOWN = 5
+LONG_TEXTS = ("in its text", "document")  # headings of columns
 Content = dict[str, Any]
 
 
@@ -59,16 +60,14 @@ def show(content: Content) -> None:
     elif "kinds" in content:
         show_passkeys(content)
     elif "results" in content:
-        rows = [
-            (task, metric, f"{value:,.4f}", "" if error is None else f"{error:,.4f}")
-            for task, metric, value, error in evaluations.task_scores(content["results"])
-        ]
-        headings = ["task", "metric", "value", "± standard error"]
-        tables.show(table("lm-evaluation-harness", headings, rows, left=2), keys=2)
+        scores = evaluations.task_scores(content["results"])
+        columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
+        columns["± standard error"] = "{error:,.4f}"
+        rows = [score._asdict() for score in scores]
+        tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
     else:
         for view in perplexity_tables(content):
-            if view.row_count:
-                tables.show(view)
+            tables.show(view)
         speed, memory = content["tokens_per_second"], content["memory_peak_gib"]
         parts = [f"{content['seconds']:,.1f} s"]
         parts += [f"{speed:,.0f} tokens/s through the model after the first batch"] if speed else []
@@ -76,62 +75,55 @@ def show(content: Content) -> None:
         print(", ".join(parts))
 
 
-def table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]] = (), left: int = 0
-) -> Table:
-    """Return a table of `rows`; the first `left` columns are text, and numbers are to the right."""
+def table(title: str, columns: dict[str, str], rows: Iterable[Content] = ()) -> Table:
+    """Return a table of `rows`; `columns` are headings with the format of their cells."""
     view = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        is_text = number < left or heading in ("in its text", "document")
-        # Only long texts are broken into lines.
-        overflow: Any = "fold" if heading in ("in its text", "document") else "ellipsis"
+    for heading in columns:
+        # Only long texts are broken into lines. Numbers are on the right.
+        overflow: Any = "fold" if heading in LONG_TEXTS else "ellipsis"
+        is_text = heading in (*LONG_TEXTS, "task", "metric")
         view.add_column(heading, justify="left" if is_text else "right", overflow=overflow)
     for row in rows:
-        view.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        view.add_row(*cells(columns, row))
     return view
+
+
+def cells(columns: dict[str, str], row: Content) -> list[Text]:
+    """Return the cells of a row, empty for a number that is missing."""
+    numbers = {key: math.nan if value is None else value for key, value in row.items()}
+    texts = (form.format(**numbers) for form in columns.values())
+    return [Text("" if text == "nan" else text) for text in texts]
 
 
 def perplexity_tables(content: Content) -> list[Table]:
     """Return documents, loss by position, loss over context, and the tokens that gain most."""
     positions, contexts = content["by_position"], content["by_context"]
-    documents = positions[0]["tokens"] if positions else 0
-    by_position = table(
-        f"loss by position, {documents:,} documents",
-        ["tokens before", "tokens", "loss"],
-        [
-            (
-                f"{row['first']:,} – {row['last']:,}" if row["last"] > 1 else "1",
-                f"{row['tokens']:,}",
-                f"{row['loss']:.4f}",
-            )
-            for row in positions
-        ],
-    )
-    if not contexts:
-        return [documents_table(content), by_position]
-    shortest, longest = contexts[0], contexts[-1]
-    by_context = table(
-        f"the same {longest['tokens']:,} tokens of {longest['documents']:,} documents",
-        ["context", "loss", "perplexity", "gain (nats)"],
-        [
-            (
-                f"{row['context']:,}",
-                f"{row['loss']:.4f}",
-                f"{row['perplexity']:,.3f}",
-                f"{row['gain']:.4f}",
-            )
-            for row in contexts
-        ],
-    )
-    gains = table(
-        f"gain most from {shortest['context']:,} → {longest['context']:,} tokens of context",
-        ["loss", "", "in its text", "document"],
-        [
-            (f"{row['short']:.2f}", f"→ {row['long']:.2f}", in_text(row), row["document"])
-            for row in content["gains"][:GAINS_SHOWN]
-        ],
-    )
-    return [documents_table(content), by_position, by_context, gains]
+    views = [documents_table(content)]
+    if positions:
+        rows = [row | {"span": f"{row['first']:,} – {row['last']:,}"} for row in positions]
+        rows[0]["span"] = "1"
+        title = f"loss by position, {positions[0]['tokens']:,} documents"
+        columns = {"tokens before": "{span}", "tokens": "{tokens:,}", "loss": "{loss:.4f}"}
+        views.append(table(title, columns, rows))
+    if contexts:
+        shortest, longest = contexts[0]["context"], contexts[-1]["context"]
+        title = "the same {tokens:,} tokens of {documents:,} documents".format(**contexts[0])
+        columns = {
+            "context": "{context:,}",
+            "loss": "{loss:.4f}",
+            "perplexity": "{perplexity:,.3f}",
+            "gain (nats)": "{gain:.4f}",
+        }
+        views.append(table(title, columns, contexts))
+    if content["gains"]:
+        title = f"gain most from {shortest:,} → {longest:,} tokens of context"
+        columns = {"loss": "{short:.2f}", "": "→ {long:.2f}", "in its text": "", "document": ""}
+        view = table(title, columns)
+        for row in content["gains"][:GAINS_SHOWN]:
+            short, long, *_ = cells(columns, row)
+            view.add_row(short, long, in_text(row), Text(row["document"]))
+        views.append(view)
+    return views
 
 
 def in_text(gain: Content) -> Text:
@@ -142,8 +134,15 @@ def in_text(gain: Content) -> Text:
 
 def documents_table(content: Content) -> Table:
     """Return every document, or the longest, best and worst of many, and the sums over all."""
-    headings = ["document", "tokens", "bytes", "perplexity", "word perplexity", "bits per byte"]
-    view = table(f"context {content['context']:,}, stride {content['stride']:,}", headings)
+    columns = {
+        "document": "{name}",
+        "tokens": "{tokens:,}",
+        "bytes": "{bytes:,}",
+        "perplexity": "{perplexity:,.3f}",
+        "word perplexity": "{word_perplexity:,.4g}",
+        "bits per byte": "{bits_per_byte:.4f}",
+    }
+    view = table(f"context {content['context']:,}, stride {content['stride']:,}", columns)
     scored = [row for row in content["documents"] if row["tokens"]]
     by_perplexity = sorted(scored, key=lambda row: row["perplexity"])
     groups = {"": by_perplexity}
@@ -157,55 +156,41 @@ def documents_table(content: Content) -> Table:
         if heading:
             view.add_row(Text(heading, "dim"))
         for row in rows:
-            view.add_row(*_document_cells(row))
+            view.add_row(*cells(columns, row))
         view.add_section()
     total = content["total"]
-    cells = _document_cells(total)
     # The standard error is of the loss, so it counts times the perplexity.
     if not math.isnan(total["standard_error"]):
-        cells[3] += f" ± {total['perplexity'] * total['standard_error']:,.3f}"
-    view.add_row(*cells, style="bold")
+        error = total["perplexity"] * total["standard_error"]
+        columns["perplexity"] += f" ± {error:,.3f}"
+    view.add_row(*cells(columns, total), style="bold")
     return view
-
-
-def _document_cells(row: Content) -> list[Any]:
-    bits, words = row["bits_per_byte"], row["word_perplexity"]
-    return [
-        row["name"],
-        f"{row['tokens']:,}",
-        f"{row['bytes']:,}",
-        f"{row['perplexity']:,.3f}",
-        "" if math.isnan(words) else f"{words:,.4g}",
-        "" if math.isnan(bits) else f"{bits:.4f}",
-    ]
 
 
 def show_passkeys(content: Content) -> None:
     """Print a table of each kind: depths down, lengths across, the share of right answers."""
     for kind, grid in content["kinds"].items():
         print(f"{kind}: right answers, by depth and tokens")
-        by_depth = zip(*grid["accuracy"], strict=True)
-        rows = [
-            [f"{depth:.0%}", *(f"{share:.0%}" for share in shares)]
-            for depth, shares in zip(grid["depths"], by_depth, strict=True)
-        ]
-        view = table("", ["depth", *(f"{length:,}" for length in grid["lengths"])], rows)
-        view.title = None
+        view = Table("depth", *(f"{length:,}" for length in grid["lengths"]))
+        for column in view.columns:
+            column.justify = "right"
+        for depth, shares in zip(grid["depths"], zip(*grid["accuracy"], strict=True), strict=True):
+            view.add_row(f"{depth:.0%}", *(f"{share:.0%}" for share in shares))
         view.add_section()
         view.add_row("mean", *(f"{fmean(shares):.0%}" for shares in grid["accuracy"]), style="bold")
         tables.show(view)
 
 
 def show_ruler(content: Content) -> None:
-    """Print a table of tasks and lengths, and what is not RULER's own data."""
+    """Print a table of tasks and lengths, and which data are not RULER's own."""
     lengths, scores = evaluations.ruler_rows(content)
-    headings = ["task", *(f"{length:,}" for length in lengths)]
-    view = table("RULER, score by task and tokens (%)", headings, left=1)
+    columns = dict.fromkeys(["task", *(f"{length:,}" for length in lengths)], "")
+    view = table("RULER, score by task and tokens (%)", columns)
     for task, shares in scores.items():
         if task == "mean":
             view.add_section()
-        cells = (f"{100 * share:.1f}" for share in shares)
-        view.add_row(task, *cells, style="bold" if task == "mean" else None)
+        percents = (f"{100 * share:.1f}" for share in shares)
+        view.add_row(Text(task), *percents, style="bold" if task == "mean" else None)
     tables.show(view)
     if any(TASKS[task].essay for task in content["ruler"]["scores"]):
         print("essays are your own text, where RULER has Paul Graham's")

@@ -1,7 +1,7 @@
 """Kernels of attention and those between the matmuls (elementwise/): the only user of Triton.
 
-What other packages call is named here, and imported when it is first asked for: planning needs no
-torch, and Triton takes about as long to import as torch.
+Other packages import these names from here. Each is imported when it is first asked for: planning
+needs no torch, and Triton takes about as long to import as torch.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import importlib.util
 from typing import Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# name → what has it, below this package
+# module → the folder that holds it
 MODULES = {
     **dict.fromkeys(("decoding", "flash_op", "launch", "relaunch", "selftest"), "attention"),
     **dict.fromkeys(("hopper_backward", "hopper_forward", "tiled"), "attention"),
@@ -19,7 +19,7 @@ MODULES = {
 MEMBERS = {
     "SelfTestFailed": "attention.selftest",
     **dict.fromkeys(("fingerprint", "machine", "sources"), "attention.fingerprint"),
-    "linear": "elementwise.linear",
+    "linear": "elementwise",
 }
 
 

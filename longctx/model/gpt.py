@@ -81,7 +81,7 @@ class GPT(nn.Module):
         into_residual = {
             f"blocks.{n}.{path}"
             for n, block in enumerate(self.config.blocks())
-            for path, linear in block.linears().items()
+            for path, linear in block.linears.items()
             if linear.into_residual
         }
         for name, module in self.named_modules():

@@ -55,7 +55,7 @@ class Linear(nn.Linear):
 
 def linears(part: parts.Part) -> list[Linear]:
     """Return new linear layers as `part` describes them."""
-    return [Linear(x.columns, x.outputs, x.has_bias) for x in part.linears()]
+    return [Linear(x.columns, x.outputs, x.has_bias) for x in part.linears]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -90,6 +90,12 @@ class StreamNorm(RMSNorm):
             return x, super().forward(x)
         assert self.eps is not None
         return rms_norm.add_and_norm(x, branch, self.weight, self.eps)
+
+
+def optional(part: parts.Part | None) -> nn.Module:
+    """Return a new module of `part`, or one that changes nothing."""
+    module: nn.Module = nn.Identity() if part is None else part.build()
+    return module
 
 
 class SelfAttention(nn.Module):
@@ -154,8 +160,12 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = block.attention_norm.build()
         self.attention = block.attention.build(backend)
+        self.attention_out_norm = optional(block.attention_out_norm)
         self.mlp_norm = block.mlp_norm.build()
         self.mlp = block.mlp.build()
+        self.mlp_out_norm = optional(block.mlp_out_norm)
+        # The gradient of a norm needs its input, so the MLP's value is computed for it.
+        self.always_needs_value = block.mlp_out_norm is not None
 
     def unshard(self) -> None:
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
@@ -172,8 +182,9 @@ class Block(nn.Module):
 
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
-        x, normed = self.mlp_norm.add_and_norm(x, self.attention.out(out.flatten(2)))
-        return x + self.mlp(normed, needs_value)
+        branch = self.attention_out_norm(self.attention.out(out.flatten(2)))
+        x, normed = self.mlp_norm.add_and_norm(x, branch)
+        return x + self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)

@@ -86,7 +86,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     assert config.rank is not None
     model.requires_grad_(False)
     for block, parts in zip(model.blocks, model.config.blocks(), strict=True):
-        for path, linear in parts.linears().items():
+        for path, linear in parts.linears.items():
             if linear.name in config.targets:
                 frozen = block.get_submodule(path)
                 added = LoraLinear(frozen, config.rank, config.scaling * config.rank)

@@ -1,5 +1,5 @@
-"""GPUs by name: their peak, their bandwidth, their memory, their links; and which one is here. Free
-of torch.
+"""GPUs by name: peak, bandwidth, memory and links; and the GPU and memory of this machine. No
+torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# What torch calls the device, the most specific name first: dense bf16 FLOP/s, bytes per second of
-# HBM, and what it sends to the others of its machine, bytes per second in one direction, by NVLink
-# or, where there is none, PCI Express; from NVIDIA's data sheets.
+# torch's name of the device, the most specific first → dense bf16 FLOP/s, bytes per second of HBM,
+# and bytes per second sent to other GPUs of its machine, by NVLink if it has that, else by PCI
+# Express; from NVIDIA's data sheets
 CHIPS = {
     "H200 NVL": (835e12, 4.8e12, 450e9),
     "H200": (989e12, 4.8e12, 450e9),
@@ -29,24 +29,22 @@ CHIPS = {
 }
 SLOWEST = min(link for _, _, link in CHIPS.values())
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
-NETWORK = 5e10  # what a GPU sends to other machines: 400 Gbit/s for each, assumed
+NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
 NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
-ASSUMED = "NVIDIA H200", 139.8  # GiB; where there is no GPU and none is named
+ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
-# What is predicted to take so many times the memory that there is, is refused. Of a training step
-# predictions are within a tenth on GPUs, of an evaluation they are rougher; on a CPU naive
-# attention took 6.1 GiB of 8.4 that were predicted.
+# A run is refused if its predicted memory is so many times the available memory. On GPUs
+# predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
+# took 6.1 GiB of 8.4 predicted.
 CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU and its links, or what is assumed of them; `flops` and `bandwidth` are None where the
-    name is not known.
-    """
+    """A GPU and its links; `flops` and `bandwidth` are None if its name is not known."""
 
     name: str
     memory: float  # bytes
@@ -57,25 +55,23 @@ class Chip:
 
     @property
     def hopper(self) -> bool:
-        """Whether it is a Hopper, for which flash has kernels of its own."""
+        """Return True for a Hopper, for which flash has kernels of its own."""
         return not HOPPERS.isdisjoint(self.name.upper().replace("-", " ").split())
 
     @property
     def fp8(self) -> bool:
-        """Whether it has FP8 matrix products, as far as its name tells."""
+        """Return True if it has FP8 matrix products, as far as its name tells."""
         return not is_named(self.name, "A100")
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors can take: CUDA's context, library workspaces and gaps between tensors
-        left out.
-        """
+        """Return the bytes left for tensors by CUDA's context, libraries and gaps."""
         return 0.985 * self.memory - 0.8 * GIB
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a run is on, as far as its decisions depend on it."""
+    """The machine of a run, as far as its decisions depend on it."""
 
     gpus: int  # that torch can use
     gpu: Chip | None  # the first of them, or this process's own
@@ -85,7 +81,7 @@ class Machine:
 
 
 def without_fp8(device: str) -> str:
-    """The mistake of asking `device` for products in FP8."""
+    """Return the message for FP8 products on a `device` without them."""
     return (
         f"precision=fp8: {device} has no FP8 matrix products, which take an NVIDIA "
         "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
@@ -93,7 +89,7 @@ def without_fp8(device: str) -> str:
 
 
 def chip(name: str, memory: float) -> Chip:
-    """The chip that torch calls `name`, with so many bytes of memory."""
+    """Return the chip that torch calls `name`, with so many bytes of memory."""
     figures = (CHIPS[of] for of in CHIPS if is_named(name, of))
     flops, bandwidth, link = next(figures, (None, None, SLOWEST))
     if is_named(name, "MIG"):  # a part of the chip
@@ -107,9 +103,7 @@ def is_named(name: str, of: str) -> bool:
 
 
 def here() -> Chip | None:
-    """The first GPU of this machine as CUDA's driver describes it; None where there is no driver or
-    no GPU.
-    """
+    """Return the first GPU of this machine, as CUDA's driver describes it, if there is one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -125,16 +119,19 @@ def here() -> Chip | None:
 
 
 def may_be_here() -> bool:
-    """Whether CUDA may find a GPU, without asking its driver, which starts it and takes seconds
-    where no other process uses it: the driver is asked only where it shows no device.
+    """Return True if CUDA may find a GPU.
+
+    The driver is asked only if its device file is missing: asking starts an idle GPU, and
+    takes seconds.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     return (CONTROL.exists() and not hidden) or here() is not None
 
 
 def start_gpu(number: int) -> None:
-    """Have CUDA's driver start GPU `number` of this machine and make the context that torch will
-    use, in the background: that needs no Python, and torch is imported meanwhile.
+    """Start GPU `number` of this machine and make torch's context on it, in the background.
+
+    CUDA's driver does that without Python, so torch is imported meanwhile.
     """
     if not CONTROL.exists():
         return
@@ -147,31 +144,29 @@ def start_gpu(number: int) -> None:
             if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
                 driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
-    # No daemon: a process that ends meanwhile waits, since a driver half begun can crash its exit
+    # no daemon: a process that ends meanwhile waits, since a driver half started can crash its exit
     threading.Thread(target=start, name="start GPU").start()
 
 
 def cores() -> int:
-    """Cores of this machine that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory() -> float:
-    """Bytes of memory that this machine has, or its control group may use, swap left out."""
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes of memory of this machine, or of its control group, without swap."""
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path, encoding="ascii") as file:
-                most = min(most, int(file.read()))
+                limit = min(limit, int(file.read()))
         except (OSError, ValueError):  # no such group, or "max"
             continue
-    return float(most)
+    return float(limit)
 
 
 def available_memory() -> float:
-    """Bytes of memory that a process could still take here without swapping: what the machine has
-    free, and what its control group leaves.
-    """
+    """Return the bytes that a process could still take without swapping, in its control group."""
     available = host_memory()
     with suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
         (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))

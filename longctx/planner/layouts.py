@@ -1,10 +1,9 @@
-"""Layouts: how the devices of a run share its model and its rows, and which way is fastest. Free of
+"""Layouts: how the devices of a run share its model and its sequences, and the fastest way. No
 torch.
 
-A layout is a strategy, a degree of context parallelism and its method. Where the request leaves
-them open they stand in one order, the plainest first: fewer devices to a row, ulysses before
-allgather, ddp before fsdp. A later one is taken only where the earlier do not fit, are slower by
-more than the prediction is sure of, or keep on the host what the later one need not.
+A layout is a strategy, a degree of context parallelism and its method. Open layouts have one order,
+the plainest first: fewer devices per sequence, ulysses before allgather, ddp before fsdp. A later
+one is chosen only if the earlier do not fit, are clearly slower, or need host memory.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ SURE = 0.95  # a speed of less than this share of another is slower
 
 
 class Choice(NamedTuple):
-    """A step whose layout is decided, and why it is this one, in a few words."""
+    """A step with its layout decided, and the reason in a few words."""
 
     workload: Workload
     reason: str
 
 
 def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
-    """`config` in every layout that it leaves open for `model`, the plainest first."""
+    """Return `config` in every layout that it leaves open for `model`, the plainest first."""
     name = config.strategy.name
     shared = [name for name in STRATEGIES if name != "none"]
     strategies = shared if name == "auto" and config.devices > 1 else [name]
@@ -46,7 +45,7 @@ def each(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
 
 
 def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False) -> Choice:
-    """The plainest of those `candidates` that fit and are about as fast as the fastest.
+    """Return the plainest candidate that fits and is about as fast as the fastest.
 
     Memory and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
     """
@@ -76,10 +75,10 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
 def longest(
     candidates: Sequence[Callable[[int], Workload]], chip: Chip, host: float, multiple: int = 128
 ) -> Workload | None:
-    """The longest rows for which one of `candidates`, tokens per row → step, fits with some memory
-    policy; None if none does.
+    """Return the step of the longest sequences that fit in one of `candidates`, or None.
 
-    All devices that share a row hold the same number of its tokens.
+    A candidate gives the step for a length. All devices that share a sequence hold the same number
+    of its tokens.
     """
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last
@@ -91,18 +90,18 @@ def longest(
 
 
 def tokens_per_second(workload: Workload, chip: Chip) -> float:
-    """Of all devices; 0 where the chip's figures are not known."""
+    """Return the speed of all devices together; 0 for an unknown chip."""
     time = fitting.seconds(workload, chip)
     return time.tokens / time.total if time is not None else 0.0
 
 
 def name_of(workload: Workload) -> str:
-    """The layout in words of the command line."""
+    """Return the layout as overrides of the command line."""
     return " ".join([workload.strategy, *context_of(workload)])
 
 
 def context_of(workload: Workload) -> list[str]:
-    """How rows are shared: context=N, and context.method=NAME where that is not ulysses."""
+    """Return context=N if ranks share sequences, with context.method=NAME unless ulysses."""
     method = workload.context_method
     shared = [f"context={workload.context}"]
     shared += [f"context.method={method}"] if method != "ulysses" else []

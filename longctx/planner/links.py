@@ -1,14 +1,13 @@
-"""Time that the devices of a run wait for one another: what they exchange for attention, and for
-weights and gradients. Free of torch.
+"""Time that devices wait for one another, for attention and for weights and gradients. No torch.
 
-The ranks of a row lie side by side, so a row of no more ranks than a machine has devices is
-exchanged over its link alone. Between machines every device has a network adapter of its own:
+Ranks that share a sequence are neighbours, so they use the link of one machine alone if they fit on
+it. Between machines every device has a network adapter of its own:
 
-    all-to-all        a device sends to each other one; what leaves the machine passes its adapter
-    gather, reduce    rings (NCCL): each passes on what it has received, and a machine's rings leave
-                      it by all its adapters together
+    all-to-all        a device sends a part to each other one, by its adapter if that is elsewhere
+    gather, reduce    rings (NCCL): each passes on the part received last, and a machine's rings
+                      leave it by all its adapters together
 
-Letters: P ranks of a row of N tokens, n = N/P; H and Hkv heads of D channels; e bytes of an
+Letters: P ranks of a sequence of N tokens, n = N/P; H and Hkv heads of D channels; e bytes of an
 activation.
 """
 
@@ -21,15 +20,16 @@ from longctx.config.parts import FP32
 from longctx.planner.hardware import Chip
 from longctx.planner.workload import Workload
 
-# Seconds from one rank of a ring to the next, inside a machine and to another: what NCCL's choice
-# of an algorithm assumes (its tuning.cc, ring, simple protocol).
+# Seconds from one rank of a ring to the next, inside a machine and to another, as NCCL assumes to
+# choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
-BEHIND = 0.8  # share of the time of blocks that compute which hides what travels meanwhile
+BEHIND = 0.8  # share of computing time that hides communication
 
 
 def attention_exchange(workload: Workload, chip: Chip) -> float:
-    """Seconds of one micro-batch, forward and backward, in which attention waits for other ranks of
-    the row; blocks cannot compute meanwhile.
+    """Return the seconds per micro-batch in which attention waits for other ranks.
+
+    Blocks cannot compute meanwhile.
     """
     if workload.context == 1:
         return 0.0
@@ -45,20 +45,19 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     n = ceil(workload.seq_len / ranks)
     q, kv = m.heads * m.head_size, 2 * m.kv_heads * m.head_size
     if exchanges_halo(workload, window):
-        # Keys and values, again in backward, and their gradients back
+        # keys and values, again in backward, and their gradients back
         assert window is not None
         sent = 3 * e * kv * (window - 1) * rows
         inside = ranks <= workload.devices_per_machine
         return sent / (chip.link if inside else chip.network)
     if workload.context_method == "allgather":
-        # K and V in forward and in backward; partial sums of their gradients in fp32
-        groups = -(
-            -m.kv_heads // allgather_group(m.kv_heads, ranks)
-        )  # of heads, one after the other
+        # k and v in forward and in backward, group of heads by group; partial sums of their
+        # gradients in fp32
+        groups = -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
         gathered = 2 * ring(e * kv * n * ranks * rows, groups, ranks, workload, chip)
         return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
-    # Forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
-    # q, k and v once more where they are computed again.
+    # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
+    # q, k and v once more if they are computed again
     kv *= kv_copies(m.heads, m.kv_heads, ranks)
     again = workload.memory.recompute == "block"
     each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
@@ -66,8 +65,9 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
 
 
 def exchanges_halo(workload: Workload, window: int | None) -> bool:
-    """Whether a layer of this `window` needs no more than the end of the rank before, and the
-    backend takes the mask that this leaves.
+    """Return True if a layer of this `window` needs only the end of the rank before.
+
+    The backend must take the free intervals that result.
     """
     n = ceil(workload.seq_len / workload.context)
     free = workload.attention.description.takes_intervals
@@ -75,15 +75,16 @@ def exchanges_halo(workload: Workload, window: int | None) -> bool:
 
 
 def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:
-    """Seconds in which each rank of a row sends `sent` bytes in equal parts to all of them."""
+    """Return the seconds in which each rank sends `sent` bytes in equal parts to all ranks."""
     ranks, here = workload.context, min(workload.context, workload.devices_per_machine)
     part = sent / ranks
     return max((here - 1) * part / chip.link, (ranks - here) * part / chip.network)
 
 
 def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -> float:
-    """Seconds in which each of `ranks` devices gathers `size` bytes from all, or sums of so many
-    bytes are left in slices; one piece after the other.
+    """Return the seconds in which `ranks` devices all gather `size` bytes, or reduce-scatter them.
+
+    The pieces go one after another.
     """
     here = min(ranks, workload.devices_per_machine)
     machines = -(-ranks // here)
@@ -94,19 +95,18 @@ def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -
 
 
 def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float:
-    """Seconds of a step in which a device waits for weights and gradients of others, where a
-    micro-batch computes for `compute` seconds.
+    """Return the seconds of a step in which a device waits for weights and gradients of others.
 
-    fsdp gathers a block's weights for forward and for backward and sums its gradients while other
-    blocks compute; ddp sums all gradients during the last backward. Nothing hides what fsdp gathers
-    before the first block, and the gradient of the embedding, which comes last.
+    A micro-batch computes for `compute` seconds. fsdp gathers a block's weights for forward and for
+    backward and sums its gradients while other blocks compute; ddp sums all gradients during the
+    last backward. Nothing hides fsdp's first gather, or the last gradient, the embedding's.
     """
     m, ranks = workload.model, workload.devices
     if ranks == 1:
         return 0.0
     outside = int(m.vocab_size or 0) * m.channels * (1 if m.tied else 2)
-    blocks = m.parameters() - outside
-    added = workload.lora.parameters(m)
+    blocks = workload.parameters - outside
+    added = workload.added
     trained, trained_outside = (added, 0) if added else (blocks, outside)
 
     def shared(size: float, pieces: int) -> float:

@@ -4,27 +4,26 @@ update. Free of torch.
 
 from __future__ import annotations
 
-from longctx.config.model_config import GPTConfig
 from longctx.config.optimizer_config import SLICE, STACK
-from longctx.config.parts import FP32
+from longctx.config.parts import FP32, Block
 from longctx.planner.workload import Workload
 
 KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
 
 
-def block_matrices(model: GPTConfig) -> list[tuple[int, int]]:
-    """Return rows and columns of each matrix of a block, those of fused weights apart."""
-    linears = model.block(0).linears().values()
+def block_matrices(block: Block) -> list[tuple[int, int]]:
+    """Return rows and columns of each matrix of `block`, those of fused weights apart."""
+    linears = block.linears.values()
     return [(rows, linear.columns) for linear in linears for rows in linear.rows]
 
 
 def trained(workload: Workload) -> tuple[int, int]:
     """Weights that are trained: in matrices of the blocks, and all others; LoRA's are others."""
-    added = workload.lora.parameters(workload.model)
+    added = workload.added
     if added:
         return 0, added
-    matrices = workload.model.layers * sum(r * c for r, c in block_matrices(workload.model))
-    return matrices, workload.model.parameters() - matrices
+    matrices = workload.model.layers * sum(r * c for r, c in block_matrices(workload.blocks[0]))
+    return matrices, workload.parameters - matrices
 
 
 def state(workload: Workload) -> int:
@@ -49,9 +48,9 @@ def workspace(workload: Workload) -> float:
     what Newton-Schulz works on.
     """
     model, iterations = workload.model, workload.optimizer.filled().iterations
-    added = workload.lora.parameters(model)
+    added = workload.added
     embedding = int(model.vocab_size or 0) * model.channels
-    linear = max(linear.weights for linear in model.block(0).linears().values())
+    linear = max(linear.weights for linear in workload.blocks[0].linears.values())
     largest = added / model.layers if added else max(embedding, 0 if iterations else linear)
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not iterations:
@@ -59,7 +58,7 @@ def workspace(workload: Workload) -> float:
     # A batch in bf16 before and after an iteration, with two square matrices no larger than it.
     # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
     each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
-    largest_matrix = max(rows * columns for rows, columns in block_matrices(model))
+    largest_matrix = max(rows * columns for rows, columns in block_matrices(workload.blocks[0]))
     if workload.sharing.shards_weights:  # one matrix at a time, next to gate and up as gathered
         return max(slices, 12.0 * largest_matrix)
     return max(slices, float(each * min(max(STACK, largest_matrix), trained(workload)[0])))
@@ -81,6 +80,6 @@ def products(workload: Workload) -> list[tuple[int, float]]:
     its product with X take 2 m² n each, its square 2 m³, for m <= n.
     """
     iterations = workload.optimizer.filled().iterations or 0
-    sides = [(min(shape), max(shape)) for shape in block_matrices(workload.model)]
+    sides = [(min(shape), max(shape)) for shape in block_matrices(workload.blocks[0])]
     times = iterations * workload.model.layers
     return [(m, times * (4.0 * m * m * n + 2.0 * m**3)) for m, n in sides if times]

@@ -1,8 +1,8 @@
-"""Predict what a configuration takes of memory and time, per policy and backend, and the longest
-context that fits; on several GPUs in every layout, and how that goes on with their number.
+"""longctx plan: predicted memory and time by policy and backend, and the longest context that fits.
 
-Nothing is run and torch is not imported, so the answer comes in a moment on any machine, for any
-GPU: `longctx plan model=1b seq_len=262144 gpu_memory=80`.
+On several GPUs it compares layouts, and numbers of GPUs. Nothing runs and torch is not imported, so
+the answer comes in a moment on any machine, for any GPU:
+`longctx plan model=1b seq_len=262144 gpu_memory=80`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, layouts
@@ -39,9 +40,7 @@ SHORT = {
 
 
 def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
-    """Print memory by term and time by policy, and the longest context, for the request of every
-    attention backend.
-    """
+    """Print memory, time and longest context by policy, for each backend's request."""
     chip, host, of_host = machine(options, next(iter(requests.values())).devices)
     if not chip.fp8 and any(request.precision == "fp8" for request in requests.values()):
         raise ValueError(hardware.without_fp8(chip.name))
@@ -53,8 +52,9 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     ]
     print_machine(configs[0][1], chip, host, of_host)
     if configs[0][1].devices > 1:
-        shown = "flash" if "flash" in requests else next(iter(requests))
-        print_layouts(requests[shown], chip, host, per_machine)
+        default = AttentionConfig().backend
+        shown = requests.get(default) or next(iter(requests.values()))
+        print_layouts(shown, chip, host, per_machine)
 
     terms = (SHORT.get(term, term) for term in TERMS)
     sizes = ("GPU GiB", "host GiB")
@@ -69,7 +69,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
 
 
 def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
-    """The step of `request` on a GPU in every layout that it leaves open."""
+    """Return the step of `request` on a GPU in every layout that it leaves open."""
     machines = -(-request.devices // per_machine)
     return [
         replace(without_data(config, "cuda"), machines=machines)
@@ -78,8 +78,9 @@ def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
 
 
 def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> list[Workload]:
-    """The step of `request` on a GPU with the memory policy that it names, or with each where that
-    is auto; in the layout that a run would choose.
+    """Return the step of `request` on a GPU with each policy that it allows.
+
+    The layout is the one of a run.
     """
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine)
@@ -89,9 +90,7 @@ def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int)
 
 
 def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> None:
-    """Print what each layout of `request` takes, which one a run would choose, and how that goes on
-    with the number of GPUs.
-    """
+    """Print memory and speed of each layout of `request`, and a run's choice by number of GPUs."""
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine)
     rows = [
@@ -110,22 +109,22 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     for devices in numbers_of_gpus(request):
         of_number = each_layout(replace(request, devices=devices), per_machine)
         chosen = layouts.choose(of_number, chip, host, merge).workload
-        most = longest_tokens(of_number, chip, host)
+        tokens = longest_tokens(of_number, chip, host)
         row = layout_row(chosen, chip, host)
-        rows.append({"GPUs": devices, **row, "longest row": most})
+        rows.append({"GPUs": devices, **row, "longest row": tokens})
     title = f"The layout chosen by number of GPUs, attention={backend}"
     grid(title, ("GPUs", *columns, "longest row"), rows)
 
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:
-    """1, 2, 4, ... up to the devices of `request`, as far as they can share rows as it asks for."""
+    """Return 1, 2, 4, ... up to the devices of `request`, if context.degree divides them."""
     doubling = [2**n for n in range(request.devices.bit_length())]
     degree = 1 if isinstance(request.context.degree, str) else request.context.degree
     return [n for n in sorted({*doubling, request.devices}) if n % degree == 0]
 
 
 def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """One line of the tables of layouts."""
+    """Return one line of the tables of layouts."""
     row = {
         "strategy": "" if step.strategy == "none" else step.strategy,
         "context": step.context,
@@ -143,16 +142,16 @@ def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
 
 
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
-    """Tokens of the longest row that fits in one of the layouts of `steps`."""
-    most = layouts.longest([fitting.one_row(step) for step in steps], chip, host)
-    return "none" if most is None else most.seq_len
+    """Return the tokens of the longest sequence that fits in one of the layouts of `steps`."""
+    longest_step = layouts.longest([fitting.one_row(step) for step in steps], chip, host)
+    return "none" if longest_step is None else longest_step.seq_len
 
 
 def without_data(request: TrainConfig, device: str) -> Workload:
-    """The step of `request` on "cuda" or "cpu" where no data is opened.
+    """Return the step of `request` on "cuda" or "cpu" without opening data.
 
-    Without a corpus there is no tokenizer: an open vocabulary has the size that data.vocab_size
-    asks for. ValueError for seq_len=max and for keys about weights that exist already.
+    Without a corpus there is no tokenizer: an open vocabulary gets the size data.vocab_size. Raises
+    ValueError for seq_len=max and for keys about existing weights.
     """
     for key in ("init", "resume"):
         if getattr(request, key) is not None:
@@ -165,12 +164,12 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     request.check_fp8(request.model)
-    work = workload_of(request, device, request.seq_len)
-    return with_vocabulary(work, request.data.vocab_size)
+    step = workload_of(request, device, request.seq_len)
+    return with_vocabulary(step, request.data.vocab_size)
 
 
 def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> None:
-    """Print the model, the rows of a step and the machine, of whose host `of_host` says more."""
+    """Print the model, the size of a step and the machine; `of_host` follows the host memory."""
     count = count_of(config.rows_per_step, "row")
     print(
         f"{config.model.parameters() / 1e6:,.0f} million parameters, "
@@ -190,14 +189,12 @@ def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> No
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number and the noun, in the plural where it has to be."""
+    """Return the number and the noun, in the plural unless it is 1."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
-    """Return the GPU to plan for, the bytes of its machine's host memory, and where these come from
-    if they are not given.
-    """
+    """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
     there = hardware.here()
     if options.gpu != "auto":
         if hardware.chip(options.gpu, 0).flops is None:
@@ -222,7 +219,7 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
 
 
 def gib(key: str, text: str) -> float:
-    """Bytes of a number of GiB, written 80 or 139.8GiB."""
+    """Return the bytes of a number of GiB, written 80 or 139.8GiB."""
     try:
         size = float(text.removesuffix("GiB"))
     except ValueError:
@@ -233,7 +230,7 @@ def gib(key: str, text: str) -> float:
 
 
 def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """One line of the table of terms."""
+    """Return one line of the table of terms."""
     memory = predict(config)
     fit = "yes" if fitting.fits(config, chip.usable, host) else "no"
     if fit == "no" and fitting.fits(config, chip.usable, math.inf):
@@ -248,13 +245,12 @@ def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, An
 
 
 def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """One line of the table of longest contexts."""
-    most = fitting.longest(fitting.one_row(config), chip.usable, host)
-    if most is None:
+    """Return one line of the table of longest contexts."""
+    step = fitting.longest(fitting.one_row(config), chip.usable, host)
+    if step is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
-    return (
-        _chosen(backend, most) | {"tokens": most.seq_len} | _sizes(most, host) | _speed(most, chip)
-    )
+    tokens = {"tokens": step.seq_len}
+    return _chosen(backend, step) | tokens | _sizes(step, host) | _speed(step, chip)
 
 
 def _chosen(backend: str, config: Workload) -> dict[str, str]:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from longctx.config.parallel_config import kv_copies
-from longctx.config.parts import FP32, Pass
+from longctx.config.parts import FP32, Block, Pass
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
 
@@ -64,6 +65,16 @@ def predict(workload: Workload) -> Memory:
     return Memory(moment, terms, step.host(), step.saved())
 
 
+class _Costs(NamedTuple):
+    """Bytes of one block: saved for backward, alive in its two halves, freed between them."""
+
+    saved: float
+    saved_without_input: float
+    mlp: float
+    attention: float
+    freed: float
+
+
 class _Step:
     """The inventory of one training step."""
 
@@ -72,7 +83,7 @@ class _Step:
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
-        self.blocks = m.blocks()
+        self.blocks = workload.blocks
         self.block = self.blocks[0]  # all have the same sizes
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
@@ -82,8 +93,8 @@ class _Step:
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
         self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
-        self.added = workload.lora.parameters(m)
-        self.trained = self.added or m.parameters()
+        self.added = workload.added
+        self.trained = self.added or workload.parameters
         # Bytes of the gradient of one of the model's own weights
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
@@ -98,14 +109,20 @@ class _Step:
         self.kernels = device == "cuda" and self.e < FP32
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
         self.exchanged = self.exchange()
+        # Blocks that are alike have one object
+        kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
+        by_kind = {
+            kind: self.costs_of(block, self.pass_of(kind[1]))
+            for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
+        }
+        self.costs = [by_kind[kind] for kind in kinds]
         # Bytes that the first 0, 1, ... blocks save on the GPU
         self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
         here = [0.0] * self.away() + self.saved_by_block[self.away() :]
         self.saved_by_first = [0.0, *accumulate(here)]
 
-    def pass_of(self, layer: int) -> Pass:
-        """Return the pass of a micro-batch through block `layer`, from 0."""
-        in_8_bits = self.in_8_bits[layer]
+    def pass_of(self, in_8_bits: bool) -> Pass:
+        """Return the pass of a micro-batch through a block, whose products may be in FP8."""
         targets = tuple(self.workload.lora.targets) if self.added else ()
         return Pass(
             tokens=self.N,
@@ -119,6 +136,17 @@ class _Step:
             adapted=targets,
             attention=self.backend.saved(self.layer),
             saves_lse=self.backend.has_backward,
+        )
+
+    def costs_of(self, block: Block, through: Pass) -> _Costs:
+        """Return the bytes of one block."""
+        attention = block.attention_backward(through) + self.exchanged
+        return _Costs(
+            saved=block.saved(through),
+            saved_without_input=block.saved(through, keeps_input=False),
+            mlp=block.mlp_backward(through),
+            attention=attention + self.backend.workspace(self.layer),
+            freed=block.freed_after_mlp(through) if self.memory.recompute == "none" else 0,
         )
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
@@ -206,7 +234,7 @@ class _Step:
 
     def weights(self) -> float:
         """Bytes of all weights: fp32 master copies, and frozen ones as they are used."""
-        return (self.e if self.added else FP32) * self.model.parameters() + FP32 * self.added
+        return (self.e if self.added else FP32) * self.workload.parameters + FP32 * self.added
 
     def saved(self) -> float:
         """Bytes of a checkpoint that this process writes."""
@@ -264,8 +292,10 @@ class _Step:
 
     def saved_by(self, layer: int) -> float:
         """Return the bytes that block `layer`, from 0, saves for backward."""
-        keeps_input = layer % (self.memory.keep_every or 1) == 0  # the others run forward again
-        return float(self.blocks[layer].saved(self.pass_of(layer), keeps_input))
+        costs = self.costs[layer]
+        # Without its input a block before it runs forward again.
+        keeps_input = layer % (self.memory.keep_every or 1) == 0
+        return float(costs.saved if keeps_input else costs.saved_without_input)
 
     def kept(self, layers: int) -> Terms:
         """What the first `layers` blocks keep on the GPU."""
@@ -288,8 +318,7 @@ class _Step:
 
     def mlp_backward(self, layer: int) -> Terms:
         """Return the bytes of the part after attention when its backward takes most."""
-        needed = self.blocks[layer - 1].mlp_backward(self.pass_of(layer - 1))
-        return {MLP: needed, KEPT: self.again(layer)}
+        return {MLP: self.costs[layer - 1].mlp, KEPT: self.again(layer)}
 
     def again(self, layer: int) -> float:
         """What is brought or computed back before a block's backward: an input not kept, what lay
@@ -305,18 +334,15 @@ class _Step:
 
     def attention_backward(self, layer: int) -> Terms:
         """Return the bytes of attention's backward, and of what is recomputed for it."""
-        block, through = self.blocks[layer - 1], self.pass_of(layer - 1)
-        needed = block.attention_backward(through) + self.exchanged
-        needed += self.backend.workspace(self.layer)
-        freed = block.freed_after_mlp(through) if self.memory.recompute == "none" else 0
-        return {ATTENTION: needed, KEPT: self.again(layer) - freed}
+        costs = self.costs[layer - 1]
+        return {ATTENTION: costs.attention, KEPT: self.again(layer) - costs.freed}
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
         scores = self.backend.forward_workspace(self.workload.layer(rows, length))
-        mlp = self.block.forward(self.pass_of(0)._replace(tokens=tokens, tile=tile))
+        mlp = self.block.forward(self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile))
         logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 

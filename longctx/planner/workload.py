@@ -1,14 +1,16 @@
-"""What one optimizer step computes, and where: all that memory and speed depend on."""
+"""One optimizer step, on its devices: everything on which memory and speed depend. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
+from longctx.config.parts import Block
 from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
@@ -27,10 +29,10 @@ class Workload:
     device: str  # cuda | cpu
     devices: int  # processes of the run, each with a device of its own
     strategy: str  # none | ddp | fsdp
-    context: int  # devices that share each row
+    context: int  # devices that share each sequence
     context_method: str  # ulysses | allgather
-    seq_len: int  # tokens in a row
-    batch_size: int  # rows in a micro-batch
+    seq_len: int  # tokens in a sequence
+    batch_size: int  # sequences in a micro-batch
     accumulate: int  # micro-batches in a step
     precision: str  # bf16 | fp8 | fp32
     compile: bool
@@ -42,29 +44,44 @@ class Workload:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validates: bool = True
     graphs: str = "auto"  # as asked: auto | true | false
-    machines: int = 1  # that the devices are spread over evenly, those of one row side by side
+    machines: int = 1  # with equal numbers of devices; ranks of a sequence are neighbours
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
-    passkey_length: int = 0  # of passkey.lengths the longest; 0: none given
+    passkey_length: int = 0  # the longest of passkey.lengths; 0: none given
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The parts of every block."""
+        return self.model.blocks()
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the model, without those that LoRA adds."""
+        return self.model.parameters()
+
+    @cached_property
+    def added(self) -> int:
+        """Parameters that LoRA adds and trains alone; 0 without LoRA."""
+        return self.lora.parameters(self.model)
 
     @property
     def captured(self) -> bool:
-        """Whether a step runs as CUDA graphs; its memory policy and rows are decided."""
+        """Return True if the decided step runs as CUDA graphs."""
         if self.graphs == "auto":
             return self.is_host_bound and self.not_captured is None
         return self.graphs == "true"
 
     @property
     def is_host_bound(self) -> bool:
-        """Whether the GPU is predicted to wait for the launches of small kernels."""
+        """Return True if the GPU is predicted to wait for the launches of small kernels."""
         if self.device != "cuda":
             return False
         tokens = self.batch_size * self.seq_len
-        per_token = self.model.flops_per_token(self.seq_len / 2, self.lora.parameters(self.model))
+        per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
         return tokens * per_token / self.model.layers < HOST_BOUND
 
     @property
     def not_captured(self) -> str | None:
-        """Why no CUDA graph can be made of a step, and what to use instead; None where one can."""
+        """Return why no CUDA graph can hold a step, with a remedy, or None."""
         scaling = (self.model.rope_scaling or {}).get("rope_type")
         if self.device != "cuda":
             return f"they are for a GPU, not device={self.device}; use device=cuda"
@@ -85,23 +102,23 @@ class Workload:
         return None
 
     def check_graphs(self) -> None:
-        """Raise ValueError where graphs=true is asked for and cannot be."""
+        """Raise ValueError for graphs=true if no CUDA graph can hold a step."""
         if self.graphs == "true" and self.not_captured is not None:
             raise ValueError(f"graphs=true: {self.not_captured}, or leave graphs=auto")
 
     @property
     def sharing(self) -> Strategy:
-        """How the devices share the model."""
+        """Return how the devices share the model."""
         return STRATEGIES[self.strategy]
 
     @property
     def slices(self) -> int:
-        """Slices of the weights, of which each device has one."""
+        """Count the slices of the weights; each device has one."""
         return self.devices if self.sharing.shards_weights else 1
 
     @property
     def head_parts(self) -> int:
-        """Parts in which attention goes through the heads if ranks share sequences."""
+        """Count the parts of the heads, computed one after another if ranks share sequences."""
         m, ranks = self.model, self.context
         if ranks == 1:
             return 1
@@ -115,7 +132,7 @@ class Workload:
         return Layer(
             tokens=sequences * -(-length // self.context),
             keys=length,
-            part=self.model.block(0).attention,
+            part=self.blocks[0].attention,
             itemsize=self.activation_bytes,
             recompute=self.memory.recompute or "none",
             is_compiled=self.compile,
@@ -126,29 +143,30 @@ class Workload:
 
     @property
     def devices_per_machine(self) -> int:
-        """Devices of one machine."""
+        """Count the devices of one machine."""
         return -(-self.devices // self.machines)
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimizer step over all micro-batches and devices."""
+        """Count the sequences of an optimizer step over all micro-batches and devices."""
         return self.batch_size * self.accumulate * self.data_ranks
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of an element of an activation, and of a weight where it is multiplied in bf16."""
+        """Return the bytes of an activation, or of a weight as it is multiplied in bf16."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def fp8_layers(self) -> int:
-        """Layers with products in FP8."""
+        """Count the layers with products in FP8."""
         return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
 
     @property
     def quantizes_once(self) -> bool:
-        """Whether a step keeps every weight in FP8 for all of its micro-batches: where they
-        are several, no rank gathers weights, memory is not short, and no CUDA graph would go on
-        reading the copies of the step in which it was made.
+        """Return True if a step makes one FP8 copy of each weight for all of its micro-batches.
+
+        Not if ranks gather weights, if memory is short, or with CUDA graphs: a graph would go on
+        reading the copies of its first step.
         """
         if not self.fp8_layers or self.accumulate == 1 or self.sharing.shards_weights:
             return False
@@ -156,33 +174,35 @@ class Workload:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of devices that take rows of their own."""
+        """Count the groups of devices with sequences of their own."""
         return self.devices // self.context
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step over all devices, padding included."""
+        """Count the tokens of an optimizer step over all devices, padding included."""
         return self.rows_per_step * self.seq_len
 
 
 def precision_of(precision: str, device: str) -> str:
-    """ "bf16", "fp8" or "fp32": as asked for, with auto as the device computes fastest."""
+    """Return "bf16", "fp8" or "fp32"; auto is the fastest of the device."""
     return PRECISION[device] if precision == "auto" else precision
 
 
 def workload_of(
     config: TrainConfig, device: str, seq_len: int, model: GPTConfig | None = None
 ) -> Workload:
-    """The step that `config` asks for on `device` ("cuda" or "cpu") with rows of `seq_len` tokens.
+    """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens.
 
-    Nulls get their defaults; the memory policy stays as asked. On a GPU `fitting.decide` may make
-    fewer, larger micro-batches of the same step. context=auto is decided before, see
-    `longctx.planner.layouts`.
+    Nulls get their defaults; the memory policy stays as requested. On a GPU `fitting.decide` may
+    make fewer, larger micro-batches of the same step. `longctx.planner.layouts` has decided
+    context=auto before.
     """
     degree = config.context.degree
     assert isinstance(degree, int)
+    # a GPU wants many tokens at a time, and takes longer steps
     batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
     micro_batch = batch_size * seq_len * config.devices // degree
+    # auto, as far as it is decided without prediction
     strategy = config.strategy.name
     if strategy == "auto":
         strategy = "ddp" if config.devices > 1 else "none"
@@ -202,6 +222,7 @@ def workload_of(
         else config.compile.lower() == "true",
         deterministic=config.deterministic,
         model=model or config.model,
+        # a CPU has memory for the fastest policy
         memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),
         attention=config.attention,
         lora=config.lora,
@@ -214,6 +235,6 @@ def workload_of(
 
 
 def with_vocabulary(workload: Workload, tokens: int) -> Workload:
-    """`workload` for a tokenizer of `tokens` tokens: a multiple of 64, where no size is given."""
+    """Return `workload` for a tokenizer of `tokens` tokens; an open size is a multiple of 64."""
     size = workload.model.vocab_size or -(-tokens // 64) * 64
     return replace(workload, model=replace(workload.model, vocab_size=size))

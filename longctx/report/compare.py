@@ -1,26 +1,44 @@
-"""Several runs next to each other: tables on the terminal, and a page with their curves."""
+"""Several runs next to each other: tables on the terminal, and a page with their curves.
+
+The page is page.html with the data as JSON in it. It needs no network and no library. Anybody can
+name a run: no letter of the data can end the script element that holds them, and the page makes
+text nodes of them, never HTML.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
+from typing import Any, NamedTuple
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longctx.report import page
-from longctx.report.page import Table
+from longctx import files
 from longctx.report.run_view import Run, read
-from longctx.runs.metrics import Metric, Shown, finite, shown
-from longctx.runs.run_folder import NotARun
+from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, finite, shown
 from longctx.tables import console, show
 
 # Points in all curves of a page together: 7 MB.
 POINTS = 250_000
 # Keys for the place of a run, which change nothing of its results.
 NOT_COMPARED = {"name", "runs", "resume"}
+
+
+class Table(NamedTuple):
+    """Cells as text, a run's label first; `best` are the (row, column) of each column's best
+    number.
+    """
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    best: set[tuple[int, int]]
+    keys: int = 1  # columns that name a row
 
 
 def compare(paths: Sequence[Path], out: Path) -> None:
@@ -32,7 +50,7 @@ def compare(paths: Sequence[Path], out: Path) -> None:
     runs, notes = read_all(paths)
     tables = all_tables(runs)
     # Before anything is printed: a mistake in `out` is one line.
-    page.write(out, runs, tables, notes)
+    write_page(out, runs, tables, notes)
     for table in tables:
         show(rendered(table), table.keys)
         print()
@@ -51,11 +69,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
         unique.setdefault(path.resolve(), path)
     points = min(2000, max(60, POINTS // (len(unique) * len(shown(Shown.CURVE)))))
     runs: list[Run] = []
-    problems: list[NotARun] = []
+    problems: list[ValueError] = []
     for path in unique.values():
         try:
             runs.append(read(path, points))
-        except NotARun as problem:
+        except ValueError as problem:
             problems.append(problem)
     if not runs:
         raise problems[0]
@@ -294,3 +312,65 @@ def lock_differences(runs: list[Run]) -> list[str]:
 
 def _names(labels: list[str]) -> str:
     return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+
+
+def write_page(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
+    """Write the page to `out` atomically."""
+    data = {
+        "curves": headings(Shown.CURVE),
+        "lengths": headings(Shown.CONTEXT),
+        "runs": [described(run) for run in runs],
+        "tables": [table._asdict() | {"best": sorted(table.best)} for table in tables],
+        "notes": notes,
+    }
+    template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")
+    try:
+        files.write_text(out, template.replace("DATA_AS_JSON", embedded(data), 1))
+    except OSError as error:
+        raise OSError(f"out={out}: cannot be written: {error.strerror}") from error
+
+
+def headings(place: Shown) -> dict[str, str]:
+    """Return key and title of each metric that is drawn in `place`."""
+    return {metric.key: metric.heading for metric in shown(place)}
+
+
+def described(run: Run) -> dict[str, Any]:
+    """Return the data that the page draws of a run."""
+    scores = run.evaluations.perplexities
+    evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
+    return {
+        "label": run.label,
+        "backend": str(run.config.get("attention.backend", "")),
+        "seq_len": run.config.get("seq_len"),
+        "figures": {
+            key: run.figures[key]
+            for key in headings(Shown.CONTEXT)
+            if key in run.figures and finite([run.figures[key]])
+        },
+        "curves": run.curves,
+        "positions": run.positions or evaluated,
+        "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
+        "split": split(run.figures),
+        "passkeys": run.evaluations.passkeys,
+        "rulers": run.evaluations.rulers,
+    }
+
+
+def split(figures: Row) -> dict[str, float]:
+    """Return the milliseconds of each part of a step, {} if the rows do not have them."""
+    if "forward_ms" not in figures or "ms_per_step" not in figures:
+        return {}
+    parts = {
+        metric.label: figures[metric.key]
+        for metric in METRICS
+        if metric.panel == STEP_PARTS and metric.key in figures
+    }
+    parts["rest"] = max(0.0, figures["ms_per_step"] - sum(parts.values()))
+    return {label: float(f"{value:.4g}") for label, value in parts.items()}
+
+
+def embedded(data: Any) -> str:
+    """Return JSON that can be in a script element: without `<`, `>` and `&`, and in ASCII."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

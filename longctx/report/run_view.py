@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step
 from longctx.runs.metrics_file import odd_value, read_rows
-from longctx.runs.run_folder import NotARun, is_training, read_config
+from longctx.runs.run_folder import is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
@@ -47,19 +46,21 @@ class Run:
 def read(folder: Path, points: int) -> Run:
     """Read the run in `folder`, with at most `points` points in a curve.
 
-    Raises NotARun or FileNotFoundError, one line, if there is none.
+    Raises ValueError or FileNotFoundError, one line, if there is none.
     """
     config = read_config(folder)
     # Before the rows are read: a run that ends in between has written all of them.
     training = is_training(folder)
     rows, cut = read_rows(folder)
     if not rows:
-        raise NotARun(
+        raise ValueError(
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
         )
     if odd := odd_value(rows):
-        raise NotARun(f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out")
+        raise ValueError(
+            f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out"
+        )
     numbers = metrics.figures(rows)
     # A broken evaluation or lock costs the run no other figure, so it is only a note.
     run = Run(
@@ -77,7 +78,7 @@ def read(folder: Path, points: int) -> Run:
         run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
         run.notes.append(f"{path}: not an evaluation's JSON, left out")
-    # Two runs have the same tokens if their tokenizers are equal, wherever those came from.
+    # Two runs have the same tokens if their tokenizers are equal, wherever those came from
     with (
         suppress(OSError, ValueError),
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
@@ -85,10 +86,9 @@ def read(folder: Path, points: int) -> Run:
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
     try:
         run.lock = kernel_lock(folder)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, AttributeError):
-        run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
+    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     return run
 
 
@@ -122,100 +122,83 @@ def ending(step: int, steps: Any, training: bool) -> str:
 
 def positions(rows: list[Row]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
-    for members in families_last_first(rows, BY_POSITION):
-        if len(losses := finite(members.values())) == len(members):
-            return {"x": [int(key) for key in members], "y": short(losses)}
-    return {}
+    members = last_of_family(rows, BY_POSITION)
+    return {"x": [int(key) for key in members], "y": short(members.values())} if members else {}
 
 
 def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
     """Return the share of pass keys that the last validation found, by kind and length."""
     shares: dict[str, dict[int, float]] = {}
-    for members in families_last_first(rows, FACTS_FOUND):
-        for key, share in members.items():
-            kind, _, length = key.rpartition("/")
-            if length.isdecimal() and finite([share]):
-                shares.setdefault(kind, {})[int(length)] = share
-        if shares:
-            break
+    for key, share in last_of_family(rows, FACTS_FOUND).items():
+        kind, _, length = key.rpartition("/")
+        if length.isdecimal():
+            shares.setdefault(kind, {})[int(length)] = share
     return shares
 
 
-def families_last_first(rows: list[Row], family: str) -> Iterator[Row]:
-    """Yield the members of a family of keys in each validation that has some, the newest first;
-    without the family's name.
+def last_of_family(rows: list[Row], family: str) -> Row:
+    """Return the finite members of a family of keys, without the family's name, in the newest
+    validation that has some.
     """
     prefix = f"{family}/"
     for row in reversed(rows):
-        if is_step(row):
-            continue
         members = {
-            key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)
+            key.removeprefix(prefix): value
+            for key, value in row.items()
+            if key.startswith(prefix) and finite([value])
         }
         if members:
-            yield members
+            return members
+    return {}
 
 
 def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     """Return the curve of every metric that the page draws and the rows hold.
 
-    A row without a time, such as a validation, has the time of the row before it.
+    A row without a time, such as a validation, has the time of the row before it. The standard
+    error of a validation is a band around its perplexity.
     """
-    now = 0.0
-    timed: dict[bool, list[tuple[Row, float]]] = {True: [], False: []}
+    seconds = 0.0
+    timed: dict[bool, list[Row]] = {True: [], False: []}
     for row in rows:
-        now = next(iter(finite([row.get("seconds")])), now)
-        timed[is_step(row)].append((row, now))
+        seconds = next(iter(finite([row.get("seconds")])), seconds)
+        timed[is_step(row)].append(row | {"seconds": seconds})
     result: dict[str, Curve] = {}
     for group in timed.values():
-        tokens = [row["tokens_seen"] for row, _ in group]
-        seconds = [time for _, time in group]
         for metric in metrics.shown(Shown.CURVE):
-            column = [row.get(metric.key) for row, _ in group]
-            curve = reduced(tokens, seconds, column, points)
-            if curve["y"]:
-                result[metric.key] = curve
-                if metric.key == "val_perplexity":
-                    result[metric.key] |= error_band(curve, [row for row, _ in group])
+            drawn = [row for row in group if finite([row.get(metric.key)])]
+            if not drawn:
+                continue
+            curve = result[metric.key] = reduced(drawn, metric.key, points)
+            errors = [next(iter(finite([row.get("val_loss_error")])), 0.0) for row in drawn]
+            if metric.key == "val_perplexity" and any(errors) and "lo" not in curve:
+                values = [
+                    (row[metric.key], error) for row, error in zip(drawn, errors, strict=True)
+                ]
+                curve["lo"] = short(value - value * error for value, error in values)
+                curve["hi"] = short(value + value * error for value, error in values)
     return result
 
 
-def error_band(curve: Curve, rows: list[Row]) -> Curve:
-    """Return one standard error below and above the points of a curve of perplexities, as "lo" and
-    "hi"; {} if there is none, or the curve has them of joined rows.
+def reduced(rows: list[Row], key: str, points: int) -> Curve:
+    """Return the values of `rows` under `key` as a curve of at most `points` points, each the mean,
+    least and largest of its rows.
     """
-    errors = {
-        row["tokens_seen"]: x
-        for row in rows
-        if isinstance(x := row.get("val_loss_error"), int | float) and isfinite(x)
-    }
-    if not errors or "lo" in curve:
-        return {}
-    points = [(y, y * errors.get(t, 0.0)) for t, y in zip(curve["t"], curve["y"], strict=True)]
-    return {"lo": short(y - e for y, e in points), "hi": short(y + e for y, e in points)}
-
-
-def reduced(tokens: list[float], seconds: list[float], values: list[Any], points: int) -> Curve:
-    """Return the finite values as a curve of at most `points` points, each the mean, least and
-    largest of its rows.
-    """
-    drawn = [n for n, x in enumerate(values) if isinstance(x, int | float) and isfinite(x)]
-    tokens, seconds, values = ([column[n] for n in drawn] for column in (tokens, seconds, values))
-    # Rows per point, rounded up.
-    size = -(-len(values) // points)
-    if size <= 1:
-        return {"t": tokens, "s": short(seconds), "y": short(values)}
-    parts = [values[n : n + size] for n in range(0, len(values), size)]
-    middles = [min(n + size // 2, len(values) - 1) for n in range(0, len(values), size)]
-    return {
-        "t": [tokens[n] for n in middles],
-        "s": short(seconds[n] for n in middles),
+    values = [row[key] for row in rows]
+    size = -(-len(rows) // points)  # rows per point, rounded up
+    starts = range(0, len(rows), size)
+    middles = [rows[min(start + size // 2, len(rows) - 1)] for start in starts]
+    parts = [values[start : start + size] for start in starts]
+    curve = {
+        "t": [row["tokens_seen"] for row in middles],
+        "s": short(row["seconds"] for row in middles),
         "y": short(map(fmean, parts)),
-        "lo": short(map(min, parts)),
-        "hi": short(map(max, parts)),
     }
+    if size > 1:
+        curve |= {"lo": short(map(min, parts)), "hi": short(map(max, parts))}
+    return curve
 
 
-def short(values: Any) -> list[float]:
+def short(values: Iterable[float]) -> list[float]:
     """Round numbers to the five digits that a drawing can show."""
     return [float(f"{value:.5g}") for value in values]

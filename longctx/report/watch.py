@@ -17,7 +17,7 @@ from longctx import tables
 from longctx.report.run_view import ending
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
 from longctx.runs.metrics_file import Tail
-from longctx.runs.run_folder import NotARun, is_training, read_config
+from longctx.runs.run_folder import is_training, read_config
 
 # Seconds between two looks.
 PAUSE = 0.5
@@ -70,7 +70,7 @@ def watch(folder: Path) -> None:
     training = is_training(folder)
     rows = tail.rows()
     if not rows and not training:
-        raise NotARun(
+        raise ValueError(
             f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
         )
     # Plain lines begin with the newest row; the live view draws all losses so far.

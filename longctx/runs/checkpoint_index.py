@@ -22,26 +22,39 @@ AT_ONCE = 4  # files that are written, or read, at one time
 CHUNK = 1 << 24  # bytes that a checksum reads at one time
 
 
+class Damaged(ValueError):
+    """Raised for a checkpoint that differs from the run's own; `what` is the difference."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.what = what
+        super().__init__(f"{path}: {what}; copy it here again, or delete it to take an older one")
+
+
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of the JSON of the checkpoint at `path`; ValueError if it is damaged."""
+    """Return the content of the JSON of the checkpoint at `path`; raise Damaged unless it is whole
+    and lists every file that holds rows.
+    """
     if path.is_file():
-        raise ValueError("a file, written by longctx before 1.0; resume it with that version")
+        raise Damaged(path, "written by longctx before 1.0; resume it with that version")
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]
         is_intact = zlib.crc32(json.dumps(content).encode()) == written["crc32"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{INDEX} cannot be read ({error})") from error
+        rows = [part for tensor in content["tensors"].values() for part in tensor["rows"]]
+        unlisted = {file for file, _, _ in rows} - content["files"].keys()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Damaged(path, f"not a whole checkpoint: {INDEX} cannot be read ({error})") from error
     if not is_intact:
-        raise ValueError(f"the checksum of {INDEX} differs")
+        raise Damaged(path, f"not a whole checkpoint: the checksum of {INDEX} differs")
+    # `verify` looks at listed files only, so no other may hold rows
+    if unlisted:
+        raise Damaged(path, f"not a whole checkpoint: {unlisted.pop()} is not listed")
     return content
 
 
-def verify(path: Path, reads: bool = True) -> str | None:
-    """Return the name of a file of the checkpoint at `path` that differs from its entry in the
-    JSON, None if all are intact. Without `reads` only sizes are compared.
-
-    Raises ValueError as `read`.
+def verify(path: Path, reads: bool = True) -> None:
+    """Raise Damaged unless the files of the checkpoint at `path` have the sizes and checksums of
+    its JSON. Without `reads` only sizes are compared.
     """
     listed = read(path)["files"]
 
@@ -55,16 +68,18 @@ def verify(path: Path, reads: bool = True) -> str | None:
             return False
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        intact = list(pool.map(matches, listed))
-    return next((name for name, good in zip(listed, intact, strict=True) if not good), None)
+        for name, is_same in zip(listed, pool.map(matches, listed), strict=True):
+            if not is_same:
+                raise Damaged(path, f"damaged, the checksum of {name} differs")
 
 
 def is_intact(path: Path, reads: bool = True) -> bool:
-    """Return True if the checkpoint at `path` can be read and `verify` finds no flaw."""
+    """Return True if `verify` finds the checkpoint at `path` whole."""
     try:
-        return verify(path, reads) is None
-    except ValueError:
+        verify(path, reads)
+    except Damaged:
         return False
+    return True
 
 
 def checksum(file: BinaryIO) -> int:

@@ -41,9 +41,9 @@ class Sharded(NamedTuple):
     rows_of: list[slice]  # of each rank
 
     @classmethod
-    def whole(cls, x: Tensor) -> Sharded:
-        """Return x as the share of a rank that has all of it."""
-        return cls(x, x.shape, [slice(0, len(x))])
+    def whole(cls, tensor: Tensor) -> Sharded:
+        """Return `tensor` as the share of a rank that has all of it."""
+        return cls(tensor, tensor.shape, [slice(0, len(tensor))])
 
 
 class Writers(NamedTuple):
@@ -67,21 +67,21 @@ class Part(NamedTuple):
 
     def copy_to(self, memory: Tensor, non_blocking: bool = False) -> None:
         """Copy the tensors to `memory` (`size` or more,) uint8, in the order of the file."""
-        for start, x in self.tensors.values():
-            target = memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
-            target.copy_(x.detach(), non_blocking=non_blocking)
+        for start, tensor in self.tensors.values():
+            target = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach(), non_blocking=non_blocking)
 
 
 def parts_of(stem: str, tensors: Mapping[str, Tensor]) -> list[Part]:
     """Divide `tensors` into files of about PART bytes."""
     groups: list[dict[str, Tensor]] = []
     size = 0
-    for name, x in tensors.items():
-        if not groups or size + x.nbytes > PART:
+    for name, tensor in tensors.items():
+        if not groups or size + tensor.nbytes > PART:
             groups.append({})
             size = 0
-        groups[-1][name] = x
-        size += x.nbytes
+        groups[-1][name] = tensor
+        size += tensor.nbytes
     return [_part(f"{stem}-{n:03d}.safetensors", group) for n, group in enumerate(groups)]
 
 
@@ -94,11 +94,12 @@ def _part(file: str, tensors: Mapping[str, Tensor]) -> Part:
     header: dict[str, Any] = {}
     placed: dict[str, tuple[int, Tensor]] = {}
     end = 0
-    for name, x in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        start, end = end, end + x.nbytes
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        start, end = end, end + tensor.nbytes
         offsets = [start, end]
-        header[name] = {"dtype": IN_FILES[x.dtype], "shape": list(x.shape), "data_offsets": offsets}
-        placed[name] = (start, x)
+        dtype, shape = IN_FILES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        placed[name] = (start, tensor)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return Part(file, len(text).to_bytes(8, "little") + text, placed, end)
@@ -106,7 +107,7 @@ def _part(file: str, tensors: Mapping[str, Tensor]) -> Part:
 
 class Saving:
     """A checkpoint on its way to the folder `path`: this rank's share of `tensors` and, on rank 0,
-    `about` and the JSON.
+    `metadata` and the JSON.
 
     When the folder is whole, rank 0 calls `replaced` and deletes the hidden checkpoints that it
     returns. Deleting never fails a save: the first problem is in `warning`.
@@ -118,17 +119,19 @@ class Saving:
     def __init__(
         self,
         path: Path,
-        about: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         tensors: Mapping[str, Sharded],
         writers: Writers = ALONE,
         replaced: Callable[[], list[Path]] = list,
     ) -> None:
-        self.path, self.about, self.tensors, self.writers = path, about, tensors, writers
-        self.replaced = replaced
-        self.partial = path.with_name(f".{path.name}.partial")
-        held = {name: x.part for name, x in tensors.items() if len(x.part)}
-        self.parts = parts_of(f"shard-{writers.rank:05d}", held)
-        self.gpu = next((x.device for x in held.values() if x.is_cuda), None)
+        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
+        self.metadata, self.tensors = metadata, tensors
+        self.writers, self.replaced = writers, replaced
+        own_rows = {name: share.part for name, share in tensors.items() if len(share.part)}
+        self.parts = parts_of(f"shard-{writers.rank:05d}", own_rows)
+        devices = {tensor.device for tensor in own_rows.values()}
+        self.gpu = next((device for device in devices if device.type == "cuda"), None)
+        self.has_host_tensors = torch.device("cpu") in devices
         self.memory: list[Tensor] | None = None  # host memory for a copy of each part
         self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
         self.bytes = 0  # of all files, when the folder is whole
@@ -212,7 +215,7 @@ class Saving:
 
     def _prepare(self) -> None:
         # A copy of today's values; ValueError for NaN and infinity, which JSON does not have
-        self.about = json.loads(json.dumps(self.about, allow_nan=False))
+        self.metadata = json.loads(json.dumps(self.metadata, allow_nan=False))
         if self.writers.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir()
@@ -220,8 +223,8 @@ class Saving:
     def _copy(self, memory: list[Tensor]) -> None:
         """Copy the tensors to `memory`; from a GPU the copy is queued on its stream."""
         self.memory = memory
-        is_on_host = any(not x.is_cuda for part in self.parts for _, x in part.tensors.values())
-        if self.gpu is not None and is_on_host:  # moments on the host may be on their way there
+        # Moments on the host may be on their way there
+        if self.gpu is not None and self.has_host_tensors:
             torch.cuda.synchronize(self.gpu)
         for part, target in zip(self.parts, memory, strict=True):
             part.copy_to(target, non_blocking=True)
@@ -302,16 +305,16 @@ class Saving:
             self._json_of(rank).unlink()
         listed = {file: entry for of_rank in written for file, entry in of_rank["files"].items()}
         tensors = {}
-        for name, x in self.tensors.items():
+        for name, share in self.tensors.items():
             # [file, first row, rows] of each rank that has some
             rows = [
-                [of_rank["places"][name], mine.start, mine.stop - mine.start]
-                for of_rank, mine in zip(written, x.rows_of, strict=True)
-                if mine.stop > mine.start
+                [of_rank["places"][name], cut.start, cut.stop - cut.start]
+                for of_rank, cut in zip(written, share.rows_of, strict=True)
+                if cut.stop > cut.start
             ]
-            dtype = str(x.part.dtype).removeprefix("torch.")
-            tensors[name] = {"shape": list(x.shape), "dtype": dtype, "rows": rows}
-        content = {"format": FORMAT, **self.about, "files": listed, "tensors": tensors}
+            dtype = str(share.part.dtype).removeprefix("torch.")
+            tensors[name] = {"shape": list(share.shape), "dtype": dtype, "rows": rows}
+        content = {"format": FORMAT, **self.metadata, "files": listed, "tensors": tensors}
         crc32 = zlib.crc32(json.dumps(content).encode())
         write_json(self.partial / INDEX, {"crc32": crc32, "content": content})
         files.to_disk(self.partial)
@@ -344,7 +347,7 @@ class Saving:
         """Hide the checkpoints to delete from readers."""
         try:
             self.hidden = self.replaced()
-            sizes = [x.lstat().st_size for path in self.hidden for x in path.rglob("*")]
+            sizes = [file.lstat().st_size for path in self.hidden for file in path.rglob("*")]
             self.deleted_bytes = sum(sizes)
         except OSError as error:
             self.warning = f"{self.path.parent}: older checkpoints could not be deleted ({error})"

@@ -21,7 +21,8 @@ from torch import Tensor
 from longctx import files
 from longctx.files import by_step
 from longctx.runs import checkpoint_index, run_folder
-from longctx.runs.checkpoint_index import INDEX
+from longctx.runs.checkpoint_index import INDEX, Damaged
+from longctx.runs.checkpoint_index import verify as verify
 from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
 
 FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
@@ -30,20 +31,8 @@ READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
 FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
 
 
-class Damaged(ValueError):
-    """Raised for a checkpoint that differs from the run's own; `what` is the difference."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        self.what = what
-        target = path.resolve()  # last.ckpt is a link
-        saved = run_folder.checkpoints(target.parent.parent)
-        older = [earlier for earlier in saved if by_step(earlier) < by_step(target)]
-        remedy = f", or delete it to resume from {older[-1]}" if older else ""
-        super().__init__(f"{path}: {what}; copy it here again{remedy}")
-
-
 class Rows:
-    """A tensor in files, cut by rows; x[first:last] reads only those."""
+    """A tensor in files, cut by rows; tensor[first:last] reads only those."""
 
     def __init__(self, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         self.folder, self.name = folder, name
@@ -83,7 +72,7 @@ class Rows:
 def describe(
     config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the part of a checkpoint, under `longctx`, that tells which run wrote it."""
+    """Return the metadata of the run that writes a checkpoint, its part `longctx`."""
     return {
         "format": FORMAT,
         "config": run_folder.plain(config),
@@ -95,7 +84,7 @@ def describe(
 
 def saving(
     path: Path,
-    about: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     state: Mapping[str, Any],
     weights: Mapping[str, Sharded],
     optimizer: Mapping[str, Any] | None = None,
@@ -105,9 +94,9 @@ def saving(
 ) -> Saving:
     """Return a checkpoint to write to `path`.
 
-    `about` comes from `describe`, `state` holds random_state() as "random" and plain values. This
-    rank has `weights`, by name, and the state of an `optimizer` that trains the `trained` weights,
-    in its order.
+    `metadata` comes from `describe`, `state` holds random_state() as "random" and plain values.
+    This rank has `weights`, by name, and the state of an `optimizer` that trains the `trained`
+    weights, in its order.
     """
     tensors = dict(weights)
     scalars: dict[str, dict[str, float]] = {}
@@ -121,7 +110,7 @@ def saving(
             else:
                 scalars.setdefault(str(number), {})[key] = float(value)
     plain = {
-        "longctx": dict(about),
+        "longctx": dict(metadata),
         **state,
         "param_groups": optimizer["param_groups"],
         "optimizer_scalars": scalars,
@@ -135,11 +124,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    try:
-        content = checkpoint_index.read(path)
-        tensors = rows(path, content)
-    except ValueError as error:
-        raise Damaged(path, f"not a whole checkpoint: {error}") from error
+    content = checkpoint_index.read(path)
     formats = content["format"], content["longctx"].get("format")
     if formats != (checkpoint_index.FORMAT, FORMAT):
         raise ValueError(
@@ -151,7 +136,8 @@ def read(path: Path) -> dict[str, Any]:
         for number, values in content.pop("optimizer_scalars").items()
     }
     weights = {}
-    for name, tensor in tensors.items():
+    for name, entry in content.pop("tensors").items():
+        tensor = Rows(path, name, entry)
         if name.startswith("optimizer."):
             _, number, key = name.split(".")
             states.setdefault(int(number), {})[key] = tensor
@@ -161,39 +147,17 @@ def read(path: Path) -> dict[str, Any]:
     return content | {"state_dict": weights, "optimizer_states": [optimizer]}
 
 
-def rows(path: Path, content: Mapping[str, Any]) -> dict[str, Rows]:
-    """Return the tensors that the JSON of the checkpoint at `path` lists."""
-    tensors = {name: Rows(path, name, entry) for name, entry in content["tensors"].items()}
-    # `checkpoint_index.verify` looks at listed files only, so no other may hold rows
-    used = {file for tensor in tensors.values() for file, _, _ in tensor.parts}
-    if unlisted := used - content["files"].keys():
-        raise ValueError(f"{unlisted.pop()} holds rows and is not listed")
-    return tensors
-
-
-def verify(path: Path) -> None:
-    """Raise Damaged, with a remedy, unless the bytes of the checkpoint at `path` match their
-    checksums.
-    """
-    try:
-        damaged = checkpoint_index.verify(path)
-    except ValueError as error:
-        raise Damaged(path, f"not a whole checkpoint: {error}") from error
-    if damaged is not None:
-        raise Damaged(path, f"damaged, the checksum of {damaged} differs")
-
-
 def flaw(
-    x: Rows | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
+    tensor: Rows | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
 ) -> str | None:
-    """Return why x of a checkpoint cannot be read into a tensor of `shape`, in one of `dtypes`;
-    None if it can. torch's fused kernels write out of bounds if a state has another shape.
+    """Return why a checkpoint's tensor cannot be read into one of `shape`, in one of `dtypes`; None
+    if it can. torch's fused kernels write out of bounds if a state has another shape.
     """
-    if x.shape != torch.Size(shape):
-        return f"{list(x.shape)} in the checkpoint, {list(shape)} in the model"
-    if x.dtype not in dtypes:
+    if tensor.shape != torch.Size(shape):
+        return f"{list(tensor.shape)} in the checkpoint, {list(shape)} in the model"
+    if tensor.dtype not in dtypes:
         names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"{str(x.dtype).removeprefix('torch.')} in the checkpoint instead of {names}"
+        return f"{str(tensor.dtype).removeprefix('torch.')} in the checkpoint instead of {names}"
     return None
 
 
@@ -207,34 +171,30 @@ def check_states(
 
     A state is a count of steps, or a tensor of the shape of its weight.
     """
+    problem = f"{path}: its optimizer state is not"
     (optimizer,) = checkpoint["optimizer_states"]
     state = optimizer["state"]
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     names = {number: set(values) for number, values in state.items()}
     of_run = {n: set(names) for n, (_, names) in enumerate(expected) if names is not None}
     if numbers != list(range(len(expected))) or (of_run and names != of_run):
-        raise ValueError(
-            f"{path}: its optimizer state is not of the optimizer of the run, which trains "
-            f"{len(expected)} weights"
-        )
+        weights = f"{len(expected)} weights"
+        raise ValueError(f"{problem} of the optimizer of the run, which trains {weights}")
     for number, values in state.items():
         shape, known = expected[number]
-        for key, x in values.items():
-            is_scalar = key == "step" or (known is None and x.ndim == 0)
-            if wrong := flaw(x, torch.Size() if is_scalar else shape):
-                raise ValueError(
-                    f"{path}: its optimizer state is not of the model: {key} of weight {number} is "
-                    f"{wrong}"
-                )
+        for key, tensor in values.items():
+            is_scalar = key == "step" or (known is None and tensor.ndim == 0)
+            if wrong := flaw(tensor, () if is_scalar else shape):
+                raise ValueError(f"{problem} of the model: {key} of weight {number} is {wrong}")
 
 
 def check_finite(path: Path, checkpoint: Mapping[str, Any]) -> None:
     """Raise Damaged if a weight or a state of the optimizer is NaN or infinite."""
     (optimizer,) = checkpoint["optimizer_states"]
     states = {
-        f"{key} of the optimizer for weight {number}": x
+        f"{key} of the optimizer for weight {number}": tensor
         for number, values in optimizer["state"].items()
-        for key, x in values.items()
+        for key, tensor in values.items()
     }
     name = not_finite(checkpoint["state_dict"] | states)
     if name is not None:
@@ -246,24 +206,24 @@ def not_finite(tensors: Mapping[str, Any]) -> str | None:
     finite.
     """
     # All are queued before the first is waited for
-    checks = {name: is_finite(x) for name, x in tensors.items()}
+    checks = {name: is_finite(tensor) for name, tensor in tensors.items()}
     return next((name for name, finite in checks.items() if not finite), None)
 
 
 @torch.no_grad()
-def is_finite(x: Any) -> Tensor:
-    """Return, on its device, whether every number of x is finite.
+def is_finite(tensor: Any) -> Tensor:
+    """Return, on its device, whether every number of `tensor` is finite.
 
-    The least and the greatest number tell, in one pass: torch.isfinite(x).all() takes 50 times as
+    The least and the greatest number tell, in one pass: torch.isfinite().all() takes 50 times as
     long on a CPU.
     """
-    if isinstance(x, Rows):
-        step = max(1, FINITE_CHUNK // max(1, x.shape[1:].numel()))
-        parts = [x[start : start + step] for start in range(0, x.shape[0], step)]
+    if isinstance(tensor, Rows):
+        step = max(1, FINITE_CHUNK // max(1, tensor.shape[1:].numel()))
+        parts = [tensor[start : start + step] for start in range(0, tensor.shape[0], step)]
         return torch.stack([is_finite(part) for part in parts]).all()
-    if not x.numel():
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    return torch.isfinite(torch.stack(torch.aminmax(x))).all()
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
 
 
 def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
@@ -301,7 +261,7 @@ def random_state() -> dict[str, Any]:
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "torch": torch.get_rng_state().tolist(),
-        "cuda": [x.tolist() for x in gpus],
+        "cuda": [state.tolist() for state in gpus],
         "python": random.getstate(),
         "numpy": (algorithm, np.asarray(keys).tolist(), *position),
     }
@@ -311,7 +271,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """Continue from `random_state()`; the state of another number of GPUs is left out."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([torch.tensor(x, dtype=torch.uint8) for x in state["cuda"]])
+        gpus = [torch.tensor(values, dtype=torch.uint8) for values in state["cuda"]]
+        torch.cuda.set_rng_state_all(gpus)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     algorithm, keys, *position = state["numpy"]

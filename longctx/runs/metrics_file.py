@@ -10,15 +10,13 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from longctx import files, untrusted
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
-from longctx.runs.run_folder import NotARun
 
 FILE = "metrics.jsonl"
-# A sum of 100 million such numbers is still a float.
-LARGEST = 1e300
+LARGEST = 1e300  # a sum of 100 million such numbers is still a float
 
 
 class Writer:
@@ -37,19 +35,19 @@ class Writer:
             self.file.write(json.dumps(finite, allow_nan=False) + "\n")
             self.file.flush()
         except OSError as error:
-            raise OSError(f"{self.file.name}: cannot be written: {error.strerror}") from error
+            error.filename = self.file.name
+            raise
 
     def close(self) -> None:
         """Close the file."""
-        # `write` has raised the error of a full disk already.
-        with suppress(OSError):
+        with suppress(OSError):  # of a full disk, which `write` has raised already
             self.file.close()
 
 
 class Tail:
     """Read the rows that a growing metrics.jsonl gains; the beginning of a line waits for its end.
 
-    Raises NotARun if the file is not a regular file in `folder`.
+    Raises ValueError if the file is not a regular file in `folder`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,20 +61,22 @@ class Tail:
         self.position = 0
         self.rest = b""
 
-    def rows(self) -> list[Row]:
-        """Return the rows since the last call; all of them if a resumed run replaced the file."""
-        try:
-            with open_metrics(self.folder) as file:
-                now = os.fstat(file.fileno())
-                # Rows of steps that a resumed run computes again are dropped by a new file.
-                if now.st_ino != self.inode or now.st_size < self.position:
-                    self._begin(now.st_ino)
-                file.seek(self.position)
-                new = file.read()
-        except FileNotFoundError:
+    def rows(self, ended: bool = False) -> list[Row]:
+        """Return the rows since the last call; all of them if a resumed run replaced the file. If
+        it has `ended`, its last line needs no line break: a kill may have come in between.
+        """
+        if not os.path.lexists(self.folder / FILE):
             return []
+        with untrusted.open_file(self.folder / FILE, within=self.folder) as file:
+            now = os.fstat(file.fileno())
+            # A resumed run drops rows of steps that it computes again, by a new file
+            if now.st_ino != self.inode or now.st_size < self.position:
+                self._begin(now.st_ino)
+            file.seek(self.position)
+            new = file.read()
         self.position += len(new)
         *lines, self.rest = (self.rest + new).split(b"\n")
+        lines += [self.rest] if ended else []
         values = [parsed(line) for line in lines if line]
         rows = [value for value in values if value is not None]
         self.lines += len(values)
@@ -84,32 +84,16 @@ class Tail:
         return rows
 
 
-def open_metrics(folder: Path) -> BinaryIO:
-    """Open the metrics.jsonl of `folder`; raises NotARun or FileNotFoundError."""
-    try:
-        return untrusted.open_file(folder / FILE, within=folder)
-    except ValueError as error:
-        raise NotARun(str(error)) from error
-
-
 def read(folder: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, [] if there is no such file; raises NotARun as `Tail`."""
+    """Return the rows of metrics.jsonl, [] without such a file; raises ValueError as `Tail`."""
     return read_rows(folder)[0]
 
 
 def read_rows(folder: Path) -> tuple[list[Row], str]:
-    """Return the rows of metrics.jsonl, and a remark on lines that hold none ("" without any)."""
+    """Return the rows of metrics.jsonl, and how many lines hold none ("" without any)."""
     tail = Tail(folder)
-    rows = tail.rows()
-    if not tail.rest and not tail.wrong:
-        return rows, ""
-    # The process was killed between a row and its line break, or in the middle of a row.
-    if (last := parsed(tail.rest)) is not None:
-        rows.append(last)
-    elif tail.rest and not tail.wrong:
-        return rows, "the last line"
-    wrong = tail.wrong + (1 if tail.rest and last is None else 0)
-    return rows, f"{wrong} of {tail.lines + bool(tail.rest):,} lines" if wrong else ""
+    rows = tail.rows(ended=True)
+    return rows, f"{tail.wrong} of {tail.lines:,} lines" if tail.wrong else ""
 
 
 def parsed(line: bytes) -> Row | None:
@@ -126,7 +110,7 @@ def parsed(line: bytes) -> Row | None:
 
 def odd_value(rows: list[Row]) -> str:
     """Return the first `key=value` that no run writes, such as a list; empty if there is none."""
-    # One such number would end a report on many runs, or draw curves that nobody can see.
+    # One such number would end a report on many runs, or draw curves that nobody can see
     for row in rows:
         for key, value in row.items():
             if value is None or (key == SAMPLE and isinstance(value, str)):

@@ -24,56 +24,31 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.config.eval_config import PasskeyConfig
 from longctx.config.memory_config import MemoryConfig
+from longctx.config.train_config import WandbConfig
 from longctx.runs import checkpoint_index
 
-# What resume= may change: devices, layout, length, logging and saving. A new length changes the
-# learning rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state; the
-# other keys change the order of sums at most.
-RESUMABLE = {
-    *(
-        "max_steps",
-        "max_tokens",
-        "val_every",
-        "val_rows",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "keep_best",
-        "patience",
-        "log_every",
-        "sample_every",
-        "sample_prompt",
-    ),
-    *("workers", "device", "devices", "compile", "graphs", "kernel.lock"),
-    *("batch_size", "accumulate", "memory"),
-    *(f"memory.{item.name}" for item in dataclasses.fields(MemoryConfig)),
-    *("strategy", "strategy.name", "context.degree", "context.method", "context.check"),
-    *(f"passkey.{key}" for key in ("enabled", "lengths", "depths", "samples", "kinds")),
-    *(
-        f"wandb.{key}"
-        for key in ("project", "entity", "mode", "group", "job_type", "tags", "notes", "artifacts")
-    ),
+GROUPS = {"memory": MemoryConfig, "passkey": PasskeyConfig, "wandb": WandbConfig}
+KEYS = """
+    max_steps max_tokens log_every workers device devices compile graphs kernel.lock
+    val_every val_rows patience checkpoint_every keep_checkpoints keep_best
+    sample_every sample_prompt batch_size accumulate memory
+    strategy strategy.name context.degree context.method context.check
+"""
+# resume= may change devices, layout, length, logging and saving. A new length changes the learning
+# rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state; the others
+# change the order of sums at most.
+RESUMABLE = set(KEYS.split()) | {
+    f"{group}.{item.name}"
+    for group, config in GROUPS.items()
+    for item in dataclasses.fields(config)
 }
-# Groups of keys that decide what is computed; data has its fingerprint.
+# Groups of keys that decide what is computed; data has its fingerprint
 DECISIVE = {"attention", "model", "lora", "rope", "optimizer"}
-NOT_IN_NAMES = {
-    "model",
-    "attention",
-    "seq_len",
-    "data",
-    "strategy",
-    "name",
-    "runs",
-    "device",
-    "init",
-    *RESUMABLE,
-}
-# They change how the same is computed, so a name has them only if a sweep varies them.
+NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "runs", "init"}
+# A name has them only if a sweep varies them: they change how the same is computed
 IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
-
-
-class NotARun(ValueError):
-    """Raised for a folder that holds nothing to read a run from."""
 
 
 def stem(
@@ -84,7 +59,7 @@ def stem(
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
     shape = {key for key in changed if key.startswith("model.")}
-    is_own = len(shape) > 3  # a model of its own, whose keys would fill the name
+    is_own = len(shape) > 3  # so many keys of a model would fill the name
     parts = ["own" if is_own else choices["model"], choices["attention"], length]
     if choices["data"] != "embedded":
         parts.append(choices["data"])
@@ -204,12 +179,11 @@ def find(path: str) -> Path:
             "copy that of the run here again"
         )
     if not checkpoints(folder):
-        with locked(folder):  # a run that still trains may yet write one, so it says that instead
-            pass
-        raise ValueError(
-            f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
-            "start it anew"
-        )
+        with locked(folder):  # another process may train the run, and write one yet
+            raise ValueError(
+                f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
+                "start it anew"
+            )
     files.check_writable(folder)
     files.check_writable(folder / "checkpoints")
     return folder
@@ -346,7 +320,7 @@ def plain(config: Any) -> dict[str, Any]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of config.yaml, nested keys joined by dots.
 
-    Raises FileNotFoundError if there is no such folder, NotARun if it is not the folder of a run.
+    Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -357,13 +331,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         remedy = "it has no config.yaml; give runs/NAME"
         if any(folder.glob("*/config.yaml")):
             remedy = f"it holds runs, so give {folder}/*"
-        raise NotARun(f"{folder}: not the folder of a run, {remedy}")
-    try:
-        values = untrusted.load_yaml(path, within=folder)
-    except ValueError as error:
-        raise NotARun(str(error)) from error
+        raise ValueError(f"{folder}: not the folder of a run, {remedy}")
+    values = untrusted.load_yaml(path, within=folder)
     if not isinstance(values, dict):
-        raise NotARun(f"{path}: not the configuration of a run; it should hold key: value lines")
+        raise ValueError(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(values)
 
 

@@ -22,7 +22,7 @@ from longctx import python_child
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import RUN_ID, offline_runs
+from longctx.runs.wandb_process import offline_runs
 
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
 PATIENCE = 9.0  # seconds that the end of a run waits for wandb; 10 are promised
@@ -77,15 +77,12 @@ class Tracker:
             return None
         entity = self.config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
         content = "rows and checkpoints" if self.config.artifacts else "rows"
-        why = "" if self.config.mode == "offline" or _has_key() else " (no API key)"
-        lines = [f"{self.mode}{why}: {content} for {entity}/{self.config.project}"]
-        folder = self.folder / "wandb"
+        lines = [f"{self.mode}: {content} for {entity}/{self.config.project}"]
+        if self.config.mode != "offline" and not _has_key():
+            lines.append("no API key, which `wandb login` sets: all is copied offline")
         if self.mode == "offline":
+            folder = self.folder / "wandb"
             lines += [f"look: wandb leet {folder}", f"upload: wandb sync {folder}/offline-run-*"]
-        elif why:
-            lines.append("`wandb login` sets one; without it all is copied offline")
-        if offline_runs(self.folder) or (self.mode == "offline" and (folder / RUN_ID).exists()):
-            lines.append("several runs there: each start offline is a run of its own")
         return "wandb      " + "\n           ".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Batches: the data of a run, and everything that one optimizer step needs of it.
+"""Batches: everything that one optimizer step needs of the data.
 
 The loss of a step is divided by its target tokens over all micro-batches and ranks, so the
 micro-batches of a step travel as one batch. Worker processes count them on the CPU, which waits
@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -23,48 +23,16 @@ from torch.utils.data import DataLoader, Dataset
 from longctx import python_child
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
-from longctx.config.data_config import DataConfig
-from longctx.config.train_config import TrainConfig
-from longctx.data import Data, load
+from longctx.config.doors import OBJECTIVES
+from longctx.data import Data
 from longctx.data.rows import IGNORED, padding_ids
 from longctx.parallel.mesh import Parallel
-from longctx.training import objectives
 from longctx.training.run import Run
-from longctx.training.schedule import Schedule
+from longctx.training.sequences import Sequences
 
 LONGEST = 600.0  # seconds that a batch may take
-NO_WINDOW: objectives.Windows = {None: 1}
-
-
-class DataDiffers(ValueError):
-    """Ranks see different documents, or split or tokenize them differently."""
-
-
-def data_config(config: TrainConfig) -> DataConfig:
-    """Return the sources of documents and tokenizer; a resumed run that began with init= has the
-    tokenizer in its own folder.
-    """
-    if config.init is None or config.resume is None:
-        return config.data
-    return replace(config.data, tokenizer=config.resume)
-
-
-def shared_data(run: Run, parallel: Parallel) -> Data:
-    """Open the data of `run`; raise DataDiffers, on every rank, unless all ranks see the same.
-
-    Each rank opens files of its own machine at a time of its own, so they may differ.
-    """
-    data = run.data or load(data_config(run.config), run.workload.seq_len)
-    expected, *others = parallel.all_gather_objects(data.identity())
-    for rank, found in enumerate(others, start=1):
-        for name, value in expected.items():
-            if found[name] != value:
-                raise DataDiffers(
-                    f"data={run.config.data.source}: ranks do not have the same {name}: "
-                    f"rank 0 has {value}, rank {rank} has {found[name]}; give all ranks the same "
-                    "files, and change none while the run starts"
-                )
-    return data
+Windows = Mapping[int | None, int]  # layers by window, as `GPTConfig.windows` has them
+NO_WINDOW: Windows = {None: 1}
 
 
 class MicroBatch:
@@ -133,9 +101,7 @@ def _unpickled(micro: bytes) -> StepBatch:
     return StepBatch(pickle.loads(micro))
 
 
-def micro_batch(
-    rows: Sequence[dict[str, Tensor]], windows: objectives.Windows = NO_WINDOW
-) -> MicroBatch:
+def micro_batch(rows: Sequence[dict[str, Tensor]], windows: Windows = NO_WINDOW) -> MicroBatch:
     """Stack sequences (see `longctx.data.rows`) and count their targets, tokens, and the pairs that
     layers with these `windows` see.
     """
@@ -154,10 +120,10 @@ def micro_batch(
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
 
-def step_batches(run: Run, schedule: Schedule, parallel: Parallel) -> Iterator[StepBatch]:
+def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator[StepBatch]:
     """Return the batches of this rank, from the next step on, read ahead by worker processes."""
-    order = schedule.order(parallel.data_rank, run.steps_done)
-    return read_ahead(train_loader(run, schedule.rows, order, run.config.workers))
+    order = sequences.order(parallel.data_rank, run.steps_done)
+    return read_ahead(train_loader(run, sequences.dataset, order, run.config.workers))
 
 
 def train_loader(
@@ -170,7 +136,7 @@ def train_loader(
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
     collate = partial(
         collate_step,
-        objectives.named(run.config.objective).collate,
+        OBJECTIVES[run.config.objective].collate or micro_batch,
         # Of a micro-batch, also if a stage of seq_len_schedule has shorter sequences
         workload.batch_size * workload.seq_len,
         workload.model.windows(),
@@ -188,9 +154,9 @@ def train_loader(
 
 
 def collate_step(
-    collate: Callable[[Sequence[dict[str, Tensor]], objectives.Windows], MicroBatch],
+    collate: Callable[[Sequence[dict[str, Tensor]], Windows], MicroBatch],
     tokens: int,
-    windows: objectives.Windows,
+    windows: Windows,
     rows: list[dict[str, Tensor]],
 ) -> StepBatch:
     """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
@@ -236,7 +202,7 @@ def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[Mic
     Every rank gets the same number of batches, since sharded weights are gathered for each. A rank
     without sequences left gets a batch without a target.
     """
-    collate = objectives.named(run.config.objective).collate
+    collate = OBJECTIVES[run.config.objective].collate or micro_batch
     there, size = len(data.val), run.workload.batch_size
     count = min(run.val_rows or there, there)
     mine = [i * there // count for i in range(parallel.data_rank, count, parallel.data_ranks)]

@@ -1,7 +1,8 @@
-"""Callbacks: the optional parts of a run, which watch it, say something and may end it.
+"""Callbacks: the optional parts of a run, which watch it, print something and may end it.
 
 Nothing here changes a gradient: with or without callbacks a run ends with the same weights. The
-loop calls every method on every rank.
+loop calls every method on every rank. A new one is a file with a subclass of `Callback` and a call
+of `register`; every run has it from then on.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from longctx.attention import kernels_run
+from longctx.config.doors import Door
+from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Tokenizer
 from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Decoder, continuations
@@ -30,10 +33,21 @@ from longctx.training.train_step import TrainState
 PROMPT_TOKENS = 16  # tokens of a document that serve as a prompt
 SAMPLE_TOKENS = 64
 TEMPERATURE = 0.8
-WINDOW = 128  # losses that a spike is compared with
-LEAST = 8  # of them, before which nothing is a spike
+WINDOW = 128  # values that a spike is compared with
+FEWEST_VALUES = 8  # with fewer nothing is a spike
 SIGMAS = 6.0
 SHARE = 0.1  # a spike is above the mean by this share of it, or more
+
+
+class Parts(NamedTuple):
+    """The parts of a run that a callback may read."""
+
+    run: Run
+    data: Data
+    parallel: Parallel
+    state: TrainState
+    meter: Meter
+    log: RunLog
 
 
 class Callback:
@@ -53,19 +67,53 @@ class Callback:
         return False
 
     def ended(self) -> None:
-        """Say something after the last step, when the run is saved."""
+        """Print something after the last step, when the run is saved."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the plain values that a checkpoint holds of it."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
 
 
-class WandbCopy(Callback):
-    """Begin the copy at wandb after the first step, before which it has nothing to show."""
+CALLBACKS: Door[Callable[[Parts], Callback]] = Door("callback", __name__)
+register = CALLBACKS.register
 
-    def __init__(self, log: RunLog) -> None:
-        self.log, self.has_begun = log, False
+
+class Callbacks(Callback):
+    """Call `first`, then every registered callback, as one; checkpoints hold the registered."""
+
+    def __init__(self, first: Sequence[Callback], parts: Parts) -> None:
+        self.registered = {name: build(parts) for name, build in CALLBACKS.items()}
+        self.all = [*first, *self.registered.values()]
+
+    def logged(self, row: dict[str, Any]) -> None:
+        for callback in self.all:
+            callback.logged(row)
+
+    def validated(self, step: int, row: dict[str, Any]) -> None:
+        for callback in self.all:
+            callback.validated(step, row)
 
     def stepped(self, step: int) -> None:
-        if not self.has_begun:
-            self.log.start_wandb(kernels_run())
-        self.has_begun = True
+        for callback in self.all:
+            callback.stepped(step)
+
+    def ends(self) -> bool:
+        return any([callback.ends() for callback in self.all])
+
+    def ended(self) -> None:
+        for callback in self.all:
+            callback.ended()
+
+    def state(self) -> dict[str, Any]:
+        states = {name: callback.state() for name, callback in self.registered.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in state.keys() & self.registered.keys():
+            self.registered[name].restore(state[name])
 
 
 class EarlyStopping(Callback):
@@ -77,7 +125,7 @@ class EarlyStopping(Callback):
         self.run, self.log, self.patience = run, log, run.config.patience
         self.loss: float | None = None
         self.step = 0  # of the lowest loss
-        self.since = 0  # validations
+        self.since = 0  # validations since then
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
         if step == 0 or "val_loss" not in row:  # before the first step there is no checkpoint
@@ -89,12 +137,8 @@ class EarlyStopping(Callback):
 
     @property
     def kept_step(self) -> int:
-        """The step whose checkpoint stays; 0 for none."""
+        """The step whose checkpoint is not deleted; 0 for none."""
         return self.step if self.run.config.keep_best else 0
-
-    def keeps(self, step: int) -> bool:
-        """Return True if the checkpoint after `step` is the best so far."""
-        return step == self.kept_step
 
     def ends(self) -> bool:
         return self.patience is not None and self.since >= self.patience
@@ -111,36 +155,33 @@ class EarlyStopping(Callback):
             )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
         return {"loss": self.loss, "step": self.step, "since": self.since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
         self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
 
 
 class Spikes(Callback):
     """Count the spikes of a run: losses or gradient norms far above those before.
 
-    After SkipStepAdamW of OLMo-core: x is a spike among the last 128 values if
+    After SkipStepAdamW of OLMo-core: a value is a spike among the last 128 if
 
-        x > mean + 6 · standard deviation
+        value > mean + 6 · standard deviation
 
-    and here also x > 1.1 · mean, so that a loss that hardly moves raises no alarm.
+    and here also value > 1.1 · mean, so that a nearly constant loss raises no alarm.
 
     With spike=flag this looks at the losses of logged rows, for which no step waits. With
-    spike=skip the optimizer step asks `drops` about every step, and leaves out at most `budget` of
-    the last WINDOW. The counts are the same on every rank; the Meter saves them.
+    spike=skip the optimizer step asks `drops` about every step, and leaves out at most
+    `spike_budget` of the last 128. The counts are the same on every rank; the Meter saves them.
     """
 
-    def __init__(
-        self, mode: str, budget: int, say: Callable[[str], None] = lambda text: None
-    ) -> None:
-        self.mode, self.budget, self.say = mode, budget, say
+    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
+        self.mode, self.budget, self.say = config.spike, config.spike_budget, say
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self.dropped: deque[int] = deque(maxlen=WINDOW)  # 1 for each step dropped
-        self.found = self.skipped = 0  # since the run began
+        self.found = 0  # since the run began
+        self.skipped = 0
         self.reported = 0  # of those found
         self.lost = False  # the last step was dropped, and its loss or norm is not finite
 
@@ -153,11 +194,11 @@ class Spikes(Callback):
             self.lost = False
             return False
         finite = math.isfinite(loss) and math.isfinite(norm)
-        outlier = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
-        drop = outlier and sum(self.dropped) < self.budget
+        is_spike = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
+        drop = is_spike and sum(self.dropped) < self.budget
         self.lost = drop and not finite
         self.dropped.append(int(drop))
-        self.found += outlier
+        self.found += is_spike
         self.skipped += drop
         if finite and not drop:
             self.losses.append(loss)
@@ -181,12 +222,10 @@ class Spikes(Callback):
         self.reported = self.found
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
         values = {name: list(getattr(self, name)) for name in ("losses", "norms", "dropped")}
         return values | {"found": self.found, "skipped": self.skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
         for name in ("losses", "norms", "dropped"):
             setattr(self, name, deque(state[name], maxlen=WINDOW))
         self.found = self.reported = state["found"]
@@ -197,10 +236,22 @@ def is_outlier(value: float, before: Sequence[float]) -> bool:
     """Return True if `value` is far above the values `before` it, or not finite."""
     if not math.isfinite(value):
         return True
-    if len(before) < LEAST:
+    if len(before) < FEWEST_VALUES:
         return False
     mean = fmean(before)
     return value > mean + max(SIGMAS * pstdev(before, mean), SHARE * abs(mean))
+
+
+class WandbCopy(Callback):
+    """Begin the copy at wandb after the first step, before which it has nothing to show."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.log, self.has_begun = parts.log, False
+
+    def stepped(self, step: int) -> None:
+        if not self.has_begun:
+            self.log.start_wandb(kernels_run())
+        self.has_begun = True
 
 
 class Samples(Callback):
@@ -211,44 +262,41 @@ class Samples(Callback):
     all of a fixed number of tokens, so that weights may be sharded.
     """
 
-    def __init__(
-        self, state: TrainState, data: Data, meter: Meter, parallel: Parallel, log: RunLog
-    ) -> None:
-        self.module, self.run, self.data = state.module, state.run, data
-        self.meter, self.parallel, self.log = meter, parallel, log
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.config = parts, parts.run.config
 
     def stepped(self, step: int) -> None:
-        every = self.run.config.sample_every
-        if every is not None and (step == self.run.max_steps or step % every == 0):
-            self.log.sample(step, self.meter.tokens_seen, self.text())
+        every = self.config.sample_every
+        if every is not None and (step == self.parts.run.max_steps or step % every == 0):
+            self.parts.log.sample(step, self.parts.meter.tokens_seen, self.text())
 
     def text(self) -> str:
         """Return the prompt and the model's continuation, up to its end-of-text token."""
-        tokenizer, prompt = self.data.tokenizer, self.prompt()
-        choose = Sampler([0], TEMPERATURE, seed=self.run.config.seed)
-        model = self.module.model
+        tokenizer, prompt = self.parts.data.tokenizer, self.prompt()
+        choose = Sampler([0], TEMPERATURE, seed=self.config.seed)
+        module = self.parts.state.module
         with (
-            in_eval_mode(self.module),
-            sharding.unsharded(model),
-            self.parallel.autocast(),
+            in_eval_mode(module),
+            sharding.unsharded(module.model),
+            self.parts.parallel.autocast(),
             torch.compiler.set_stance("force_eager"),
         ):
-            decoder = Decoder(model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False)
-            # On the CPU: with deterministic=true torch has no cumulative sum on a GPU.
-            rows = continuations(
+            decoder = Decoder(module.model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False)
+            # On the CPU: with deterministic=true torch has no cumulative sum on a GPU
+            tokens = continuations(
                 decoder, [prompt], SAMPLE_TOKENS, lambda logits: choose(logits.cpu())
             )
-            ids = [row[0] for row in rows if row[0] is not None]
+            ids = [token[0] for token in tokens if token[0] is not None]
         ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
         return text_of_prompt(tokenizer, prompt) + tokenizer.decode(ids)
 
     def prompt(self) -> list[int]:
-        """Return the tokens of sample_prompt=, or those at the beginning of a document."""
-        text, tokenizer = self.run.config.sample_prompt, self.data.tokenizer
-        if text is not None:
-            return tokenizer.encode_prompt(text)
-        split = "val" if len(self.data.split["val"]) else "train"
-        ids = next(iter(self.data.documents(split))).ids[:PROMPT_TOKENS].tolist()
+        """Return the tokens of sample_prompt=, or the first ones of a document."""
+        data, tokenizer = self.parts.data, self.parts.data.tokenizer
+        if self.config.sample_prompt is not None:
+            return tokenizer.encode_prompt(self.config.sample_prompt)
+        split = "val" if len(data.split["val"]) else "train"
+        ids = next(iter(data.documents(split))).ids[:PROMPT_TOKENS].tolist()
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
 
 
@@ -256,3 +304,7 @@ def text_of_prompt(tokenizer: Tokenizer, prompt: list[int]) -> str:
     """Return the text of a prompt, without the token that begins it."""
     special = (tokenizer.bos_id, tokenizer.eos_id)
     return tokenizer.decode(prompt[1:] if prompt[0] in special else prompt)
+
+
+register("wandb", WandbCopy)
+register("samples", Samples)

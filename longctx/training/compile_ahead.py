@@ -76,7 +76,7 @@ def on(device: int, task: Task) -> None:
 
 
 def attention_tasks(workload: Workload) -> list[Task]:
-    """Return what compiles the backend's kernels, for heads and lengths of `workload`."""
+    """Return tasks that compile the backend's kernels for heads and lengths of `workload`."""
     model, dtype = workload.model, dtype_of(workload.precision)
     device = torch.device("cuda", torch.cuda.current_device())
     element = torch.empty(1, 1, 1, 1, dtype=dtype, device=device)

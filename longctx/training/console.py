@@ -1,4 +1,4 @@
-"""The output of a run: a bar while it trains, or lines without a terminal; a curve and a table at
+"""The terminal of a run: a bar while it trains, or lines without a terminal; a curve and a table at
 the end.
 """
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from longctx import files, python_child, tables
@@ -19,9 +19,8 @@ from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Metric, Row, Shown, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 
-UNSCORED = "nothing scored"  # such as pieces of conversations without an answer
 WIDTH, HEIGHT = 60, 8  # characters of the loss curve, each of 2 x 4 dots
-FEWEST = 4  # points that show a curve
+FEWEST_POINTS = 4  # that show a curve
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character
 BLANK = 0x2800
 
@@ -33,20 +32,17 @@ class Display:
         self.console = tables.console()
         self.console.quiet = silent
         self.steps = steps
-        self._is_estimated = False
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-        if self.console.is_terminal and not silent:
-            self._bar = Progress(
-                TextColumn("step {task.completed:,}/{task.total:,}"),
-                BarColumn(16),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._task = self._bar.add_task(
-                "", total=steps, completed=first_step, numbers="first step ..."
-            )
+        self.bar = Progress(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(16),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=silent or not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task(
+            "", total=steps, completed=first_step, numbers="first step ..."
+        )
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -72,33 +68,18 @@ class Display:
             files.silence_stdout()
             signal.raise_signal(signal.SIGHUP)
 
-    def start(self) -> None:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-
-    def stop(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.stop()
-
     def stepped(self, step: int) -> None:
         """Move the bar."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+        self.bar.update(self.task, completed=step)
 
     def show(self, row: Row) -> None:
         """Show a logged row: in the bar, or as a line if the output is no terminal."""
+        if is_step(row) and not self.bar.disable:
+            self.bar.update(self.task, completed=row["step"], numbers=brief(row))
+            return
         time_left = self.time_left(row)
-        if self._bar is not None and is_step(row):
-            self._bar.update(self._task, completed=row["step"], numbers=brief(row))
-        else:
-            ending = f"  {time_left} left" if time_left else ""
-            self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
-        if time_left and self._bar is not None and not self._is_estimated:
-            self._is_estimated = True
-            steps = self.steps - row["step"]
-            self.say(f"estimate   about {time_left} for the {steps:,} steps to come, by the first")
+        ending = f"  {time_left} left" if time_left else ""
+        self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
 
     def time_left(self, row: Row) -> str:
         """Return the time that the steps after `row` take at its pace, empty if it has none."""
@@ -110,9 +91,13 @@ class Display:
 
 def brief(row: Row) -> str:
     """Return a row of metrics.jsonl in one line."""
-    parts = ["" if is_step(row) else "validation"]
-    parts.append("" if {"loss", "val_loss"} & row.keys() else UNSCORED)
-    parts.append(metrics.line(row, Shown.CONSOLE))
+    # A window may have no target token: pieces of conversations without an answer
+    has_loss = "loss" in row or "val_loss" in row
+    parts = [
+        "" if is_step(row) else "validation",
+        "" if has_loss else "nothing scored",
+        metrics.line(row, Shown.CONSOLE),
+    ]
     return "  ".join(part for part in parts if part)
 
 
@@ -168,10 +153,11 @@ def loss_curve(rows: Sequence[Row]) -> list[str]:
     points = [
         (row["step"], row["loss"]) for row in rows if is_step(row) and finite([row.get("loss")])
     ]
-    if len(points) < FEWEST:
+    if len(points) < FEWEST_POINTS:
         return []
     steps, losses = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     low, high = losses.min(), losses.max()
+    # The height of the curve in each column of dots, interpolated between the steps
     columns = np.arange(2 * WIDTH)
     along = np.interp(columns, np.linspace(0, 2 * WIDTH - 1, 2), [steps[0], steps[-1]])
     heights = (high - np.interp(along, steps, losses)) / max(high - low, 1e-9)
@@ -179,6 +165,7 @@ def loss_curve(rows: Sequence[Row]) -> list[str]:
     canvas = np.full((HEIGHT, WIDTH), BLANK)
     for column, dot in zip(columns.tolist(), dots.tolist(), strict=True):
         canvas[dot // 4, column // 2] |= DOTS[column % 2][dot % 4]
+    # The largest loss at the top, the smallest at the bottom, the steps below
     labels = [f"{high:.2f}", *[""] * (HEIGHT - 2), f"{low:.2f}"]
     margin = max(map(len, labels))
     first, last = f"{int(steps[0]):,}", f"step {int(steps[-1]):,}"

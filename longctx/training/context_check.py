@@ -1,14 +1,14 @@
-"""context.check: before a run, small, whether its ranks together compute what one of them does.
+"""context.check: before a run, compare a small step of all ranks with the same step of one rank.
 
-The run's own step on the run's own rows, cut short, with few layers and random weights:
+It is the run's own step on the run's own sequences, cut short, with few layers and random weights:
 
 1. The leak probe changes a token. Logits of later tokens of its document may change, and no others.
-   Packed rows that ranks share have leaked elsewhere without a word (trl#6843).
-2. Loss, gradient norm and every gradient of a step over all ranks, against the same step on each
-   rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in bf16 too:
-   all ranks may be no further from one rank's fp32 than one rank's bf16 is.
+   In another library packed sequences have leaked between ranks without an error (trl#6843).
+2. Loss, gradient norm and every gradient of a step over all ranks are compared with the same step
+   on each rank alone. In fp32 they agree but for the order of sums. A run in bf16 is compared in
+   bf16 too: all ranks may be no further from one rank's fp32 than one rank's bf16 is.
 
-A second step leaves out targets so that some ranks have none. The row's length is not divisible.
+A second step leaves out targets so that some ranks have none. The length is not divisible.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class StaticBatch:
 
     def __init__(self, like: MicroBatch) -> None:
         self.micro = like.each(torch.empty_like)
-        # Without the offsets and lengths of documents, whose number changes: a backend that reads
-        # them is not captured, see `Workload.not_captured`
+        # without the offsets and lengths of documents, since their number changes: backends that
+        # read them are not capturable
         self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
 
     def fits(self, micro: MicroBatch) -> bool:
@@ -114,7 +114,7 @@ class StepGraphs(StepParts):
             with uncached(self.parallel.device.type):
                 return super().forward_backward(self.inputs.micro, first, last, mark)
         if first not in self.passes:
-            # What still holds the gradients' nodes of an earlier step holds them on its stream.
+            # live autograd nodes of an earlier step would keep its gradients on its stream
             gc.collect()
             self.passes[first] = self._captured_pass(self.inputs.micro)
         captured = self.passes[first]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from longctx import files
 from longctx.attention import Mask, attention, kernels_run, registered
+from longctx.attention.description import AttentionConfig
+from longctx.config.command_config import ShowOptions
 from longctx.config.train_config import TrainConfig
-from longctx.kernels import SelfTestFailed, fingerprint, machine, sources
+from longctx.kernels import SelfTestFailed, fingerprint, launch, machine, sources
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
@@ -29,42 +32,58 @@ Lock = dict[str, Any]
 FILE = "kernel.lock.json"
 FORMAT = 2
 HASHED = ("out", "dq", "dk", "dv")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def of_workload(workload: Workload) -> Lock:
     """Return the lock of the attention that `workload` uses.
 
-    Run it once, forward and backward, on a small input; this compiles kernels that the run needs
-    anyway. Raises ValueError, one line, if the kernels fail their self-test.
+    Raises ValueError, one line, if the kernels fail their self-test.
     """
-    backend, model = workload.attention.backend, workload.model
-    options = workload.attention.options
     device = torch.device(workload.device)
     if workload.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    dtype = dtype_of(workload.precision)
-    code = registered()[backend]
-    promised = workload.attention.description.reproducible
+    model, dtype = workload.model, dtype_of(workload.precision)
+    # head size and group choose the kernel; other sizes do not change its code
+    group = model.heads // model.kv_heads
+    return identify(workload.attention, device, dtype, model.head_size, group, workload.seq_len)
+
+
+def identify(
+    chosen: AttentionConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    seq_len: int,
+) -> Lock:
+    """Return the lock of the kernels for such heads and sequences.
+
+    They run once, forward and backward, on a small input. A run needs these kernels anyway.
+    """
+    backend = registered()[chosen.backend]
+    # kernel → the results with the same bits every time
+    promised = chosen.description.reproducible
 
     def run(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> tuple[Tensor, Sequence[str]]:
-        out = attention(q, k, v, mask=Mask.documents(doc_ids), backend=backend, **options)
-        return out, promised.get(kernels_run()[backend], ())
+        mask = Mask.documents(doc_ids)
+        out = attention(q, k, v, mask=mask, backend=chosen.backend, **chosen.options)
+        return out, promised.get(kernels_run()[chosen.backend], ())
 
     hashes, kernel = dict[str, str](), "unknown before it runs"
     if promised:
-        like = torch.empty(0, 0, 0, model.head_size, dtype=dtype, device=device)
-        bucket = code.kernels_change_at(like, workload.seq_len)
-        group = model.heads // model.kv_heads
-        # Head size and group choose the kernel; other sizes do not change its code
+        like = torch.empty(0, 0, 0, head_size, dtype=dtype, device=device)
+        bucket = backend.kernels_change_at(like, seq_len)
+        # the first use of a kernel tests it
         try:
-            hashes = fingerprint(run, device, dtype, model.head_size, group, bucket)
+            hashes = fingerprint(run, device, dtype, head_size, group, bucket)
         except SelfTestFailed as error:
             raise ValueError(str(error)) from error
-        kernel = kernels_run()[backend]
+        kernel = kernels_run()[chosen.backend]
 
-    # Plain values only: JSON holds them, and `differences` compares them as text
-    lock: Lock = {"format": FORMAT, "backend": backend, "kernel": kernel}
-    lock |= {"machine": machine(device) | code.versions(), "fingerprint": hashes}
+    # plain values only: JSON holds them, and `differences` compares them as text
+    lock: Lock = {"format": FORMAT, "backend": chosen.backend, "kernel": kernel}
+    lock |= {"machine": machine(device) | backend.versions(), "fingerprint": hashes}
     if missing := [name for name in HASHED if name not in hashes]:
         lock["not_reproducible"] = missing
     if files_of_kernel := sources(kernel):
@@ -72,6 +91,32 @@ def of_workload(workload: Workload) -> Lock:
     if os.environ.get("TRITON_INTERPRET") == "1":
         lock["interpreter"] = True
     return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
+
+
+def show(options: ShowOptions) -> None:
+    """Print the lock of attention=flash here as JSON, with launch configs, self-test and seconds.
+
+    Raises ValueError if the kernel cannot run here or fails its self-test.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = DTYPES.get(options.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    chosen = AttentionConfig("flash", {"kernel": options.kernel})
+    started = time.perf_counter()
+    lock = identify(chosen, device, dtype, options.head_size, 1, options.seq_len)
+    is_tested = lock["kernel"].startswith("triton") and on_gpu
+    like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
+    described = {
+        "backend": "flash",
+        "kernel": lock["kernel"],
+        "self_test": "passed" if is_tested else "not needed",
+        "seconds": round(time.perf_counter() - started, 3),
+        "launch": launch.configs_of(lock["kernel"], like, options.seq_len),
+        "machine": lock["machine"],
+        "fingerprint": lock["fingerprint"],
+        "sources": lock.get("sources", {}),
+    }
+    print(json.dumps(described, indent=1))
 
 
 def held(

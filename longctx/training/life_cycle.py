@@ -35,7 +35,7 @@ from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
 from longctx.system import StopSignal
 from longctx.training import memory
-from longctx.training.batches import DataDiffers, is_lost_worker, lost_worker
+from longctx.training.batches import is_lost_worker, lost_worker
 from longctx.training.context_check import CheckFailed
 from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.loop import loop
@@ -44,6 +44,7 @@ from longctx.training.resume import continue_folder
 from longctx.training.run import Run, of_shared
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
+from longctx.training.sequences import DataDiffers
 from longctx.training.sweep import RESULT_VARIABLE
 
 AGREE_EVERY = 10.0  # seconds between two looks at the other ranks' signals; SLURM gives 60
@@ -85,7 +86,7 @@ class LifeCycle:
         """Start, train and report; return the exit code."""
         with ExitStack() as locks:
             try:
-                return self.train(self.start(request, machine, locks))
+                return self.train(self.start(request, machine, locks), machine)
             except KeyboardInterrupt:
                 self._interrupted()
                 raise
@@ -115,14 +116,13 @@ class LifeCycle:
                 Path(result).write_text(str(run.folder), encoding="utf-8")
         return run
 
-    def train(self, run: Run) -> int:
-        """Run the loop, say how the run ended, delete old checkpoints; return the exit code."""
+    def train(self, run: Run, machine: Machine) -> int:
+        """Run the loop, print how the run ended, delete old checkpoints; return the exit code."""
         parallel, code = self.parallel, 1
         problem: str | None = None
         is_refused = False
         log = RunLog(run, parallel)
         saver = Saver(run, parallel, log)
-        frozen = gc.get_freeze_count()
         # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
         try:
             with within_memory(run.workload.device), saver:
@@ -130,20 +130,21 @@ class LifeCycle:
                 memory.free(run.workload.device)
                 saver.finish()
             parallel.shut_down()
-            code = self.stop.code if self._has_stopped(log) else 0
+            has_stopped = self.stop.number is not None and log.steps_done < run.max_steps
+            code = self.stop.code if has_stopped else 0
         except KeyboardInterrupt:
             parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
             saver.cancel_removal()
             code = self.stop.code
             raise
         except Exception as error:
-            problem, is_refused = self._last_words(error, log), isinstance(error, REFUSED)
+            is_refused = isinstance(error, REFUSED)
+            problem = self._last_words(error, log, machine)
             if problem is None:
                 raise
             code = files.exit_code(error)
         finally:
-            if gc.get_freeze_count() > frozen:
-                gc.unfreeze()
+            gc.unfreeze()
             log.end(code)
 
         # All ranks refuse together: they part in peace, and rank 0 speaks for them
@@ -196,11 +197,7 @@ class LifeCycle:
             self.stop.number = int(number)
         return number > 0
 
-    def _has_stopped(self, log: RunLog) -> bool:
-        """Return True if a signal has ended the run before its last step."""
-        return self.stop.number is not None and log.steps_done < log.run.max_steps
-
-    def _last_words(self, error: Exception, log: RunLog) -> str | None:
+    def _last_words(self, error: Exception, log: RunLog, machine: Machine) -> str | None:
         """Return the line that tells the user of `error`; None if it needs a traceback, or if the
         command line prints it.
         """
@@ -209,7 +206,7 @@ class LifeCycle:
         if not isinstance(error, RuntimeError | MemoryError):
             return None
         if is_out_of_memory(error):
-            return memory.explain(log.run.workload, log.steps_done)
+            return memory.explain(log.run.workload, log.steps_done, machine)
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
             return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"

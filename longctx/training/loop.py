@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training import context_check, memory
-from longctx.training.batches import shared_data, step_batches
-from longctx.training.callbacks import Callback, EarlyStopping, Samples, Spikes, WandbCopy
+from longctx.training.batches import step_batches
+from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts, Spikes
+from longctx.training.learning_rate import learning_rate
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
-from longctx.training.schedule import Schedule, learning_rate
+from longctx.training.sequences import Sequences, shared_data
 from longctx.training.throughput import Meter, StepSplit
 from longctx.training.train_step import TrainState, optimizer_step, require_finite
 from longctx.training.validation import pass_keys_found, validate
@@ -29,22 +30,24 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     data = shared_data(run, parallel)
     if run.config.context.check:
         log.checked(context_check.compare_with_one(run, data, parallel))
-    schedule = Schedule(run, data)
+    sequences = Sequences(run, data)
     state = TrainState(run, parallel)
-    early_stopping = EarlyStopping(run, log)
-    spikes = Spikes(run.config.spike, run.config.spike_budget, log.say)
+    spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
     meter, split = Meter(run.workload, parallel, spikes), StepSplit(parallel.device)
-    samples = Samples(state, data, meter, parallel, log)
-    callbacks: list[Callback] = [WandbCopy(log), spikes, early_stopping, samples]
+    callbacks = Callbacks([spikes, early_stopping], Parts(run, data, parallel, state, meter, log))
     drops = spikes.drops if run.config.spike == "skip" else None
 
     # Whatever has a state is registered here, by its name in checkpoints
-    stateful: dict[str, Meter | EarlyStopping] = {"meter": meter, "best": early_stopping}
+    stateful: dict[str, Meter | Callback] = {
+        "meter": meter,
+        "best": early_stopping,
+        "callbacks": callbacks,
+    }
     if run.checkpoint is not None:
         content = checkpoints.read(run.checkpoint)
         state.restore(content)
         for name, part in stateful.items():
-            part.restore(content[name])
+            part.restore(content.get(name, {}))
         checkpoints.restore_random_state(content["random"])
     predicted = memory.predicted_gib(run)
 
@@ -57,12 +60,11 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             row |= pass_keys_found(state.module, data, run)
         log.record(row)
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
-        for callback in callbacks:
-            callback.validated(step, row)
+        callbacks.validated(step, row)
 
     saver.begin(state, data.fingerprint)
     log.begin()
-    batches = step_batches(run, schedule, parallel)  # its workers read while the model validates
+    batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
     if not run.steps_done:
         validated(0)
     life.begin_steps()
@@ -84,9 +86,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             row = {"step": step} | meter.row(state.module.grad_norm) | split.row()
             row["memory_predicted_gib"] = predicted
             row["lr"] = learning_rate(step - 1, run)
-            row["epoch"] = schedule.epoch(step)
-            for callback in callbacks:
-                callback.logged(row)
+            row["epoch"] = sequences.epoch(step)
+            callbacks.logged(row)
             log.record(row)
             require_finite("loss", row.get("loss", 0.0), step, run)
 
@@ -95,23 +96,20 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         with meter.set_aside():
             if last or step % run.val_every == 0:
                 validated(step)
-            for callback in callbacks:
-                callback.stepped(step)
+            callbacks.stepped(step)
 
         # Save, stop
         stopped = life.stops(step - run.steps_done, waits_anyway=run.logs(step))
-        over = any(callback.ends() for callback in callbacks)
-        due = early_stopping.keeps(step) or step % run.config.checkpoint_every == 0
-        if last or stopped or over or due:
+        ends = last or stopped or callbacks.ends()
+        is_best = step == early_stopping.kept_step
+        if ends or is_best or step % run.config.checkpoint_every == 0:
             if not spikes.lost:
                 require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 state.require_finite(step, parallel)
                 content = {name: part.state() for name, part in stateful.items()}
-                ends = last or stopped or over
                 saver.save(content, step, ends, early_stopping.kept_step)
-        if stopped or over:
+        if ends:
             break
         meter.waits()
-    for callback in callbacks:
-        callback.ended()
+    callbacks.ended()

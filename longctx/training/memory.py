@@ -6,71 +6,80 @@ import gc
 import resource
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from longctx.model.offload import HostBuffers
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting
 from longctx.planner.hardware import CLEARLY, GIB, Machine
 from longctx.planner.peak_memory import PARAMETERS, predict
 from longctx.planner.workload import Workload
 from longctx.training.run import Run
 
 
+class Limits(NamedTuple):
+    """Bytes of memory for one process: all, the part that a step may fill, and that of the host."""
+
+    name: str
+    total: float
+    usable: float
+    host: float
+
+
+def limits(workload: Workload, machine: Machine) -> Limits:
+    """Return the memory of `machine` for each process of `workload`."""
+    if workload.device == "cuda":
+        assert machine.gpu is not None
+        gpu = machine.gpu
+        return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
+    # Each process has its own tensors; the host's share is among them
+    total = machine.host_memory / workload.devices_per_machine
+    return Limits("memory", total, 0.9 * total, float("inf"))
+
+
 def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
     """Raise ValueError, with a step that fits, if all `candidates` are predicted to take clearly
     more memory than `machine` has, under every policy that memory= leaves open.
     """
-    workload = candidates[0]
-    host, clearly = machine.host_memory, CLEARLY[workload.device]
-    if workload.device == "cuda":
-        assert machine.gpu is not None
-        kind, there, room = "GPU memory", machine.gpu.memory, fitting.room(machine.gpu)
-    else:
-        # Each process has its own tensors, and the host's share is among them
-        kind, there, host = "memory", host / workload.devices_per_machine, float("inf")
-        room = 0.9 * there
+    there, clearly = limits(candidates[0], machine), CLEARLY[candidates[0].device]
     possible = [policy for step in candidates for policy in fitting.policies(step)]
-    limit = clearly * host + fitting.HOST_LEFT
-    if any(fitting.fits(policy, clearly * there, limit) for policy in possible):
+    host_limit = clearly * there.host + fitting.HOST_LEFT
+    if any(fitting.fits(policy, clearly * there.total, host_limit) for policy in possible):
         return
-    least = min(possible, key=lambda policy: predict(policy).peak)
-    predicted = predict(least)
-    if predicted.peak > clearly * there:
-        size, largest = predicted.peak, predicted.largest
-        share = f", {predicted.gpu[largest] / GIB:,.1f} of it for {largest}"
-    else:
-        kind, there, size, share = "host memory", host, fitting.on_host(least, predicted), ""
-    advice = fitting.smallest_change(least, room, host)
+    smallest = min(possible, key=lambda policy: predict(policy).peak)
+    predicted = predict(smallest)
+    text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
+    total = there.host
+    if predicted.peak > clearly * there.total:
+        largest, total = predicted.largest, there.total
+        share = f"{predicted.gpu[largest] / GIB:,.1f} of it for {largest}"
+        text = f"{predicted.peak / GIB:,.1f} GiB of {there.name}, {share}"
+    advice = fitting.smallest_change(smallest, there.usable, there.host)
     raise ValueError(
-        f"seq_len={least.seq_len} batch_size={least.batch_size} memory={least.memory.policy}: "
-        f"a step is predicted to take {size / GIB:,.1f} GiB of {kind}{share}, and there are "
-        f"{there / GIB:,.1f}; try {advice}"
+        f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
+        f"memory={smallest.memory.policy}: a step is predicted to take {text}, and there are "
+        f"{total / GIB:,.1f}; try {advice}"
     )
 
 
-def explain(workload: Workload, steps_done: int) -> str:
+def explain(workload: Workload, steps_done: int, machine: Machine) -> str:
     """Return the line for a step that ran out of memory: predicted and measured memory, the
     largest term, and the smallest change that fits.
     """
-    predicted = predict(workload)
+    there, predicted = limits(workload, machine), predict(workload)
+    used = ""
     if workload.device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu = hardware.chip(properties.name, float(properties.total_memory))
-        room, used = gpu.usable, float(torch.cuda.max_memory_allocated())
-        kind, there = "GPU memory", f"{used / GIB:.1f} GiB used of {gpu.memory / GIB:.1f}"
-    else:
-        room = 0.9 * hardware.host_memory()
-        kind, there = "memory", f"{hardware.host_memory() / GIB:.1f} GiB in all"
+        used = f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB used of "
     # It did not fit, whatever was predicted: the advice must be predicted to take clearly less
-    limit = min(room, 0.9 * predicted.peak)
-    advice = fitting.smallest_change(workload, limit, hardware.host_memory())
+    limit = min(there.usable, 0.9 * predicted.peak)
+    advice = fitting.smallest_change(workload, limit, there.host)
     largest = predicted.gpu[predicted.largest] / GIB
     return (
-        f"out of {kind} in step {steps_done + 1} ({there}; {predicted.peak / GIB:.1f} predicted) "
-        f"at seq_len={workload.seq_len}, batch_size={workload.batch_size}, "
-        f"memory={workload.memory.policy}: {predicted.largest} take {largest:.1f} GiB of it; "
-        f"try {advice}"
+        f"out of {there.name} in step {steps_done + 1} ({used}{there.total / GIB:.1f} GiB; "
+        f"{predicted.peak / GIB:.1f} predicted) at seq_len={workload.seq_len}, "
+        f"batch_size={workload.batch_size}, memory={workload.memory.policy}: "
+        f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"
     )
 
 

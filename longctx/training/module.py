@@ -11,18 +11,55 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from longctx.config.doors import OBJECTIVES
 from longctx.model import GPT, fp8, lora
 from longctx.parallel import sharding
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.fabric import pytorch as pl
 from longctx.parallel.mesh import Parallel
-from longctx.training import objectives, optimizers, pretrained
+from longctx.training import optimizers, pretrained
 from longctx.training.batches import MicroBatch
+from longctx.training.learning_rate import learning_rate
+from longctx.training.optimizers.adamw import AdamW
 from longctx.training.run import Run
-from longctx.training.schedule import LearningRate
 
 Mark = Callable[[str], None]  # called with the part of a step that has been queued
+
+
+class LearningRate(LRScheduler):
+    """Set `learning_rate` in every parameter group, from the run's next step on."""
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self.run = run
+        for group in optimizer.param_groups:
+            group["initial_lr"] = run.lr
+        super().__init__(optimizer, last_epoch=run.steps_done - 1)
+
+    def get_lr(self) -> list[float | Tensor]:
+        rate = learning_rate(self.last_epoch, self.run)
+        return [rate for _ in self.optimizer.param_groups]
+
+
+def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
+    """Clip the global norm of the gradients to `max_norm` (arXiv 1211.5063); return the norm
+    before, on the device.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside Fabric's wrapper
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    norm = sharding.full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    if max_norm is None:
+        return norm
+    # Our optimizers multiply by the factor when they read the gradients anyway
+    if isinstance(optimizer, AdamW):
+        optimizer.factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    else:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
 
 
 class TrainingModule(pl.LightningModule):
@@ -33,7 +70,7 @@ class TrainingModule(pl.LightningModule):
     def __init__(self, run: Run, shard: Callable[[GPT], None] = lambda model: None) -> None:
         super().__init__()
         self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
-        self.objective = objectives.named(run.config.objective)
+        self.objective = OBJECTIVES[run.config.objective]
         self.grad_norm = torch.zeros(())  # global, before clipping, of the last step
 
     def configure_model(self) -> None:
@@ -56,7 +93,7 @@ class TrainingModule(pl.LightningModule):
         for layer in lora.layers(self.model):
             layer.init_added(sharding.draw)
         if config.init is not None and self.run.checkpoint is None:
-            pretrained.load(self.model, config.init)
+            pretrained.copy_into(self.model, config.init)
         if workload.compile:
             self.model.compile_blocks()
             if config.seq_len_schedule:  # a graph for each length is faster than one for all
@@ -76,12 +113,12 @@ class TrainingModule(pl.LightningModule):
 
     def configure_gradient_clipping(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the global norm of the gradients to `clip`, and keep what it was."""
-        self.grad_norm = optimizers.clip_gradients(optimizer, self.run.config.clip)
+        self.grad_norm = clip_gradients(optimizer, self.run.config.clip)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return the (B, T) loss of each target, 0 if it is not scored."""
@@ -103,7 +140,7 @@ class StepParts:
         self,
         module: TrainingModule,
         prepared: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         parallel: Parallel,
     ) -> None:
         self.module, self.prepared = module, prepared

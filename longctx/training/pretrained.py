@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.model_config import GPTConfig
@@ -23,76 +23,80 @@ from longctx.model import GPT, huggingface, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 
-OPEN_KEYS = ("vocab_size",)  # the weights leave them open
+OPEN_KEYS = ("model.vocab_size",)  # the weights leave them open
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def model_of_folder(
-    config: TrainConfig, overrides: Mapping[str, str]
-) -> tuple[TrainConfig, GPTConfig]:
-    """Return `config` with the tokenizer of its folder init= if none is named, and the model.
+class Pretrained(NamedTuple):
+    """A run's model of init=, and its names: for the run's folder, and for the first lines."""
 
-    A model of the Hub gets its commit in init=, and its weights are in the cache then.
+    config: TrainConfig  # with its tokenizer, if none is given, and the commit of the Hub
+    model: GPTConfig
+    name: str
+    source: str
+
+
+def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
+    """Return the model of init=. Its weights are in the cache then, if it is one of the Hub.
 
     The weights are checked from the files' headers; positions are not stretched yet. Raises
     ValueError or OSError for a folder that is not covered, and for overrides of its model.
     """
     init = hub_snapshot.pinned(config.init or "", "init")
     folder = hub_snapshot.folder(init, "init")
-    if overrides.get("model", "auto") != "auto":
-        raise ValueError(
-            f"model={overrides['model']}: init={init} brings its own model; leave out one of them"
-        )
-    for name in (key.removeprefix("model.") for key in overrides if key.startswith("model.")):
-        if name not in OPEN_KEYS:
+    for key, text in overrides.items():
+        is_own = key.startswith("model.") and key not in OPEN_KEYS
+        if is_own or key == "data.vocab_size" or (key == "model" and text != "auto"):
             raise ValueError(
-                f"model.{name}={overrides[f'model.{name}']}: the weights of init={init} decide "
-                f"that; only {', '.join(f'model.{key}' for key in OPEN_KEYS)} can be given"
+                f"{key}={text}: init={init} brings its own model and tokenizer; leave out one of "
+                f"them. Only {', '.join(OPEN_KEYS)} can be given"
             )
-    if "data.vocab_size" in overrides:
-        raise ValueError(
-            f"data.vocab_size={overrides['data.vocab_size']}: init={init} brings its tokenizer; "
-            "leave it out"
-        )
-    if run_folder.is_run(folder):
-        return model_of_run(config, overrides)
-    opened = {key: getattr(config.model, key) for key in OPEN_KEYS if f"model.{key}" in overrides}
-    opened = {key: value for key, value in opened.items() if value is not None}
-    model = replace(huggingface.read_config(folder), **opened)
+    from_hub = hub_snapshot.model_name(init)
+    if from_hub is not None:
+        name, source = from_hub.name, f"weights of {init}"
+    else:
+        path = folder.parent.parent if folder.suffix == ".ckpt" else folder
+        name, source = path.name.lstrip(".-") or "model", f"weights of {config.init}"
+        init = str(folder)
+    read = read_run if run_folder.is_run(folder) else read_hugging_face
+    is_given = "model.vocab_size" in overrides
+    init, model, tokenizer = read(init, folder, config.model.vocab_size if is_given else None)
+    data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
+    return Pretrained(replace(config, init=init, data=data), model, name, source)
+
+
+def read_hugging_face(
+    init: str, folder: Path, vocab_size: int | None
+) -> tuple[str, GPTConfig, str]:
+    """Return init=, the model, and the folder of the tokenizer, after checking the files."""
+    model = huggingface.read_config(folder)
+    if vocab_size is not None:
+        model = replace(model, vocab_size=vocab_size)
     huggingface.check_weights(model, huggingface.with_weights(init, "init"))
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
-    tokenizer = str(folder) if config.data.tokenizer is None else config.data.tokenizer
-    data = replace(config.data, tokenizer=tokenizer)
-    is_path = hub_snapshot.model_name(init) is None
-    return replace(config, init=str(folder) if is_path else init, data=data), model
+    return init, model, str(folder)
 
 
-def model_of_run(
-    config: TrainConfig, overrides: Mapping[str, str]
-) -> tuple[TrainConfig, GPTConfig]:
-    """Do as `model_of_folder` for a checkpoint, or a run, which stands for its newest one. LoRA's
-    additions become part of the weights.
+def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[str, GPTConfig, str]:
+    """Return the checkpoint of a run (its newest one, if none is named), the model, and the folder
+    of the tokenizer. LoRA's additions become part of the weights.
     """
-    path = Path(config.init or "").expanduser().resolve()
-    file = run_folder.checkpoint_of(path, "init")
+    if vocab_size is not None:
+        raise ValueError(
+            f"model.vocab_size={vocab_size}: the weights of init={init} decide that; leave it out"
+        )
+    file = run_folder.checkpoint_of(folder, "init")
     checkpoints.verify(file)
     saved = checkpoints.read(file)["longctx"]["config"]
-    if "model.vocab_size" in overrides:
-        raise ValueError(
-            f"model.vocab_size={overrides['model.vocab_size']}: the weights of init={config.init} "
-            "decide that; leave it out"
-        )
     model = GPTConfig.of_saved(saved["model"])
     model = replace(model, context=max(saved["seq_len"], model.context or 0))
-    tokenizer = config.data.tokenizer or str(file.resolve().parent.parent)
-    data = replace(config.data, tokenizer=tokenizer)
-    return replace(config, init=str(file), data=data), model
+    return str(file), model, str(file.resolve().parent.parent)
 
 
-def load(model: GPT, name: str) -> None:
+def copy_into(model: GPT, name: str) -> None:
     """Copy the weights of `name` (a folder, a checkpoint, a model of the Hub with its commit) into
     `model`; this rank may hold a part of it.
     """

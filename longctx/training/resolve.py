@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from longctx import hub_snapshot
 from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
@@ -30,14 +29,14 @@ from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
-from longctx.training.batches import data_config
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
+from longctx.training.sequences import data_config
 from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_validation
 
 SOME_LENGTH = 4096  # tokens, to open the data of seq_len=max before the length is known
-STEPS = {"cuda": 300, "cpu": 40}  # at most, if max_steps is not given
+MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
 FLOPS_ON_CPU = 8e12  # two slow cores compute so many in 4 to 5 minutes
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
@@ -50,6 +49,7 @@ class Choice:
     config: TrainConfig
     device: str
     model: GPTConfig
+    model_name: str  # for the name of the folder
     source: str  # such as "tiny (model=auto)" or "weights of FOLDER"
     layouts: Sequence[TrainConfig]
 
@@ -79,8 +79,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
         check_fits(choice.workloads(seq_len, tokens=1), machine)
     tokens = choice.config.data.vocab_size  # of a tokenizer that is trained here
     wait_for_compilers = compile_ahead.begin(choice.workloads(seq_len, tokens)[0])
-    data = load(data_config(choice.config), seq_len)
-    check_vocabulary(choice.model, data)
+    data = open_data(choice, seq_len)
 
     workload, layout_note = choose_workload(choice, seq_len, data, machine)
     if not is_probed:
@@ -90,42 +89,47 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     check_validation(data, run, request.overrides)
     wait_for_compilers()
     run = replace(run, model_source=choice.source, layout_note=layout_note, data=data)
-    return resume.continued(run) if run.config.resume else begun(run, request)
+    if run.config.resume:
+        return resume.continued(run)
+    choices = request.choices | {"model": choice.model_name}
+    return begun(run, choices, request.overrides)
 
 
 def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     """Choose the model: a preset, the weights of a folder, or the model of a resumed run; and the
     layouts that are open to it.
     """
-    config, preset = request.config, request.choices.get("model", "")
+    config, overrides = request.config, request.overrides
     if config.lora.rank is not None and config.init is None:
         raise ValueError(
             f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
             "leave lora out"
         )
-    model, source = config.model, preset
-    if config.init is not None and config.resume is None:
-        config, model = pretrained.model_of_folder(config, request.overrides)
-        from_hub = hub_snapshot.model_name(request.config.init or "") is not None
-        source = f"weights of {config.init if from_hub else request.config.init}"
-    elif preset == "auto":
-        model = presets.auto_model(config.model, request.overrides, device)
-        source = f"{presets.AUTO_MODEL[device]} (model=auto)"
-
-    if config.resume:  # the method of the run may not go with another degree
-        given = {"context.degree", "context.method"} & request.overrides.keys()
+    model, name = config.model, request.choices.get("model", "")
+    source = name
+    if config.resume:
+        # The method of the run may not go with another degree
+        given = {"context.degree", "context.method"} & overrides.keys()
         if given == {"context.degree"}:
             config = replace(config, context=replace(config.context, method="auto"))
-    else:  # before the data is read: every process and every resume reads the same
+    else:
+        # Before the data is read: every process and every resume reads the same
         config = replace(config, data=sources.pinned(config.data))
         if config.seq_len == "max":
             config = replace(config, batch_size=config.batch_size or 1)
+    if config.init is not None and not config.resume:
+        config, model, name, source = pretrained.model_of(config, overrides)
+    elif name == "auto":
+        model = presets.auto_model(config.model, overrides, device)
+        name = presets.AUTO_MODEL[device]
+        source = f"{name} (model=auto)"
+
     config.check_fp8(model)
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if config.resume:
-        open_layouts = resume.with_steps_of_run(open_layouts, request.overrides)
-    return Choice(config, device, model, source, open_layouts)
+        open_layouts = resume.with_steps_of_run(open_layouts, overrides)
+    return Choice(config, device, model, name, source, open_layouts)
 
 
 def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
@@ -138,9 +142,7 @@ def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
         return config.seq_len
     if choice.device != "cuda" or machine.gpu is None:
         raise ValueError(hardware.NO_LONGEST)
-    data = load(data_config(config), SOME_LENGTH)
-    check_vocabulary(choice.model, data)
-    tokens = data.tokenizer.vocab_size
+    tokens = open_data(choice, SOME_LENGTH).tokenizer.vocab_size
 
     def at(layout: TrainConfig, seq_len: int) -> Workload:
         return choice.workload(layout, seq_len, tokens)
@@ -163,14 +165,24 @@ def stretched(choice: Choice, seq_len: int) -> Choice:
     return replace(choice, model=model, source=source)
 
 
-def check_vocabulary(model: GPTConfig, data: Data) -> None:
-    """Raise ValueError if the model's vocabulary is smaller than the tokenizer's."""
+def open_data(choice: Choice, seq_len: int) -> Data:
+    """Return the data; raise ValueError if the model's vocabulary is smaller than its tokenizer's,
+    or no document is left to train on.
+    """
+    config, model = choice.config, choice.model
+    data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
     if model.vocab_size is not None and model.vocab_size < tokens:
         raise ValueError(
             f"model.vocab_size={model.vocab_size}: the tokenizer has {tokens:,} tokens; "
             "use at least that, or null to follow it"
         )
+    if not len(data.train):
+        raise ValueError(
+            f"data={config.data.source}: no document is left to train on; "
+            f"data.val_fraction={config.data.val_fraction}"
+        )
+    return data
 
 
 def choose_workload(
@@ -198,7 +210,7 @@ def scheduled(config: TrainConfig, workload: Workload) -> Run:
         steps = math.ceil(config.max_tokens / workload.tokens_per_step)
     else:
         steps = config.max_steps or default_steps(workload)
-    rows = max(1, TOKENS_PER_VALIDATION[workload.device] // workload.seq_len)
+    sequences = max(1, TOKENS_PER_VALIDATION[workload.device] // workload.seq_len)
     return Run(
         config=config,
         workload=workload,
@@ -206,23 +218,23 @@ def scheduled(config: TrainConfig, workload: Workload) -> Run:
         lr=default_learning_rate(config, workload.model) if config.lr is None else config.lr,
         warmup_steps=min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps,
         val_every=config.val_every or max(20, math.ceil(steps / 5)),
-        val_rows=rows if config.val_rows is None else config.val_rows,
+        val_rows=sequences if config.val_rows is None else config.val_rows,
     )
 
 
 def default_steps(workload: Workload) -> int:
     """Return the default number of steps; on a CPU as many as it does in minutes."""
     if workload.device == "cuda" or workload.model.vocab_size is None:
-        return STEPS[workload.device]
+        return MAX_STEPS[workload.device]
     flops = workload.tokens_per_step * workload.model.flops_per_token(workload.seq_len / 2)
-    return max(3, min(STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
+    return max(3, min(MAX_STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
 
 
 def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
     """Return the default peak rate.
 
     From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
-    ten times that for LoRA, whose additions begin at zero (arXiv 2405.09673).
+    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673).
     """
     if config.lora.rank is not None:
         return 2e-4
@@ -242,53 +254,26 @@ def check_schedule(run: Run) -> None:
         )
 
 
-def begun(run: Run, request: Request[TrainConfig]) -> Run:
-    """Return the new run with its kernel lock and its folder, the first thing that is written."""
+def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
+    """Return the new run with its kernel lock and its folder, the first thing that is written; the
+    preset of each group is in `choices`.
+    """
     config, workload = run.config, run.workload
-    assert run.data is not None
     lock = kernel_lock.of_workload(workload) if config.kernel.lock != "off" else None
-    if not len(run.data.train):
-        raise ValueError(
-            f"data={config.data.source}: no document is left to train on; "
-            f"data.val_fraction={config.data.val_fraction}"
-        )
-    stem = run_folder.stem(
-        choices_of(request, workload.device),
-        workload.seq_len,
-        request.overrides,
-        varied=os.environ.get(VARIED_VARIABLE, "").split(","),
-    )
+    varied = os.environ.get(VARIED_VARIABLE, "").split(",")
+    stem = run_folder.stem(choices, workload.seq_len, overrides, varied)
     folder = run_folder.create(Path(config.runs), config.name, stem)
-    config = replace(config, name=folder.name)
-    run = replace(run, config=config, folder=folder, kernel_lock=lock)
-    fill_folder(run)
-    return run
-
-
-def choices_of(request: Request[TrainConfig], device: str) -> dict[str, str]:
-    """Return the preset of each group, for the folder's name; of weights, their folder's name."""
-    choices = dict(request.choices)
-    if request.config.init is not None:
-        from_hub = hub_snapshot.model_name(request.config.init)
-        path = Path(request.config.init if from_hub is None else from_hub.name)
-        path = path.parent.parent if path.suffix == ".ckpt" else path
-        choices["model"] = path.name.lstrip(".-") or "model"
-    elif choices["model"] == "auto":
-        choices["model"] = presets.AUTO_MODEL[device]
-    return choices
-
-
-def fill_folder(run: Run) -> None:
-    """Write the first files of a run's folder; remove the folder if that fails."""
+    run = replace(run, config=replace(config, name=folder.name), folder=folder, kernel_lock=lock)
     assert run.data is not None
     try:
-        run.data.tokenizer.save(run.folder / "tokenizer.json")
-        pretrained.keep_for_export(run.config, run.folder)
-        (run.folder / "checkpoints").mkdir()
-        kernel_lock.write(run.folder, run.kernel_lock)
-        run_folder.write_config(run.folder, run.settings())
+        run.data.tokenizer.save(folder / "tokenizer.json")
+        pretrained.keep_for_export(config, folder)
+        (folder / "checkpoints").mkdir()
+        kernel_lock.write(folder, lock)
+        run_folder.write_config(folder, run.settings())
     except BaseException as error:
-        shutil.rmtree(run.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
-            raise OSError(f"{run.folder}: cannot be written: {error.strerror or error}") from error
+            raise OSError(f"{folder}: cannot be written: {error.strerror or error}") from error
         raise
+    return run

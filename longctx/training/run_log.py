@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 
 from longctx import attention
 from longctx.parallel.mesh import Parallel
@@ -20,7 +21,7 @@ from longctx.training.console import Display, closing_table, loss_curve
 from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
-FEW = 10_000  # tokens to validate on; the standard error of their mean loss is some 0.03 nats
+FEW_TOKENS = 10_000  # to validate on; the standard error of their mean loss is some 0.03 nats
 
 
 class RunLog:
@@ -29,6 +30,7 @@ class RunLog:
     def __init__(self, run: Run, parallel: Parallel) -> None:
         self.run, self.steps_done = run, run.steps_done
         self.display = Display(run.max_steps, run.steps_done, silent=not parallel.is_first)
+        self.say = self.display.say
         self.tracker = Tracker(run.folder, run.config.wandb) if parallel.is_first else None
         self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
@@ -37,10 +39,6 @@ class RunLog:
                 if line:
                     self.say(line)
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-        self.display.say(text)
-
     def checked(self, finding: Finding) -> None:
         """Show what context.check found; its figures are in the next row."""
         self.say(f"check      {finding}")
@@ -48,7 +46,7 @@ class RunLog:
 
     def begin(self) -> None:
         """Show the progress bar."""
-        self.display.start()
+        self.display.bar.start()
 
     def stepped(self, step: int) -> None:
         """Note that `step` is done."""
@@ -73,17 +71,17 @@ class RunLog:
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
         """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
-        self.say(f"saved      after step {step:,}, {size_of(size)} in {seconds:.1f} s")
+        self.say(f"saved      after step {step:,}, {decimal(size)} in {seconds:.1f} s")
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
     def deleting(self, size: int) -> None:
         """Print that the run ends once `size` bytes of older checkpoints are deleted."""
-        self.say(f"deleting   {size_of(size)} of older checkpoints")
+        self.say(f"deleting   {decimal(size)} of older checkpoints")
 
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
-        self.display.stop()
+        self.display.bar.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
             self._report_wandb()
@@ -97,14 +95,15 @@ class RunLog:
         for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
             self.say(line)
         finished = code == 0 and self.steps_done >= self.run.max_steps
-        table = closing_table(
-            self.run.folder,
-            attention.kernels_run(),
-            finished,
-            self.steps_done,
-            self.out_of_patience,
+        self.display.print(
+            closing_table(
+                self.run.folder,
+                attention.kernels_run(),
+                finished,
+                self.steps_done,
+                self.out_of_patience,
+            )
         )
-        self.display.print(table)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
@@ -117,21 +116,15 @@ class RunLog:
             self.say(problem)
 
 
-def size_of(count: int) -> str:
-    """Return a number of bytes as text, such as 14.8 GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
 def run_metadata(run: Run) -> dict[str, Any]:
-    """Return the settings of a run and their results, which wandb shows."""
+    """Return the settings of a run and what follows from them, for wandb."""
     workload, model, data = run.workload, run.workload.model, run.data
     assert data is not None
     return run.settings() | {
         "backend": workload.attention.backend,
         "data_fingerprint": data.fingerprint,
         "parameters": model.parameters(),
-        "trained_parameters": workload.lora.parameters(workload.model)
-        or workload.model.parameters(),
+        "trained_parameters": workload.lora.parameters(model) or model.parameters(),
         "data_summary": data.summary(),
         "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -140,119 +133,125 @@ def run_metadata(run: Run) -> dict[str, Any]:
     }
 
 
-def spread_of(workload: Workload) -> str:
-    """Return how a step is spread over devices, empty for one."""
+def opening(run: Run) -> list[str]:
+    """Return the lines that a run begins with: one for each decision, and warnings."""
+    workload, config, data = run.workload, run.config, run.data
+    assert data is not None
+    counts = data.summary()
+    device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
+    if workload.device == "cuda":
+        device = torch.cuda.get_device_name()
+    devices = f"{workload.devices} × {device}" if workload.devices > 1 else device
+    added = workload.lora.parameters(workload.model)
+    # Documents without text are counted: many of them hint at a wrong column
+    empty = counts["documents_dropped"]
+    documents = count_of(counts["documents"], "document")
+    documents += f" ({empty:,} without text left out)" if empty else ""
+    stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
+    has_own_length = config.max_steps is not None or config.max_tokens is not None
+    is_default_on_cpu = workload.device == "cpu" and not has_own_length and not run.steps_done
+    # CUDA graphs are explained only if the GPU would have gained by them
+    reason = workload.not_captured if workload.graphs == "auto" and workload.is_host_bound else None
+    # A line is left out if its text is empty
+    lines = {
+        "run": listed(run.folder, run.steps_done and f"continued after step {run.steps_done:,}"),
+        "device": listed(
+            devices,
+            workload.precision,
+            workload.compile and "torch.compile",
+            workload.captured and "CUDA graphs",
+        ),
+        "model": listed(
+            run.model_source,
+            f"{workload.model.parameters():,} parameters",
+            added and f"frozen; LoRA of rank {workload.lora.rank} trains {added:,} more",
+        ),
+        "attention": listed(
+            workload.attention.backend,
+            *(f"{key}={value}" for key, value in workload.attention.options.items()),
+        ),
+        "memory": str(workload.memory),
+        "data": listed(
+            config.data.source,
+            documents,
+            f"{counts['tokens']:,} tokens",
+            f"{count_of(len(data.train), 'sequence')} of {workload.seq_len:,}",
+        ),
+        "turns": learned_turns(counts),
+        "validate": validated_documents(counts),
+        "step": step_of(workload),
+        "length": listed(
+            f"{run.max_steps:,} steps",
+            f"{run.max_steps * workload.tokens_per_step:,} tokens",
+            stages and f"first {listed(*stages)} tokens per sequence",
+            is_default_on_cpu and "under 5 minutes on most CPUs; max_steps= sets more",
+        ),
+        "graphs": f"off: {reason}" if reason else "",
+        "layout": run.layout_note,
+        "kernels": run.lock_note,
+    }
+    return [f"{name:<10} {text}" for name, text in lines.items() if text] + warnings(run, counts)
+
+
+def listed(*parts: object) -> str:
+    """Return the parts that are not empty, with commas between them."""
+    return ", ".join(str(part) for part in parts if part)
+
+
+def step_of(workload: Workload) -> str:
+    """Return the size of a step, and how it is spread over devices."""
+    batches = "micro-batch" if workload.accumulate == 1 else "micro-batches"
+    text = (
+        f"{workload.tokens_per_step:,} tokens = {count_of(workload.batch_size, 'sequence')} × "
+        f"{workload.accumulate} {batches}"
+    )
     if workload.devices == 1:
-        return ""
-    shared = f", {workload.context} share each row" if workload.context > 1 else ""
+        return text
     groups = f" × {workload.data_ranks} groups" if workload.data_ranks > 1 else ""
-    return f"{groups} on {workload.devices} devices ({workload.strategy}{shared})"
+    shared = workload.context > 1 and f"{workload.context} share each sequence"
+    return f"{text}{groups} on {workload.devices} devices ({listed(workload.strategy, shared)})"
 
 
-def learned_turns(counts: dict[str, Any]) -> list[str]:
+def learned_turns(counts: dict[str, Any]) -> str:
     """Return a line about conversations that are learned in their last turn only, if any are."""
     shortened = counts["conversations_shortened"]
     if not shortened:
-        return []
-    return [
-        f"turns      only the last of {count_of(shortened, 'conversation')} is learned: the chat "
-        "template writes earlier answers differently once others follow; data.turns=all learns all"
-    ]
-
-
-def validates(counts: dict[str, Any]) -> list[str]:
-    """Return the line about validation with these `counts`, and a warning if it is little."""
-    documents, tokens = counts["val_documents"], counts["val_tokens"]
-    if not documents:
-        return ["validate   nothing: no document is left for it"]
-    ends = counts["val_ends"]
-    of_documents = f"{documents:,} documents" if documents > 1 else "1 document"
-    if ends == documents:
-        of_documents = f"the ends of {of_documents}" if documents > 1 else "the end of 1 document"
-    elif ends:
-        of_documents += f" (of {ends:,} the ends)"
-    line = f"validate   {tokens:,} tokens of {of_documents}, {tokens / counts['tokens']:.1%}"
-    if tokens >= FEW:
-        return [line]
-    return [
-        line,
-        f"warning: {tokens:,} tokens are few to validate on; see the standard error of val_loss, "
-        "give more text, or a larger data.val_fraction",
-    ]
-
-
-def short_on_cpu(run: Run) -> str:
-    """Return a remark on a length that nobody asked for, empty for others."""
-    is_own = run.config.max_steps is not None or run.config.max_tokens is not None
-    if is_own or run.workload.device == "cuda" or run.steps_done:
         return ""
-    return ", under 5 minutes on most CPUs; max_steps= sets more"
+    return (
+        f"only the last of {count_of(shortened, 'conversation')} is learned: the chat template "
+        "writes earlier answers differently once others follow; data.turns=all learns all"
+    )
 
 
-def beyond_trained(run: Run) -> list[str]:
-    """Return a warning if sequences reach beyond the positions that the weights of init know."""
+def validated_documents(counts: dict[str, Any]) -> str:
+    """Return the tokens and documents that validate."""
+    documents, ends, tokens = (counts[f"val_{name}"] for name in ("documents", "ends", "tokens"))
+    if not documents:
+        return "nothing: no document is left for it"
+    text = (
+        f"{tokens:,} tokens of {count_of(documents, 'document')}, {tokens / counts['tokens']:.1%}"
+    )
+    if not ends:
+        return text
+    return f"{text}, their ends" if ends == documents else f"{text}, of {ends:,} only the end"
+
+
+def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
+    """Return warnings: few tokens to validate on, or positions beyond those of init's weights."""
+    lines = []
+    if counts["val_documents"] and counts["val_tokens"] < FEW_TOKENS:
+        lines.append(
+            f"warning: {counts['val_tokens']:,} tokens are few to validate on; see the standard "
+            "error of val_loss, give more text, or a larger data.val_fraction"
+        )
     model, seq_len = run.workload.model, run.workload.seq_len
     trained = model.context or seq_len
     is_kept = run.config.init is not None and run.config.rope.type == "keep"
     stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"
-    if not is_kept or stretches_itself or run.steps_done or seq_len <= trained:
-        return []
-    return [
-        f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the "
-        f"{trained:,} tokens that the weights were trained for; at positions beyond them the "
-        "loss starts far higher, and training first has to undo that. rope=auto stretches positions"
-    ]
-
-
-def opening(run: Run) -> list[str]:
-    """Return the lines that a run begins with."""
-    workload, config, data = run.workload, run.config, run.data
-    assert data is not None
-    device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
-    if workload.device == "cuda":
-        device = torch.cuda.get_device_name()
-    # Parts that say nothing for the usual run are empty
-    several = f"{workload.devices} × " if workload.devices > 1 else ""
-    compiled = ", torch.compile" if workload.compile else ""
-    compiled += ", CUDA graphs" if workload.captured else ""
-    continued = f", continued after step {run.steps_done:,}" if run.steps_done else ""
-    source = f"{run.model_source}, " if run.model_source else ""
-    adapters = workload.lora.parameters(workload.model)
-    lora = ""
-    if adapters:
-        lora = f", frozen; LoRA of rank {workload.lora.rank} trains {adapters:,} more"
-    options = "".join(f", {key}={value}" for key, value in workload.attention.options.items())
-    # Documents without text are named: many of them hint at a wrong column
-    counts = data.summary()
-    empty = counts["documents_dropped"]
-    documents = count_of(counts["documents"], "document") + (
-        f" ({empty:,} without text left out)" if empty else ""
-    )
-    pieces = "micro-batch" if workload.accumulate == 1 else "micro-batches"
-    shorter = ", ".join(
-        f"{steps:,} steps with rows of {seq_len:,}"
-        for seq_len, steps in config.seq_len_schedule or []
-    )
-    # One line per decision, in the order in which they were made
-    lines = [
-        f"run        {run.folder}{continued}",
-        f"device     {several}{device}, {workload.precision}{compiled}",
-        f"model      {source}{workload.model.parameters():,} parameters{lora}",
-        *beyond_trained(run),
-        f"attention  {workload.attention.backend}{options}",
-        f"memory     {workload.memory}",
-        f"data       {config.data.source}, {documents}, {counts['tokens']:,} tokens, "
-        f"{count_of(len(data.train), 'row')} of {workload.seq_len:,}",
-        *learned_turns(counts),
-        *validates(counts),
-        f"step       {workload.tokens_per_step:,} tokens = "
-        f"{count_of(workload.batch_size, 'row')} × {workload.accumulate} {pieces}"
-        f"{spread_of(workload)}",
-        f"length     {run.max_steps:,} steps, {run.max_steps * workload.tokens_per_step:,} tokens"
-        + (f", {shorter} first" if shorter else "")
-        + short_on_cpu(run),
-    ]
-    if workload.graphs == "auto" and workload.is_host_bound and workload.not_captured is not None:
-        lines.append(f"graphs     off: {workload.not_captured}")
-    lines += [f"layout     {run.layout_note}"] if run.layout_note else []
-    return [*lines, f"kernels    {run.lock_note}"] if run.lock_note else lines
+    if is_kept and not stretches_itself and not run.steps_done and seq_len > trained:
+        lines.append(
+            f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the {trained:,} "
+            "tokens that the weights were trained for; at positions beyond them the loss starts "
+            "far higher, and training first has to undo that. rope=auto stretches positions"
+        )
+    return lines

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longctx.attention.communication import Laps
 from longctx.parallel.mesh import Parallel
 from longctx.planner import hardware
 from longctx.planner.workload import Workload
@@ -39,25 +40,30 @@ class Meter:
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
         self.seconds = 0.0  # of training before this process, if the run was resumed
-        # Of the steps since the last row: their number, counts, loss, and seconds by use
-        self.steps = 0
-        self.counts = [0, 0, 0, 0]  # scored, real and all tokens, pairs
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.waited = 0.0  # for data
-        self.spent = 0.0  # before this process
-        self.aside = 0.0  # on validation and checkpoints
-        self.steps_before = 0  # of `steps`, those before this process
-        self.peak = None  # FLOP/s of one device
+        self.spent = 0.0  # seconds of the window before this process
+        self.flops_of_device: float | None = None  # peak per second
         if self.device.type == "cuda":
-            self.peak = hardware.chip(torch.cuda.get_device_name(self.device), 0).flops
+            name = torch.cuda.get_device_name(self.device)
+            self.flops_of_device = hardware.chip(name, 0).flops
+        self._begin_window(0.0)
         self.begin()
+
+    def _begin_window(self, now: float) -> None:
+        """Forget the steps since the last row."""
+        self.window = now
+        self.steps = 0
+        self.steps_before = 0  # those of them before this process
+        self.counts = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.waited = 0.0  # seconds for data
+        self.aside = 0.0  # seconds of validation and checkpoints
 
     def begin(self) -> None:
         """Start the clock of the next step."""
         self.started = self.idle_since = time.perf_counter()
         self.window, self.aside = self.started - self.spent, 0.0
         if self.parallel.clock is not None:
-            self.parallel.clock.take()  # what ranks waited before, for weights and data
+            self.parallel.clock.take()  # ranks have waited for weights and data before
 
     def waits(self) -> None:
         """Note that a step has ended, and the next batch is awaited."""
@@ -79,7 +85,7 @@ class Meter:
         for micro in batch.micro:
             counted = (0 if lost else micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
             mine = map(self.parallel.counted_once, counted)
-            self.counts = [total + n for total, n in zip(self.counts, mine, strict=True)]
+            self.counts = [total + count for total, count in zip(self.counts, mine, strict=True)]
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -110,13 +116,12 @@ class Meter:
             "data_wait_ms": 1000 * self.waited / self.steps,
             "padding_share": 1 - real / everything,
         }
-        if self.peak is not None:
-            row["mfu"] = self.flops(real, pairs) / elapsed / (self.peak * self.parallel.ranks)
+        if self.flops_of_device is not None:
+            possible = elapsed * self.flops_of_device * self.parallel.ranks
+            row["mfu"] = self.flops(real, pairs) / possible
         row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
         row |= measured(self.device) | {"seconds": self.seconds + now - self.started}
-        self.loss.zero_()
-        self.steps, self.steps_before, self.counts = 0, 0, [0, 0, 0, 0]
-        self.waited, self.aside, self.window = 0.0, 0.0, now
+        self._begin_window(now)
         return row
 
     def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
@@ -129,9 +134,8 @@ class Meter:
             return {}
         steps = max(self.steps - self.steps_before, 1)
         waits = 1000 * self.parallel.clock.take() / steps
-        of_ranks = self.parallel.all_gather_numbers(
-            [waits, max(1000 * elapsed / steps - waits, 0.0)]
-        )
+        mine = [waits, max(1000 * elapsed / steps - waits, 0.0)]
+        of_ranks = self.parallel.all_gather_numbers(mine)
         busy = [ms for _, ms in of_ranks]
         return {
             "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,
@@ -144,11 +148,10 @@ class Meter:
     def flops(self, tokens: float, pairs: float) -> float:
         """Return the FLOPs of forward and backward for `tokens` that see `pairs` in all."""
         model, lora = self.workload.model, self.workload.lora
-        per_token = model.flops_per_token(pairs / max(tokens, 1.0), lora.parameters(model))
-        return tokens * per_token
+        return tokens * model.flops_per_token(pairs / max(tokens, 1.0), lora.parameters(model))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it, summed over the ranks; all ranks call it."""
+        """Return the plain values for a checkpoint, summed over the ranks; all ranks call it."""
         loss, *counts = self._over_ranks()
         now = time.perf_counter()
         return {
@@ -181,42 +184,32 @@ class Meter:
 
 
 class StepSplit:
-    """Marks of one optimizer step; `row` returns the milliseconds of each part."""
+    """Split a step into its parts; `row` returns the milliseconds of each."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._marks: list[tuple[str, torch.cuda.Event | float]] = []
-        self._wanted = False
+        self.on_gpu = device.type == "cuda"
+        self.parts: list[str] = []
+        self.laps: Laps | None = None
 
     def begin(self, wanted: bool) -> None:
         """Begin a step, which is measured if `wanted`."""
-        self._wanted = wanted
-        self._marks.clear()
-        self.mark("begin")
+        self.parts, self.laps = [], Laps(self.on_gpu) if wanted else None
+        if self.laps is not None:
+            self.laps.begin()
 
     def mark(self, part: str) -> None:
         """End `part` ("forward", "backward", "optimizer"); the next one begins."""
-        if not self._wanted:
-            return
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((part, event))
-        else:
-            self._marks.append((part, time.perf_counter()))
+        if self.laps is not None:
+            self.laps.end()
+            self.parts.append(part)
+            self.laps.begin()
 
     def row(self) -> dict[str, float]:
         """Return `<part>_ms` of the step, summed over its micro-batches; {} if it was not measured.
         Waits for the device.
         """
-        parts: dict[str, float] = {}
-        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(start, float) and isinstance(end, float):
-                ms = 1000 * (end - start)
-            else:
-                assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-                end.synchronize()
-                ms = start.elapsed_time(end)
-            parts[f"{part}_ms"] = parts.get(f"{part}_ms", 0.0) + ms
-        self._marks.clear()
-        return parts
+        row: dict[str, float] = {}
+        for part, ms in zip(self.parts, self.laps.ms() if self.laps else [], strict=True):
+            row[f"{part}_ms"] = row.get(f"{part}_ms", 0.0) + ms
+        self.parts, self.laps = [], None
+        return row

@@ -17,9 +17,8 @@ from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.cuda_graphs import StepGraphs
-from longctx.training.module import Mark, StepParts, TrainingModule
+from longctx.training.module import LearningRate, Mark, StepParts, TrainingModule
 from longctx.training.run import Run
-from longctx.training.schedule import LearningRate
 
 # torch warns of a dropped step, whose learning rate is passed over on purpose
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -81,23 +80,21 @@ class TrainState:
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
         self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
-        kind = StepGraphs if run.workload.captured else StepParts
-        self.parts = kind(self.module, parallel.prepare(self.module), self.optimizer, parallel)
+        parts = StepGraphs if run.workload.captured else StepParts
+        self.parts = parts(self.module, parallel.prepare(self.module), self.optimizer, parallel)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's part of every weight (the master copy) and every moment of the
-        optimizer, by a name for messages.
-        """
+        """Return this rank's part of every weight and moment, by a name for messages."""
         sharding.reshard(self.module)
-        weights = {name: sharding.local(x) for name, x in self.module.named_parameters()}
-        numbers = sharding.trained_names(self.module, self.optimizer)
-        moments = {
-            f"{key} of {numbers[number]}": x
-            for number, values in self.optimizer.state_dict()["state"].items()
-            for key, x in values.items()
-            if isinstance(x, Tensor)
+        tensors: dict[str, Any] = dict(self.module.named_parameters())
+        names = sharding.trained_names(self.module, self.optimizer)
+        for number, values in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{key} of {names[number]}": value for key, value in values.items()}
+        return {
+            name: sharding.local(tensor)
+            for name, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
         }
-        return weights | {name: sharding.local(x) for name, x in moments.items()}
 
     def require_finite(self, step: int, parallel: Parallel) -> None:
         """Raise FloatingPointError, on every rank, if a weight or moment of any rank is not finite.

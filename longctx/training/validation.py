@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from longctx.config.doors import OBJECTIVES
 from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
@@ -24,29 +25,23 @@ from longctx.evaluation.score import Scorer
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
-from longctx.training import objectives
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-T = TypeVar("T")
 BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
 def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
     """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
     {} if they have no target.
-
-    Each target is scored once over all ranks, and without torch.compile, which would compile
-    everything a second time.
     """
-    # Nats of every (full buckets of the piece, bucket); of all targets, and their number; pieces by
-    # full buckets; of sequences with a nats and b targets each: a², ab, b² and 1
-    sums = torch.zeros(
-        BUCKETS * BUCKETS + 2 + BUCKETS + 4, dtype=torch.float64, device=parallel.device
-    )
-    nats, totals, pieces, rows = sums.split([BUCKETS * BUCKETS, 2, BUCKETS, 4])
+    # Sums over the ranks travel together: nats of each (full buckets of the piece, bucket); of all
+    # targets, and their number; pieces by full buckets; `sequence_sums`
+    sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
+    nats, totals, pieces, of_sequences = sums.split(sizes)
     losses_of: Callable[[MicroBatch], Tensor] = partial(
         validation_losses, module, parallel=parallel
     )
@@ -61,19 +56,32 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
         pieces += torch.bincount(full, minlength=BUCKETS).to(pieces)
         totals[0] += losses.sum()
         totals[1] += micro.scored
-        rows += row_sums(losses.view(micro.targets.shape), micro.targets)
+        of_sequences += sequence_sums(losses.view(micro.targets.shape), micro.targets)
+    # Each target is scored once over all ranks
     parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1)))
     total, scored = totals.tolist()
     if not scored:
         return {}
     loss = total / scored
-    row = objectives.named(run.config.objective).metrics(loss)
-    error = error_over_rows(rows.tolist(), loss, scored)
+    row = OBJECTIVES[run.config.objective].metrics(loss)
+    error = standard_error(of_sequences.tolist(), loss, scored)
     row |= {} if error is None else {"val_loss_error": error}
     return row | by_position(nats.view(BUCKETS, BUCKETS).tolist(), pieces.tolist())
 
 
-def row_sums(losses: Tensor, targets: Tensor) -> Tensor:
+def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
+    """Return the (B, T) loss of each target, 0 if not scored, in the precision of the run.
+
+    Nothing is compiled: torch.compile would compile everything a second time.
+    """
+    module.eval()
+    with parallel.autocast(), torch.compiler.set_stance("force_eager"):
+        losses: Tensor = module.validation_step(micro)
+    module.train()
+    return losses
+
+
+def sequence_sums(losses: Tensor, targets: Tensor) -> Tensor:
     """Return the (4,) sums of a², ab, b² and 1 over sequences with a nats and b targets each;
     losses and targets are (B, T).
     """
@@ -82,75 +90,17 @@ def row_sums(losses: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([nats**2, nats * scored, scored**2, (scored > 0).to(nats)]).sum(dim=1)
 
 
-def error_over_rows(sums: Sequence[float], loss: float, scored: float) -> float | None:
-    """Return the standard error of `loss`, the mean over `scored` targets, from `row_sums`; None
-    for one sequence.
+def standard_error(sums: Sequence[float], loss: float, scored: float) -> float | None:
+    """Return the standard error of `loss`, the mean over `scored` targets, from `sequence_sums`;
+    None for one sequence.
 
     It equals `longctx.evaluation.perplexity.error_of_ratio`, but from sums that ranks can add.
     """
-    squares, products, of_targets, rows = sums
-    if rows < 2:
+    squares, products, of_targets, sequences = sums
+    if sequences < 2:
         return None
     variance = max(0.0, squares - 2 * loss * products + loss**2 * of_targets)
-    return math.sqrt(rows / (rows - 1) * variance) / scored
-
-
-def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
-    """Return the (B, T) loss of each target, 0 if not scored, in the precision of the run."""
-    module.eval()
-    with parallel.autocast():
-        losses: Tensor = _eager(module.validation_step, micro)
-    module.train()
-    return losses
-
-
-def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
-    """Return the share of hidden pass keys that the model finds, for each sort and length.
-
-    Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
-    """
-    keys, work = run.config.passkey, run.workload
-    lengths = keys.lengths or [work.seq_len]
-    micro_batch = work.batch_size * work.seq_len
-    depths = keys.depths or DEPTHS
-    cells = _eager(
-        recall,
-        Scorer(module.model, dtype_of(work.precision)),
-        data.tokenizer,
-        _filler(data, lengths),
-        lengths,
-        depths,
-        keys.samples,
-        keys.kinds,
-        min(micro_batch, TOKENS_TOGETHER[work.device]),
-    )
-    right = {(cell.kind, cell.length): 0 for cell in cells}
-    for cell in cells:
-        right[cell.kind, cell.length] += cell.right
-    texts = len(depths) * keys.samples
-    return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in right.items()}
-
-
-def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
-    """Raise ValueError for pass keys that do not fit the documents, and for an override about
-    validations if no document is left to validate on.
-    """
-    config = run.config
-    if config.passkey.enabled:
-        lengths = config.passkey.lengths or [run.workload.seq_len]
-        check_texts(data.tokenizer, _filler(data, lengths), lengths, config.passkey.kinds)
-    for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
-        value = overrides.get(key, "null")
-        if value.lower() not in ("null", "false") and not len(data.val):
-            raise ValueError(
-                f"{key}={value}: no document is left to validate on, "
-                f"data.val_fraction={config.data.val_fraction}; raise it"
-            )
-
-
-def _filler(data: Data, lengths: list[int]) -> np.ndarray:
-    unseen = data.documents("val" if len(data.split["val"]) else "train")
-    return filler_of(unseen, data.tokenizer, 4 * max(lengths))
+    return math.sqrt(sequences / (sequences - 1) * variance) / scored
 
 
 def cells_of_targets(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,6 +122,45 @@ def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float
     return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
 
 
-def _eager(function: Callable[..., T], *args: Any) -> T:
+def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
+    """Return the share of hidden pass keys that the model finds, for each sort and length.
+
+    Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
+    """
+    config, workload = run.config.passkey, run.workload
+    lengths, depths = config.lengths or [workload.seq_len], config.depths or DEPTHS
+    together = min(workload.batch_size * workload.seq_len, TOKENS_TOGETHER[workload.device])
+    scorer = Scorer(module.model, dtype_of(workload.precision))
+    filler = unseen_tokens(data, lengths)
     with torch.compiler.set_stance("force_eager"):
-        return function(*args)
+        cells = recall(
+            scorer, data.tokenizer, filler, lengths, depths, config.samples, config.kinds, together
+        )
+    found = dict.fromkeys(((cell.kind, cell.length) for cell in cells), 0)
+    for cell in cells:
+        found[cell.kind, cell.length] += cell.right
+    texts = len(depths) * config.samples
+    return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in found.items()}
+
+
+def unseen_tokens(data: Data, lengths: list[int]) -> np.ndarray:
+    """Return tokens to hide pass keys in: of validation documents, if there are any."""
+    documents = data.documents("val" if len(data.split["val"]) else "train")
+    return filler_of(documents, data.tokenizer, 4 * max(lengths))
+
+
+def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
+    """Raise ValueError for pass keys that do not fit the documents, and for an override about
+    validations if no document is left to validate on.
+    """
+    config = run.config
+    if config.passkey.enabled:
+        lengths = config.passkey.lengths or [run.workload.seq_len]
+        check_texts(data.tokenizer, unseen_tokens(data, lengths), lengths, config.passkey.kinds)
+    for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
+        value = overrides.get(key, "null")
+        if value.lower() not in ("null", "false") and not len(data.val):
+            raise ValueError(
+                f"{key}={value}: no document is left to validate on, "
+                f"data.val_fraction={config.data.val_fraction}; raise it"
+            )

@@ -20,8 +20,8 @@ from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
+from longctx.training.learning_rate import learning_rate
 from longctx.training.run import Run
-from longctx.training.schedule import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),

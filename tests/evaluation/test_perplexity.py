@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from longctx.attention import Attention
+from longctx.data.tokenizer import train
 from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import error_of_ratio, perplexity
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import Document, spans
+from longctx.evaluation.windows import AHEAD, Document, Window, batches, spans
 from longctx.model import GPT, GPTConfig
+from longctx.model.export import export
 
 V = 53
 
@@ -45,21 +47,6 @@ def nats(model: GPT, ids: np.ndarray) -> Tensor:
     return -logp[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
 
 
-def strided(model: GPT, ids: np.ndarray, length: int, stride: int) -> float:
-    """transformers' recipe for perplexity: windows of `length` tokens, in which labels seen before
-    are ignored.
-    """
-    total, previous = 0.0, 0
-    for begin in range(0, len(ids), stride):
-        end = min(begin + length, len(ids))
-        window = nats(model, ids[begin:end])
-        total += window[max(0, previous - begin - 1) if previous else 0 :].sum().item()
-        previous = end
-        if end == len(ids):
-            break
-    return total
-
-
 def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None:
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:
@@ -74,64 +61,31 @@ def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None
     )
 
 
-def test_windows_agree_with_transformers_own_recipe(model: GPT, tmp_path: Path) -> None:
-    """https://huggingface.co/docs/transformers/perplexity, on the exported model, where it scores
-    every token too.
-    """
+def test_windows_agree_with_the_recipe_of_transformers(model: GPT, tmp_path: Path) -> None:
+    """https://huggingface.co/docs/transformers/perplexity, on the exported model, every token."""
     transformers = pytest.importorskip("transformers")
-    from longctx.data.tokenizer import train
-    from longctx.model.export import export
-
     train(["a rose"], 300).save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "out", context=256)
     llama = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32
     ).eval()
-    length, stride = 33, 16
-    for document in documents(100, 65):
+    # A window of `length` tokens there shows at most length - 1 of them, the context here.
+    for length, stride, size in [(33, 16, 100), (33, 16, 65), (33, 32, 34), (21, 1, 33)]:
+        (document,) = documents(size)
         ids, total, scored, previous = torch.from_numpy(document.ids)[None], 0.0, 0, 0
-        for begin in range(0, ids.shape[1], stride):
-            end = min(begin + length, ids.shape[1])
+        for begin in range(0, size, stride):
+            end = min(begin + length, size)
             labels = ids[:, begin:end].clone()
             labels[:, : previous - begin if previous else 0] = -100
             with torch.no_grad():
                 mean = llama(ids[:, begin:end], labels=labels).loss
             count = int((labels[:, 1:] != -100).sum())
             total, scored, previous = total + mean.item() * count, scored + count, end
-            if end == ids.shape[1]:
+            if end == size:
                 break
         ours = perplexity(Scorer(model), [document], context=length - 1, stride=stride).total
-        assert ours.tokens == scored == len(document.ids) - 1
+        assert ours.tokens == scored == size - 1
         assert ours.perplexity == pytest.approx(math.exp(total / scored), rel=1e-6)
-
-
-def test_one_window_is_the_whole_document_exactly(model: GPT) -> None:
-    docs = documents(150, 97, 2)
-    result = perplexity(Scorer(model), docs, context=150)
-    for score, document in zip(result.documents, docs, strict=True):
-        expected = nats(model, document.ids)
-        assert score.tokens == len(document.ids) - 1
-        assert score.perplexity == pytest.approx(math.exp(expected.mean().item()), rel=1e-5)
-        assert score.nats == pytest.approx(expected.sum().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(("length", "stride"), [(33, 16), (33, 32), (21, 1), (64, 40)])
-def test_windows_agree_with_the_strided_recipe(model: GPT, length: int, stride: int) -> None:
-    """A window of `length` tokens there shows at most length - 1 of them, the context here, to a
-    prediction.
-    """
-    docs = documents(100, 33, 34, 20)
-    result = perplexity(Scorer(model), docs, context=length - 1, stride=stride)
-    for score, document in zip(result.documents, docs, strict=True):
-        assert score.nats == pytest.approx(strided(model, document.ids, length, stride), rel=1e-6)
-
-
-def test_context_helps_where_it_is_read(model: GPT) -> None:
-    """Else a mistake in which window scores a token could hide."""
-    document = documents(100)
-    assert perplexity(Scorer(model), document, 8).total.nats != pytest.approx(
-        perplexity(Scorer(model), document, 99).total.nats, rel=1e-3
-    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
@@ -176,15 +130,11 @@ def test_bits_per_byte_of_uniform_bytes_is_8() -> None:
     document = Document(
         "bytes", np.frombuffer(text, dtype=np.uint8).astype(np.int64), len(text) - 1
     )
-    result = perplexity(Scorer(Uniform()), [document] * 3, context=4, stride=3)
+    model = Uniform().train()
+    result = perplexity(Scorer(model), [document] * 3, context=4, stride=3)
+    assert model.training
     assert result.total.bits_per_byte == pytest.approx(8, rel=1e-15)
     assert result.total.perplexity == pytest.approx(256, rel=1e-12)
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = Uniform().train()
-    perplexity(Scorer(model), documents(9), context=4)
-    assert model.training
 
 
 def test_documents_are_read_as_they_are_needed(model: GPT) -> None:
@@ -214,13 +164,6 @@ def test_nothing_to_score_is_refused(model: GPT, lengths: tuple[int, ...]) -> No
         perplexity(Scorer(model), documents(*lengths), context=10)
 
 
-def test_autocast_stays_near(model: GPT) -> None:
-    exact = perplexity(Scorer(model), documents(80), context=40).total
-    rounded = perplexity(Scorer(model, torch.bfloat16), documents(80), context=40).total
-    assert rounded.nats != exact.nats
-    assert rounded.nats == pytest.approx(exact.nats, rel=0.02)
-
-
 def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
     rounded = copy.deepcopy(model)
     round_matrices(rounded, torch.bfloat16)
@@ -231,6 +174,9 @@ def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
         for m in (model, rounded)
     )
     assert one.total.nats == other.total.nats
+    exact = perplexity(Scorer(model), documents(80, 9), context=40).total.nats
+    assert one.total.nats != exact
+    assert one.total.nats == pytest.approx(exact, rel=0.02)
 
 
 def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
@@ -349,3 +295,40 @@ def test_one_document_has_a_standard_error_over_its_windows(model: GPT) -> None:
     several = perplexity(Scorer(model), documents(90, 70, 80), context=40)
     of_documents = [(score.nats, score.tokens) for score in several.documents]
     assert several.standard_error == error_of_ratio(of_documents)
+
+
+@pytest.mark.parametrize("context", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 9, 10, 33, 64, 65, 66])
+def test_every_token_is_scored_once_with_enough_context(tokens: int, context: int) -> None:
+    for stride in range(1, context + 1):
+        scored: list[int] = []
+        for begin, end, first in spans(tokens, context, stride):
+            assert 0 < end - begin <= context
+            assert begin < first <= end < tokens
+            assert begin == 0 or first - begin == context - stride + 1
+            scored += range(first, end + 1)
+        assert scored == list(range(1, tokens))
+
+
+def windows(lengths: list[int]) -> list[Window]:
+    return [Window(n, 0, np.arange(length + 1), 0) for n, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
+    unpacked = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
+    packed = list(batches(iter(unpacked), 100, rows))
+    assert sorted(window.owner for batch in packed for row in batch for window in row) == list(
+        range(400)
+    )
+    assert all(len(batch) == rows for batch in packed[:-1])
+    used = [sum(len(window.ids) - 1 for window in row) for batch in packed for row in batch]
+    assert max(used) <= 100
+    assert sum(used) > 0.93 * 100 * len(used)
+
+
+def test_windows_are_read_a_few_batches_ahead() -> None:
+    read = []
+    source = (read.append(window.owner) or window for window in windows([10] * 1000))
+    next(batches(source, 10, 2))
+    assert len(read) == max(AHEAD[0] * 2, AHEAD[1])

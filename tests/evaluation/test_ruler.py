@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
@@ -151,54 +150,6 @@ def test_scores_are_those_of_lm_eval() -> None:
         [first, *_] = outputs
         theirs = common.string_match_part(common.postprocess_pred([answer]), [[first]])
         assert score("qa_2", answer, [first]) == theirs
-
-
-def test_answers_are_greedy_and_end() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16)).eval()
-    prompts = [[1, 2, 3, 4, 5], [7], [9, 8, 9]]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(6):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
-    assert Scorer(model).answers(prompts, 6, [63], 11) == expected
-    end = expected[0][2]
-    until = [row[: row.index(end)] if end in row else row for row in expected]
-    assert Scorer(model).answers(prompts, 6, [end], 11) == until
-
-
-def test_batches_of_one_room_share_a_cache_and_answer_as_alone() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16, init_std=0.3))
-    model.eval()
-    batches = [[[1, 2, 3, 4, 5], [7], [9, 8, 9]], [[6, 5], [4]], [[3, 2, 1], [8] * 5, [9, 1, 9, 1]]]
-    scorer = Scorer(model)
-    decoders = set()
-    for prompts in batches:
-        alone = [Scorer(model).answers([prompt], 6, [63], 11)[0] for prompt in prompts]
-        assert scorer.answers(prompts, 6, [63], 11) == alone
-        decoders.add(scorer.decoder)
-    assert len(decoders) == 1
-    scorer.answers([*batches[0], [5]], 6, [63], 11)  # more rows
-    decoders.add(scorer.decoder)
-    scorer.answers(batches[0], 6, [63], 12)  # longer ones
-    assert len({*decoders, scorer.decoder}) == 3
-
-
-def test_rows_stop_when_each_has_ended() -> None:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=64, layers=2, channels=16, heads=2, ffn=16)).eval()
-    seen: list[tuple[int, int]] = []
-
-    def has_ended(row: int, tokens: list[int]) -> bool:
-        seen.append((row, len(tokens)))
-        return len(tokens) == 2 + row
-
-    answers = Scorer(model).answers([[1, 2], [7]], 9, [63], 11, has_ended)
-    assert list(map(len, answers)) == [2, 3]
-    assert max(count for _, count in seen) == 3
 
 
 def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:

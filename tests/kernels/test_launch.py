@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longctx.cli import main
+from longctx.kernels.attention import HEAD_SIZES
 from longctx.kernels.attention import launch as configs
-from longctx.kernels.attention.flash_op import HEAD_SIZES
 from longctx.kernels.attention.launch import launch_config, table
 from longctx.kernels.attention.portable import ROW
 

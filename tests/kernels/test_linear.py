@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longctx.kernels.elementwise.linear import linear
+from longctx.kernels.elementwise import linear
 from longctx.model.layers import Linear
 from tests.inputs import DEVICE, inputs
 

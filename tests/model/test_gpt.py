@@ -154,7 +154,7 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
 
 def test_stacked_weight_knows_the_rows_of_its_matrices() -> None:
     config = replace(CONFIG, head_dim=20, qkv_bias=True)
-    rows = {path: linear.rows for path, linear in config.block(0).linears().items()}
+    rows = {path: linear.rows for path, linear in config.block(0).linears.items()}
     assert rows == {
         "attention.qkv": (80, 40, 40),
         "attention.out": (32,),

@@ -10,14 +10,14 @@ Agree = Callable[[str | None], str | None]
 
 
 def rows_of_ranks(x: Tensor) -> list[slice]:
-    """As fully_shard cuts: equal parts, of which the last may be smaller or empty."""
+    """Cut as fully_shard does: equal parts, but the last may be smaller or empty."""
     size = -(-len(x) // RANKS)
     starts = [min(rank * size, len(x)) for rank in range(RANKS)]
     return [slice(start, min(start + size, len(x))) for start in starts]
 
 
-def on_all_ranks(work: Callable[[int, Agree], None]) -> list[object]:
-    """work(rank, agree) in a thread for each rank; returns what each raised, or None."""
+def on_all_ranks(target: Callable[[int, Agree], None]) -> list[object]:
+    """Run target(rank, agree) in a thread for each rank; return the error of each, or None."""
     barrier, problems = threading.Barrier(RANKS), [None] * RANKS
     outcomes: list[object] = [None] * RANKS
 
@@ -30,7 +30,7 @@ def on_all_ranks(work: Callable[[int, Agree], None]) -> list[object]:
             return first
 
         try:
-            work(rank, agree)
+            target(rank, agree)
         except OSError as error:
             outcomes[rank] = error
 

@@ -32,23 +32,23 @@ def save(path: Path) -> list[object]:
     """Write a checkpoint of WHOLE with an optimizer state of twice the weights."""
     random = checkpoints.random_state()
 
-    def work(rank: int, agree: Agree) -> None:
+    def write_share(rank: int, agree: Agree) -> None:
         cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
         weights = {
             name: Sharded(x[cuts[name][rank]], x.shape, cuts[name]) for name, x in WHOLE.items()
         }
         trained = ["model.c", "model.a"]
-        state = {
+        states = {
             n: {"step": torch.tensor(4.0), "exp_avg": 2 * weights[name].part}
             for n, name in enumerate(trained)
         }
-        optimizer = {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+        optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
-        about = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
+        metadata = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
         writers = Writers(rank, RANKS, agree)
-        write(checkpoints.saving(path, about, content, weights, optimizer, trained, writers))
+        write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, writers))
 
-    return on_all_ranks(work)
+    return on_all_ranks(write_share)
 
 
 @pytest.fixture
@@ -72,6 +72,8 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_any_rows_come_back(path: Path) -> None:
     checkpoints.verify(path)
     checkpoint = checkpoints.read(path)
+    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
+    assert len(sizes) == RANKS and max(sizes) < sum(3 * x.nbytes for x in WHOLE.values())
     assert (checkpoint["steps_done"], checkpoint["meter"]) == (4, {"loss": 1.5})
     for name, x in WHOLE.items():
         stored = checkpoint["state_dict"][name]
@@ -83,11 +85,6 @@ def test_any_rows_come_back(path: Path) -> None:
     assert torch.equal(states[1]["exp_avg"][:], 2 * WHOLE["model.a"])
     assert float(states[0]["step"]) == 4.0
     assert checkpoint["random"]["torch"] == torch.get_rng_state().tolist()
-
-
-def test_no_file_holds_the_whole(path: Path) -> None:
-    sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
-    assert len(sizes) == RANKS and max(sizes) < sum(3 * x.nbytes for x in WHOLE.values())
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
@@ -105,9 +102,9 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
 def test_a_missing_or_short_file_is_refused(path: Path) -> None:
     file = sorted(path.glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1])
-    assert checkpoint_index.verify(path, reads=False) == file.name
+    assert not checkpoint_index.is_intact(path, reads=False)
     file.unlink()
-    assert checkpoint_index.verify(path) == file.name
+    assert not checkpoint_index.is_intact(path)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_a_missing_or_short_file_is_refused(path: Path) -> None:
         ("dtype", "bfloat16"),
     ],
 )
-def test_rows_that_differ_from_the_index_are_not_used(key: str, value: Any, path: Path) -> None:
+def test_rows_unlike_the_index_are_refused(key: str, value: Any, path: Path) -> None:
     rewrite(path, lambda content: content["tensors"]["model.a"].update({key: value}))
     with pytest.raises(ValueError, match=r"model\.a"):
         checkpoints.read(path)["state_dict"]["model.a"][:]
@@ -132,13 +129,12 @@ def test_states_of_other_weights_are_refused(path: Path) -> None:
     checkpoint = checkpoints.read(path)
     checkpoints.check_states(path, checkpoint, expected)
     checkpoints.check_finite(path, checkpoint)
-    with pytest.raises(ValueError, match="exp_avg of weight 0 is"):
-        checkpoints.check_states(path, checkpoint, [(torch.Size([9, 3, 3]), names), expected[1]])
-    with pytest.raises(ValueError, match="not of the optimizer"):
-        checkpoints.check_states(path, checkpoint, expected[:1])
+    for other in ([(torch.Size([9, 3, 3]), names), expected[1]], expected[:1]):
+        with pytest.raises(ValueError, match="optimizer state"):
+            checkpoints.check_states(path, checkpoint, other)
 
 
-def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
+def test_one_infinite_number_is_found(path: Path) -> None:
     for row in range(7):
         x = torch.zeros(7, 5)
         assert checkpoints.not_finite({"x": x}) is None
@@ -147,17 +143,14 @@ def test_a_number_that_is_not_finite_is_found_in_any_row(path: Path) -> None:
     assert checkpoints.not_finite(checkpoints.read(path)["state_dict"]) is None
 
 
-def test_rows_in_a_file_that_is_not_listed_are_refused(path: Path) -> None:
+def test_files_outside_the_list_are_not_read(path: Path) -> None:
     shutil.copy(path / SHARD, path.parent / SHARD)
-
-    def change(content: dict[str, Any]) -> None:
-        content["tensors"]["model.b"]["rows"] = [[f"../{SHARD}", 0, 2]]
-
-    rewrite(path, change)
-    with pytest.raises(ValueError, match=f"../{SHARD}"):
+    outside = f"../{SHARD}"
+    rewrite(path, lambda content: content["tensors"]["model.b"].update(rows=[[outside, 0, 2]]))
+    with pytest.raises(checkpoints.Damaged, match=outside):
         checkpoints.read(path)
-    rewrite(path, lambda content: content["files"].update({f"../{SHARD}": content["files"][SHARD]}))
-    with pytest.raises(ValueError, match=f"../{SHARD}"):
+    rewrite(path, lambda content: content["files"].update({outside: content["files"][SHARD]}))
+    with pytest.raises(checkpoints.Damaged, match=outside):
         checkpoints.verify(path)
 
 
@@ -170,8 +163,9 @@ def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.Monk
         return checksum(file)
 
     monkeypatch.setattr(checkpoint_index, "checksum", recorded)
-    assert checkpoint_index.verify(path) == SHARD
-    assert len(sizes) == RANKS - 1 and max(sizes) < 1 << 20
+    with pytest.raises(checkpoints.Damaged, match=SHARD):
+        checkpoints.verify(path)
+    assert max(sizes, default=0) < 1 << 20
 
 
 @pytest.mark.parametrize("is_fifo", [True, False])
@@ -188,7 +182,7 @@ def test_a_fifo_or_a_link_is_not_opened(
         checkpoints.verify(path)
 
 
-def test_a_foreign_or_other_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     for content in (b"", b"not a checkpoint", b"PK\x03\x04 torn"):
         path.write_bytes(content)
@@ -221,7 +215,7 @@ def names(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").iterdir()}
 
 
-def test_a_checkpoint_that_is_deleted_is_hidden_first(run: Path) -> None:
+def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
     first, second = run_folder.checkpoints(run)
     link = second.with_name(".last.77.ckpt")
     link.symlink_to(second.name)
@@ -231,9 +225,7 @@ def test_a_checkpoint_that_is_deleted_is_hidden_first(run: Path) -> None:
     assert names(run) == {second.name} and len(list(second.iterdir())) == 6
 
 
-def test_a_file_that_cannot_be_deleted_keeps_nothing_else(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_undeletable_file_keeps_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def remove(path: Path) -> None:
         if path.name.endswith("002.safetensors"):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))

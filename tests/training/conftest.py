@@ -9,26 +9,7 @@ from pathlib import Path
 
 import pytest
 
-WORDS = [
-    "the",
-    "row",
-    "of",
-    "a",
-    "long",
-    "text",
-    "holds",
-    "many",
-    "words",
-    "some",
-    "names",
-    "such",
-    "as",
-    "ada",
-    "bert",
-    "cleo",
-    "come",
-    "again",
-]
+WORDS = "the row of a long text holds many words some names such as ada bert cleo come again"
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +19,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     for number in range(60):
         words = (
-            draw.choice(WORDS) + draw.choice(["", "s", "ed", str(number)])
+            draw.choice(WORDS.split()) + draw.choice(["", "s", "ed", str(number)])
             for _ in range(3 + draw.randrange(20) ** 2)
         )
         (folder / f"{number:02d}.txt").write_text(" ".join(words))

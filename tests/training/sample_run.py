@@ -44,17 +44,17 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     plain = dict(content)
     weights, (optimizer,) = plain.pop("state_dict"), plain.pop("optimizer_states")
     saving = checkpoints.saving(path, plain.pop("longctx"), plain, {})
-    saving.about["param_groups"] = optimizer["param_groups"]
+    saving.metadata["param_groups"] = optimizer["param_groups"]
     tensors = dict(weights)
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
                 tensors[f"optimizer.{number}.{key}"] = x
             else:
-                scalars = saving.about["optimizer_scalars"]
+                scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)
     files.remove(path)
-    write(Saving(path, saving.about, {name: Sharded.whole(x) for name, x in tensors.items()}))
+    write(Saving(path, saving.metadata, {name: Sharded.whole(x) for name, x in tensors.items()}))
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:

@@ -8,43 +8,28 @@ import pytest
 from rich.table import Table
 
 from longctx import tables
+from longctx.config.train_config import TrainConfig
 from longctx.python_child import typed_command
 from longctx.runs.metrics import figures
 from longctx.training.console import Display, brief, closing_table, loss_curve
-from longctx.training.run_log import validates
+from longctx.training.run_log import validated_documents, warnings
 from longctx.training.sweep import Job, sweep_table
+from tests.training.sample_run import sample_run
+
+
+def row_of(step: int, loss: float, ms: float, speed: float, seconds: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "tokens_seen": 90 * step, "loss": loss, "ms_per_step": ms}
+    row |= {"tokens_per_second": speed, "seconds": seconds}
+    return row | {"memory_peak_gib": step / 2, "mfu": 0.4}
+
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "tokens_seen": 0, "val_loss": 9.0, "val_perplexity": 8000.0},
-    {
-        "step": 1,
-        "tokens_seen": 90,
-        "loss": 9.0,
-        "tokens_per_second": 1,
-        "ms_per_step": 9000,
-        "seconds": 9,
-    },
-    {
-        "step": 5,
-        "tokens_seen": 450,
-        "loss": 7.0,
-        "tokens_per_second": 100,
-        "ms_per_step": 900,
-        "seconds": 13,
-    },
-    {
-        "step": 9,
-        "tokens_seen": 810,
-        "loss": 6.0,
-        "tokens_per_second": 300,
-        "ms_per_step": 300,
-        "seconds": 17,
-    },
+    row_of(1, 9.0, 9000, 1, 9),
+    row_of(5, 7.0, 900, 100, 13),
+    row_of(9, 6.0, 300, 300, 17),
     {"step": 9, "tokens_seen": 810, "val_loss": 5.0, "val_perplexity": 150.0},
 ]
-for row in ROWS:
-    if "loss" in row:
-        row |= {"memory_peak_gib": row["step"] / 2, "mfu": 0.4}
 
 
 def printed(table: Table) -> str:
@@ -98,11 +83,11 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
 
 def test_output_without_a_terminal_is_plain(capsys: Any) -> None:
     display = Display(steps=9, first_step=0)
-    display.start()
+    display.bar.start()
     for row in ROWS:
         display.stepped(row["step"])
         display.show(row)
-    display.stop()
+    display.bar.stop()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ROWS)
     assert not any("\x1b" in line or "\r" in line for line in lines)
@@ -117,31 +102,31 @@ def test_a_row_without_a_scored_token_says_so() -> None:
 
 def test_other_ranks_say_nothing(capsys: Any) -> None:
     display = Display(steps=9, first_step=0, silent=True)
-    display.start()
+    display.bar.start()
     display.say("x")
     display.show(ROWS[1])
-    display.stop()
+    display.bar.stop()
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("documents", "ends", "tokens", "wanted"),
+    ("documents", "ends", "tokens", "text", "few"),
     [
-        (0, 0, 0, ["nothing"]),
-        (12, 0, 20_000, ["20,000 tokens of 12 documents, 2.0%"]),
-        (1, 1, 20_000, ["20,000 tokens of the end of 1 document"]),
-        (3, 3, 20_000, ["20,000 tokens of the ends of 3 documents"]),
-        (1, 0, 405, ["405 tokens of 1 document, 0.0%", "warning: 405 tokens are few"]),
+        (0, 0, 0, "nothing", False),
+        (12, 0, 20_000, "20,000 tokens of 12 documents, 2.0%", False),
+        (3, 3, 20_000, "20,000 tokens of 3 documents, 2.0%, their ends", False),
+        (3, 1, 20_000, "20,000 tokens of 3 documents, 2.0%, of 1 only the end", False),
+        (1, 0, 405, "405 tokens of 1 document, 0.0%", True),
     ],
 )
 def test_a_small_validation_set_is_a_warning(
-    documents: int, ends: int, tokens: int, wanted: list[str]
+    documents: int, ends: int, tokens: int, text: str, few: bool
 ) -> None:
     counts = {"val_documents": documents, "val_ends": ends, "val_tokens": tokens}
-    lines = validates(counts | {"tokens": 1_000_000})
-    assert len(lines) == len(wanted)
-    for line, text in zip(lines, wanted, strict=True):
-        assert text in line
+    counts["tokens"] = 1_000_000
+    assert validated_documents(counts).startswith(text)
+    lines = warnings(sample_run(TrainConfig()), counts)
+    assert ["few to validate on" in line for line in lines] == [True] * few
 
 
 def test_a_piped_run_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.schedule.learning_rate",
+        "longctx.training.module.learning_rate",
         lambda step, run: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
@@ -138,7 +138,7 @@ def test_running_out_of_memory_says_what_to_change(
     def explode(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
 
-    monkeypatch.setattr("longctx.training.optimizers.clip_gradients", explode)
+    monkeypatch.setattr("longctx.training.module.clip_gradients", explode)
     assert train.main(overrides(attention="naive")) == 1
     assert "attention=flash" in capsys.readouterr().err
     assert train.main(overrides(batch_size=4)) == 1

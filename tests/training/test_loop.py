@@ -27,7 +27,7 @@ from longctx.training import resolve
 from longctx.training.batches import micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from longctx.training.schedule import Schedule
+from longctx.training.sequences import Sequences
 from tests.training.sample_run import Overrides, steps, weights
 
 
@@ -175,7 +175,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
     assert run.data is not None
     parallel = Parallel(run.config, "cpu")
-    batches = step_batches(run, Schedule(run, run.data), parallel)
+    batches = step_batches(run, Sequences(run, run.data), parallel)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 
     class Losses(pl.Callback):

@@ -55,8 +55,10 @@ def test_micro_batches_stay_on_another_gpu(tmp_path: Path) -> None:
 
 def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
     """The tokens of seq_len=max on a machine, with a tokenizer of 128 tokens; it adds to lines."""
-    choice = resolve.Choice(config, device, config.model, "", layouts.each(config, config.model))
-    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128))
+    choice = resolve.Choice(
+        config, device, config.model, "", "", layouts.each(config, config.model)
+    )
+    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
     with patch("longctx.training.resolve.load", lambda *_: data):
         return resolve.choose_length(choice, machine, lines.append)
 

@@ -51,58 +51,48 @@ def state(content: Checkpoint) -> dict[int, dict[str, Any]]:
     return content["optimizer_states"][0]["state"]
 
 
-MOMENTS: dict[str, Callable[[Tensor], Any]] = {
-    "shorter": lambda x: x[:-1].clone(),
-    "longer": lambda x: torch.cat([x, x]),
-    "flat": lambda x: x.flatten(),
-    "of one number": lambda x: torch.zeros(1),
-    "NaN in it": lambda x: x.clone().fill_(math.nan),
-}
+Change = Callable[[Tensor], Any]
+SHAPES: list[Change] = [
+    lambda x: x[:-1].clone(),
+    lambda x: torch.cat([x, x]),
+    lambda x: x.flatten(),
+    lambda x: torch.zeros(1),
+]
 
 
-@pytest.mark.parametrize("kind", MOMENTS)
+@pytest.mark.parametrize("change", [*SHAPES, lambda x: x.clone().fill_(math.nan)])
 def test_an_average_of_another_model_is_refused(
-    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Change, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = newest(folder)
-    state(content)[0]["exp_avg"] = MOMENTS[kind](state(content)[0]["exp_avg"])
+    state(content)[0]["exp_avg"] = change(state(content)[0]["exp_avg"])
     assert "exp_avg of " in refused(folder, content, capsys)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MOMENTS if kind != "NaN in it"])
+@pytest.mark.parametrize("change", [*SHAPES, None])
 def test_a_weight_of_another_model_is_refused(
-    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Change | None, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = newest(folder)
-    content["state_dict"][EMBEDDING] = MOMENTS[kind](content["state_dict"][EMBEDDING])
-    why = f"its weights are not those of its model: {EMBEDDING} is "
-    assert why in refused(folder, content, capsys)
-    with pytest.raises(ValueError, match=why.partition(":")[0]):
+    weight = content["state_dict"].pop(EMBEDDING)
+    if change is not None:
+        content["state_dict"][EMBEDDING] = change(weight)
+    assert EMBEDDING in refused(folder, content, capsys)
+    with pytest.raises(ValueError, match=EMBEDDING):
         load_model(folder)
 
 
-def state_missing(content: Checkpoint) -> None:
-    del state(content)[0]
+STATES: list[Callable[[Checkpoint], Any]] = [
+    lambda content: state(content).pop(0),
+    lambda content: state(content)[0].pop("exp_avg_sq"),
+    lambda content: state(content).update({99: state(content)[0]}),
+    lambda content: content["optimizer_states"][0]["param_groups"].pop(),
+]
 
 
-def average_missing(content: Checkpoint) -> None:
-    del state(content)[0]["exp_avg_sq"]
-
-
-def state_of_no_weight(content: Checkpoint) -> None:
-    state(content)[99] = state(content)[0]
-
-
-def other_groups(content: Checkpoint) -> None:
-    content["optimizer_states"][0]["param_groups"].pop()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [state_missing, average_missing, state_of_no_weight, other_groups],
-)
+@pytest.mark.parametrize("change", STATES)
 def test_a_state_of_another_optimizer_is_refused(
-    change: Callable[[Checkpoint], None], folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[Checkpoint], Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = newest(folder)
     change(content)

@@ -9,16 +9,21 @@ import pytest
 import torch
 
 import train
+from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoints, run_folder
-from longctx.training.callbacks import LEAST, WINDOW, Spikes, is_outlier
+from longctx.training.callbacks import FEWEST_VALUES, WINDOW, Spikes, is_outlier
 from tests.processes import finished
 from tests.training.sample_run import Overrides, check_equal_weights, steps, weights
 
 LEAPING = Path(__file__).parent / "leaping_run.py"
 
 
+def spikes_of(budget: int) -> Spikes:
+    return Spikes(TrainConfig(spike="skip", spike_budget=budget), print)
+
+
 def test_only_a_leap_upwards_is_an_outlier() -> None:
-    before = [5.0 - 0.01 * n for n in range(LEAST)]
+    before = [5.0 - 0.01 * n for n in range(FEWEST_VALUES)]
     assert is_outlier(50.0, before)
     assert not is_outlier(0.1, before)
     assert not is_outlier(50.0, before[1:])
@@ -26,8 +31,8 @@ def test_only_a_leap_upwards_is_an_outlier() -> None:
 
 
 def test_no_more_steps_than_the_budget_are_dropped() -> None:
-    spikes = Spikes("skip", budget=2)
-    for _ in range(LEAST):
+    spikes = spikes_of(2)
+    for _ in range(FEWEST_VALUES):
         assert not spikes.drops(5.0, 1.0)
     assert [spikes.drops(50.0, 1.0) for _ in range(3)] == [True, True, False]
     for _ in range(WINDOW):
@@ -38,19 +43,19 @@ def test_no_more_steps_than_the_budget_are_dropped() -> None:
 
 def test_a_step_that_is_not_finite_is_dropped() -> None:
     for loss, norm in ((float("nan"), 1.0), (5.0, float("inf"))):
-        spikes = Spikes("skip", budget=1)
+        spikes = spikes_of(1)
         assert spikes.drops(loss, norm), "before enough values too"
         assert spikes.lost
         assert not spikes.drops(loss, norm), "the budget is used up"
         assert not spikes.lost
-        assert not any(spikes.drops(5.0, 1.0) for _ in range(LEAST))
+        assert not any(spikes.drops(5.0, 1.0) for _ in range(FEWEST_VALUES))
         assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
 
 
 def test_a_step_without_a_target_counts_nowhere() -> None:
-    spikes = Spikes("skip", budget=1)
+    spikes = spikes_of(1)
     assert spikes.drops(float("nan"), 1.0)
-    for _ in range(LEAST):
+    for _ in range(FEWEST_VALUES):
         assert not spikes.drops(None, 0.0)
         assert not spikes.lost
         assert not spikes.drops(5.0, 1.0)

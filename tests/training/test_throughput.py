@@ -19,7 +19,7 @@ from tests.training.sample_run import Overrides, steps
 def meter_of(model: GPTConfig | None = None) -> Meter:
     config = TrainConfig(model=model or GPTConfig(vocab_size=10))
     parallel = Parallel(config, "cpu")
-    return Meter(workload_of(config, "cpu", 128), parallel, Spikes("flag", 1))
+    return Meter(workload_of(config, "cpu", 128), parallel, Spikes(config, print))
 
 
 def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
@@ -81,7 +81,7 @@ def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch
     model = GPTConfig(vocab_size=64, layers=2)
     meter = meter_of(model)
     clock[0] = 4.0
-    meter.peak = 1e9
+    meter.flops_of_device = 1e9
     meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
     flops = 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
     assert meter.row(torch.tensor(0.0))["mfu"] == pytest.approx(flops / 4.0 / 1e9)

@@ -21,8 +21,8 @@ from longctx.training.validation import (
     BY_POSITION,
     by_position,
     cells_of_targets,
-    error_over_rows,
-    row_sums,
+    sequence_sums,
+    standard_error,
 )
 from tests.training.sample_run import Overrides, steps
 
@@ -96,20 +96,20 @@ def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Pat
     assert {key: after[key] for key in buckets} == pytest.approx(buckets)
 
 
-def test_the_error_over_rows_is_that_of_a_ratio() -> None:
+def test_the_standard_error_is_that_of_a_ratio() -> None:
     torch.manual_seed(0)
     losses, targets = torch.rand(7, 9, dtype=torch.float64), torch.randint(-1, 2, (7, 9))
     targets[targets < 0] = IGNORED
     targets[4] = IGNORED
     losses[targets == IGNORED] = 0
-    sums = row_sums(losses[:3], targets[:3]) + row_sums(losses[3:], targets[3:])
+    sums = sequence_sums(losses[:3], targets[:3]) + sequence_sums(losses[3:], targets[3:])
     scored = int((targets != IGNORED).sum())
-    error = error_over_rows(sums.tolist(), float(losses.sum()) / scored, scored)
+    error = standard_error(sums.tolist(), float(losses.sum()) / scored, scored)
     pairs = [
         (float(a.sum()), int((b != IGNORED).sum())) for a, b in zip(losses, targets, strict=True)
     ]
     assert error == pytest.approx(error_of_ratio([pair for pair in pairs if pair[1]]), rel=1e-9)
-    assert error_over_rows(row_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
+    assert standard_error(sequence_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
 
 
 def test_pass_keys_take_a_micro_batch_at_a_time(

@@ -38,7 +38,9 @@ class Intervals(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves for its backward: q, out (B, Tq, Hq, D), k, v (B, Tk, Hkv, D), lse."""
+    """Tensors that a forward saves for its backward: q, out (B, Tq, Hq, D), k, v (B, Tk, Hkv, D),
+    lse.
+    """
 
     q: Tensor
     k: Tensor

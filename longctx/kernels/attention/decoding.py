@@ -10,13 +10,13 @@ that each key is read once, and a second kernel combines the parts (Flash-Decodi
 
     lse = log Σ_s exp(lse_s),   o = Σ_s exp(lse_s - lse) o_s
 
-The number of parts is fixed when the kernels are launched, where they end is read on the device: so
-the same launch serves every length, in a CUDA graph too. Exponentials are taken in base 2. Nothing
+The number of parts is fixed at the launch, their ends are read on the device: so the same launch
+serves every length, in a CUDA graph too. Exponentials are taken in base 2. Nothing
 is added atomically, so every result is deterministic. A row that sees nothing gets 0.
 
-Legend: B batch, T tokens that the cache has room for, Hq and Hkv heads, GROUP query heads per
-key-value head, ROWS the power of two that holds them, D head size, PAD the power of two that holds
-it, BN keys of a tile. q, out (B, Hq, D); k, v (B, T, Hkv, D); first, last (B,).
+Legend: B batch, T tokens of room in the cache, Hq and Hkv heads, GROUP query heads per key-value
+head, padded to ROWS, D head size, padded to PAD, both powers of two, BN keys of a tile. q, out (B,
+Hq, D); k, v (B, T, Hkv, D); first, last (B,).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.attention.tile_schedule import multiprocessors
+from longctx.kernels.attention.launch import multiprocessors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 TILE = 1 << 14  # bytes of a tile of keys; with STAGES of keys and values under 99 KiB
 STAGES = 3
-PROGRAMS = 2  # of one multiprocessor at a time, which that memory allows
+PROGRAMS = 2  # of one multiprocessor at a time, by that memory
 TOGETHER = tl.constexpr(16)  # parts that are combined at a time
 # of fp32, to which a product in three parts comes as close; one in fp32 compiles for minutes
 PRECISION = "tf32x3"
@@ -119,14 +119,14 @@ def combine_kernel(
 
 
 def launch_config(group: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
-    """ROWS, PAD and BN for heads of `head_dim` channels of `itemsize` bytes."""
+    """Return ROWS, PAD and BN for heads of `head_dim` channels of `itemsize` bytes."""
     pad = max(16, triton.next_power_of_2(head_dim))
     return max(16, triton.next_power_of_2(group)), pad, min(128, TILE // (pad * itemsize))
 
 
 def parts_of(rows: int, length: int, kv_heads: int, tile: int, device: torch.device) -> int:
-    """Into how many parts the keys of each of `rows` are split, `length` at most: as many as keep
-    every multiprocessor busy, of a tile at least.
+    """Return the parts of each row's keys: enough to keep every multiprocessor busy, each at least
+    a tile of the `length` keys.
     """
     programs = PROGRAMS * multiprocessors(device)
     return max(1, min(-(-length // tile), programs // (rows * kv_heads)))
@@ -141,10 +141,10 @@ def decode(
     scale: float,
     parts: int | None = None,
 ) -> Tensor:
-    """out (B, Hq, D) of q (B, Hq, D), where row b sees keys first[b] .. last[b] of k, v (B, T, Hkv,
-    D); first, last (B,) int32.
+    """Return out (B, Hq, D) of q (B, Hq, D) over k, v (B, T, Hkv, D).
 
-    k and v are contiguous in D. `parts` is for tests; None: `parts_of`. Waits for nothing.
+    Row b sees keys first[b] .. last[b], int32. k and v are contiguous in D. `parts` is for tests;
+    None: `parts_of`. Waits for nothing.
     """
     (B, Hq, D), (T, Hkv) = q.shape, k.shape[1:3]
     group = Hq // Hkv

@@ -1,4 +1,4 @@
-"""Identify kernels by what they are made of and by what they compute.
+"""Identify kernels by their sources and by their results.
 
 A fingerprint is sha256 of the results for fixed inputs, bit for bit. Together with versions and a
 hash of the sources it makes the kernel lock of a run, see longctx/training/kernel_lock.py.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 DRIVER = Path("/proc/driver/nvidia/version")
-HOPPER = ("hopper_*.py", "portable.py", "tile_schedule.py")
+HOPPER = ("hopper_*.py", "portable.py")
 SOURCES = {
-    "triton-portable": ("portable.py", "tile_schedule.py"),
+    "triton-portable": ("portable.py",),
     "triton-hopper": HOPPER,
     "triton-hopper-ordered": HOPPER,
     "torch-tiled": ("tiled.py",),
@@ -85,7 +85,7 @@ def sha256(x: Tensor) -> str:
 
 
 def integers(shape: Sequence[int], seed: int, below: int) -> Tensor:
-    """Integers 0 .. below-1 as fp32, the same on every machine and with every torch.
+    """Return integers 0 .. below-1 as fp32, the same on every machine and with every torch.
 
     torch.randint does not promise that.
     """

@@ -32,10 +32,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 def implementation(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: str = "auto"
 ) -> str:
-    """The implementation that serves such tensors; `kernel` says which on a GPU.
+    """Return the implementation that serves such tensors; on a GPU `kernel` chooses it.
 
-    "auto" is hopper where that runs, and portable elsewhere. Hopper is ordered where torch uses
-    deterministic algorithms.
+    "auto" is hopper if that runs, else portable. Hopper is ordered if torch uses deterministic
+    algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
@@ -51,7 +51,7 @@ def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
         return False
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
         return False
-    # not cached: torch.compile takes it as a constant, and warns of what functools caches
+    # not cached: torch.compile takes it as a constant, and warns of functools caches
     return torch.cuda.get_device_properties(device).major == 9
 
 
@@ -63,7 +63,7 @@ class Kernels(NamedTuple):
 
 
 def kernels(implementation: str, device: torch.device) -> Kernels:
-    """The kernels of `implementation`, imported and configured for `device`."""
+    """Return the kernels of `implementation`, imported and configured for `device`."""
     forward_module, backward_module = _modules(implementation, device)
     backward = backward_module.backward
     if implementation == "triton-hopper-ordered":
@@ -171,9 +171,7 @@ def _refuse_transforms(*tensors: Tensor) -> None:
 
 
 def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
-    """The kernels of a pass, "forward" or "backward", for tensors like q and k, after their
-    self-test.
-    """
+    """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
     if _needs_trust(q, implementation):
         trust(part, implementation, q, k, run)

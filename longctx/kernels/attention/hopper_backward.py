@@ -1,16 +1,15 @@
 """FlashAttention backward for Hopper in Gluon: one pass over the keys, five matrix products.
 
 Equations, letters and masks are those of portable.py; compare FlashAttention-3 (arXiv 2407.08608).
-Heads of more than 128 channels have a kernel of their own, hopper_backward_wide.py, which is
-launched from here; those of 96 have two parts, 64 + 32, as in hopper_forward.py.
+Heads of more than 128 channels have a kernel of their own, hopper_backward_wide.py, launched from
+here; those of 96 have two parts, 64 + 32, as in hopper_forward.py.
 
 A program owns BN keys of one key-value head, its two consumer warpgroups 64 each. Its walk (see
-hopper_order.py) goes over the queries that see them, for all query heads of the group, so that dk
-and dv need no atomics. Scores are computed transposed, which makes p and ds register operands of dv
-and dk. ds also goes through shared memory, where both consumers meet: each forms half of a tile's
-dq, half of its columns or of its queries, one step later, so that no consumer waits for the other's
-ds. Step x of a consumer, whose s is there; a product runs while what stands beside and below it is
-computed:
+hopper_order.py) goes over the queries that see them, for all query heads of the group: dk and dv
+need no atomics. Scores are computed transposed, so p and ds are register operands of dv and dk. ds
+also goes to shared memory, for both consumers: each forms half of a tile's dq, half of its columns
+or of its queries, one step later, so that no consumer waits for the other's ds. Step x of a
+consumer begins with its s; each product on the left runs during the work beside and below it:
 
     dp = v·doᵀ                     p = exp(s - lse); tell the writer of dq of step x-2
     dv += p·do                     ds = p (dp - delta), once dp is there
@@ -88,9 +87,15 @@ from longctx.kernels.attention.hopper_primitives import (
     tma_add,
     zero_parts,
 )
-from longctx.kernels.attention.portable import LOG2E, padded_rows, preprocess_into
+from longctx.kernels.attention.launch import multiprocessors
+from longctx.kernels.attention.portable import (
+    LOG2E,
+    batch_stride,
+    heads_in_l2,
+    padded_rows,
+    preprocess_into,
+)
 from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
-from longctx.kernels.attention.tile_schedule import batch_stride, heads_in_l2, multiprocessors
 
 
 class Config(NamedTuple):
@@ -200,7 +205,7 @@ def register_order(x):
 def output_buffers(
     stages, vs, it, D: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr
 ):
-    """Where all parts of a consumer's dv and dk leave from after `it` steps.
+    """Return the buffers from which a consumer's dv and dk leave after `it` steps.
 
     Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile.
     Otherwise they take the places of v and of parts of dq: 16 KiB for each consumer, of which the
@@ -228,7 +233,7 @@ def writer(
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of dq of consumer C to memory and stores its dk and dv."""
+    """Add the parts of dq of consumer C to memory, and store its dk and dv."""
     it = 0
     count = 0
     t = pop(queue, count, 1)
@@ -292,11 +297,11 @@ def step(
     D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr,
     ONE_IF: gl.constexpr, PINGPONG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Step x of a walk, one tile of queries: the next tile's scores, and the new dk, dv.
+    """Take step x of a walk, one tile of queries: return the next tile's scores, and dk, dv.
 
     The scores `s` of this tile are there. Meanwhile dq of the tile before is formed, and the writer
-    is told of the one before that. A consumer says that its ds is written once it has used both ds
-    of the tile before, so that the next ds may take their place.
+    is told of the one before that. A consumer reports its ds after using both ds of the tile
+    before, so the next ds may take their place.
 
     `ONE_IF`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not
     know: else it would keep the descriptors of k and v in registers, and spill others.
@@ -310,7 +315,7 @@ def step(
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
 
-    # mask, where the tile has queries that do not see all keys
+    # mask, if some query of the tile does not see all keys
     if not ONE_IF or (m0 < last_first) | (m0 + BM - 1 > first_last):
         s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
 
@@ -450,7 +455,7 @@ def consumer(
             dk_own[i].store(outputs[2 * i + 1])
         signal_writer(True, C)
 
-        # what the next walk needs is on its way while the output of this one leaves
+        # the next walk's operands are on their way while the output of this one leaves
         count += 1
         t = pop(queue, count, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
@@ -474,12 +479,12 @@ def backward_kernel(
     FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
+    """Compute dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
 
-    The first sixteen are tensor maps; those named x1, of the last D1 channels, are None where D1
-    is 0 and x has all. dq: fp32, for each head and tile of queries 32 rows of 256, of which each
-    consumer adds 16 (see `register_order`); where D1 is 32, the second adds 8 of 24. `counter`: 0.
-    `semaphores`, ordered: an int32, 0, for each consumer's part of a tile of dq.
+    The first sixteen are tensor maps; names with 1, for the last D1 channels, are None if D1 is 0.
+    dq: fp32, for each head and tile of queries 32 rows of 256, 16 from each consumer (see
+    `register_order`); if D1 is 32, 8 of 24 from the second. `counter`: 0. `semaphores`, ordered: an
+    int32, 0, for each consumer's part of a tile of dq.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -643,9 +648,7 @@ def constants_of(
 
 
 class Launches(NamedTuple):
-    """How to compute a shape again: the kernels, how many 32-bit values they need, of which so many
-    are zeroed, and the entry of CONFIGS that they were made with, if there is one.
-    """
+    """Kernels of a known shape, the 32-bit values of their buffer, and their entry of CONFIGS."""
 
     size: int
     config: Config | None
@@ -683,7 +686,7 @@ def backward(
     pointers = out, do, lse, lse if dlse is None else dlse
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
     out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
-    # all that decides which compiled kernel serves a call
+    # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
@@ -724,7 +727,7 @@ def _first_backward(
     ordered: bool,
     key: Hashable,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute as `backward` does a shape that is new, or inputs that need a copy."""
+    """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     q, k, v, out, lse = saved
     addressed = [addressable(x) for x in (q, k, v, do)]
     if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
@@ -749,15 +752,9 @@ def _first_backward(
     before = preprocess_into(lse2, delta, do, dlse, out, lse)
     tensors = Mapped(q, k, v, do, dk, dv, lse2, delta, sums)
     main = _first_launch(tensors, count, intervals, scale, size, ordered)
-    unpack = first_launch(
-        unpack_kernel,
-        dq_tiles,
-        (),
-        (sums, dq),
-        (scale, Tq, Hq),
-        dict(D=D, PAD=size, BM=BM),
-        num_warps=8,
-    )
+    constants = dict(D=D, PAD=size, BM=BM)
+    given = (sums, dq), (scale, Tq, Hq), constants
+    unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 1 if size in (64, 128) else 2
     launches = Launches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)

@@ -85,9 +85,9 @@ def axis_of(layout, axis):
 
 @gluon.jit
 def add_dq(sums, dq):
-    """Add dq (64, 64), in the order of registers, to what `sums` points to.
+    """Add dq (64, 64), in the order of registers, to the values at `sums`.
 
-    Triton's own atomic addition would want registers for what was there before.
+    Triton's own atomic addition would want registers for the old values.
     """
     x = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # as register_order
     four: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, x.type.layout))
@@ -130,7 +130,7 @@ def scores_step(
     qfirst_j, qlast_j, last_first, first_last, scale_log2,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for consumer 0, which has its s: the next tile's s, and the new dk, dv.
+    """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dk, dv.
 
     dq is that of the tile before, if `ready`: it is formed while the other consumer computes ds.
     `it & zero` is 0, which the compiler does not know: else it would keep descriptors in registers.
@@ -182,7 +182,7 @@ def gradient_step(
     it, zero, more,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for consumer 1, which has its dp: the next tile's dp, the new dk, dv."""
+    """Take one tile of queries in consumer 1, from its dp: return the next dp, and dk, dv."""
     dtype: gl.constexpr = qs[0].dtype
     layout: gl.constexpr = dp.type.layout
     zeros = gl.zeros([N, N], gl.float32, layout=layout)

@@ -12,29 +12,29 @@ multiplies while another exponentiates:
     consumer 0   q·k(j), p·v(j-1)      | softmax(j)            | q·k(j+1), p·v(j) | ...
     consumer 1   softmax(j-1)          | q·k(j), p·v(j-1)      | softmax(j)       | ...
 
-A score costs 4 D FLOPs, of which a multiprocessor does 4,096 per clock, and one exponential, of
-which it does 16. So exponentials take as long as products at 64 channels and half as long at 128.
+A score costs 4 D FLOPs and one exponential; a multiprocessor does 4,096 and 16 of them per clock.
+So exponentials take as long as products at 64 channels and half as long at 128.
 
 Registers set the number of consumers: of 65,536, two take 128 · (2 · 240 + 24) and three 128 ·
-(3 · 160 + 24), where 24 are the producer's, which counts as a warpgroup. At 128 channels a thread
+(3 · 160 + 24). The 24 are the producer's; it counts as a warpgroup. At 128 channels a thread
 holds 64 numbers of s, 64 of o and 32 registers of p, at 64 channels half of that o. Shared memory
 sets keys and stages: q, out and the rings of k and v take 192 KiB, 144 at 64 channels.
 
 Programs are persistent: each takes the next tile of queries from a counter, the longest first, and
-its producer runs ahead into that tile. Where a tile has more queries than one of keys has keys,
-tiles are counted from the last query: the one that is not full begins before query 0, and is short.
+its producer runs ahead into that tile. If tiles of queries are longer than tiles of keys, tiles are
+counted from the last query: the partial one begins before query 0, and is short.
 
 Softmax subtracts a maximum only so that nothing leaves the range of numbers. In bf16 a row keeps
-the maximum that it has after the tiles that need the mask (`FIXED_MAX`): the tiles after those need
-no maximum and no scaling, and do not depend on one another. The largest p of such a row need not be
-1, so bf16 rounds it, and o would lean by up to 2^-9, in all channels alike, where one key draws
-nearly all weight. Therefore p·v is divided by the sum of p as rounded: l + r, where l, of p in
-fp32, gives lse, and r is what rounding added. A tile adds to r only if the p of some row that one
-thread holds, a quarter of them, sum to more than `HEAVY` of l so far: the errors of lighter ones do
-not lean all one way. (Many keys that are alike do, if each of them is light. o leans then by less
-than its own rounding.) Where the sum of a row leaves 2^±32 after all, its tile is flagged, and a
-second launch (`RETRY`) computes it again with a maximum that follows the scores. That launch ends
-at once if no tile was flagged. fp16 has no such range, and its maximum always follows.
+its maximum after the masked tiles (`FIXED_MAX`): the next tiles need no maximum and no scaling, and
+do not depend on one another. The largest p of such a row need not be 1, so bf16 rounds it. If one
+key draws nearly all weight, o would lean by up to 2^-9, in all channels alike. Therefore p·v is
+divided by the sum of p as rounded, l + r: l, of p in fp32, gives lse, and r is the sum of rounding
+errors. A tile adds to r only if some thread's quarter of a row's p sums to more than `HEAVY` of l
+so far: lighter errors do not lean all one way. (Many keys that are alike do, if each of them is
+light. o leans then by less than its own rounding.) If the sum of a row leaves 2^±32 after all, its
+tile is flagged, and a second launch (`RETRY`) computes it again with a maximum that follows the
+scores. That launch ends at once if no tile was flagged. fp16 has no such range, and its maximum
+always follows.
 
 Heads of 96 and 192 channels have two parts, 64 + 32 and 128 + 64, since sides of tiles are powers
 of two: q·kᵀ is the sum of two products, and o has two accumulators. q, k, v, o and their buffers
@@ -81,7 +81,16 @@ from longctx.kernels.attention.hopper_primitives import (
     tile_queue,
     zero_parts,
 )
-from longctx.kernels.attention.portable import LN2, LOG2E
+from longctx.kernels.attention.launch import multiprocessors
+from longctx.kernels.attention.portable import (
+    LN2,
+    LOG2E,
+    batch_stride,
+    heads_in_l2,
+    masked_tile,
+    scheduled_tile,
+    visible_tiles,
+)
 from longctx.kernels.attention.relaunch import (
     Relaunch,
     compile_side_by_side,
@@ -90,23 +99,14 @@ from longctx.kernels.attention.relaunch import (
     stream_of,
     zero,
 )
-from longctx.kernels.attention.tile_schedule import (
-    batch_stride,
-    heads_in_l2,
-    masked_tile,
-    multiprocessors,
-    scheduled_tile,
-    visible_tiles,
-)
 
 
 class Config(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
-    for the product before it. `masked_loop`: tiles that need the mask have a loop of their own even
-    where the maximum follows the scores. `out_in_q`: out leaves from the place of q, which can be
-    loaded again only then.
+    for the product before it. `masked_loop`: masked tiles have a loop of their own even if the
+    maximum follows the scores. `out_in_q`: out leaves from q's memory, so q is loaded again later.
     """
 
     BN: int
@@ -156,7 +156,7 @@ MOST_STAGES = gl.constexpr(4)
 
 @gluon.jit
 def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
-    """The tile of a program to which t was handed out: t, or in a retry the next flagged one."""
+    """Return the program's tile: t, or in a retry the next flagged one."""
     if RETRY:
         while (t < end) & (gl.load(retry + 1 + t, mask=t < end, other=0) == 0):
             t = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -165,10 +165,10 @@ def next_tile(t, end, counter, retry, RETRY: gl.constexpr):
 
 @gluon.jit
 def first_query(rank, Tq, tiles, BM: gl.constexpr, BN: gl.constexpr):
-    """First query of the rank-th tile from the end.
+    """Return the first query of the rank-th tile from the end.
 
-    Where tiles of queries are longer than those of keys, the tile that is not full comes first, and
-    is a short one. It then begins before query 0, and some consumers have no part in it.
+    If tiles of queries are longer than tiles of keys, the partial tile comes first, and is a short
+    one: it begins before query 0, and some consumers have no part in it.
     """
     end = tiles * BM
     if BM > BN:
@@ -185,7 +185,7 @@ def producer(
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
-    """Hands out tiles in the order of the schedule and loads what the consumers need for them."""
+    """Hand out tiles in the order of the schedule, and load the consumers' operands."""
     qs, ks, vs = buffers
     q_full, q_empty, k_full, v_full = loaded
     gl.static_assert(STAGES <= MOST_STAGES, "there are named barriers for four stages")
@@ -241,7 +241,7 @@ def producer(
 
 @gluon.jit
 def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
-    """Sums of each row over the columns that a thread holds, (rows, 4).
+    """Return the sums of each row over the columns that a thread holds, (rows, 4).
 
     The four threads of a row are added at the end.
     """
@@ -250,13 +250,13 @@ def row_sums(p, ROWS: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def rounded(p16, plain, l):
-    """What rounding p to p16 added to the row sums of p, `plain`, if those are much of l."""
+    """Return the rounding error of p16 in the row sums `plain` of p, if those are much of l."""
     return rounding_error(p16, plain, gl.sum(l, axis=1) * HEAVY)
 
 
 @gluon.jit
 def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
-    """Online softmax of one tile: p unnormalized, the new m, and the factor of the old sums."""
+    """Return p unnormalized, the new m, and the factor of the old sums, by online softmax."""
     if masked:
         s = mask_scores(s, n0, first_i, last_i, True, True)
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale_log2)
@@ -267,7 +267,7 @@ def softmax(s, m, scale_log2, masked, n0, first_i, last_i):
 
 @gluon.jit
 def finish_output(started, p16, PARTS: gl.constexpr):
-    """The new acc and p16, when all products are done."""
+    """Return acc and p16, when all products are done."""
     if PARTS == 1:
         acc0, p16 = warpgroup_mma_wait(0, deps=(started[0], p16))
         acc = (acc0,)
@@ -279,7 +279,7 @@ def finish_output(started, p16, PARTS: gl.constexpr):
 
 @gluon.jit
 def finish_last_output(started, PARTS: gl.constexpr):
-    """acc, when all products are done."""
+    """Return acc, when all products are done."""
     if PARTS == 1:
         acc = (warpgroup_mma_wait(0, deps=(started[0],)),)
     else:
@@ -290,7 +290,7 @@ def finish_last_output(started, PARTS: gl.constexpr):
 
 @gluon.jit
 def divided(acc, total, PARTS: gl.constexpr):
-    """All parts of acc divided by the total of each row."""
+    """Return all parts of acc divided by the total of each row."""
     total_0 = gl.convert_layout(total, gl.SliceLayout(1, acc[0].type.layout))
     result = (acc[0] * (1.0 / total_0)[:, None],)
     if PARTS == 2:
@@ -301,7 +301,7 @@ def divided(acc, total, PARTS: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, factor, PARTS: gl.constexpr):
-    """All parts of acc times the factor of each row."""
+    """Return all parts of acc times the factor of each row."""
     result = (acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, acc[0].type.layout))[:, None],)
     if PARTS == 2:
         factor_i = gl.convert_layout(factor, gl.SliceLayout(1, acc[1].type.layout))
@@ -317,7 +317,7 @@ def attend(
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     FIXED_MAX: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The new p16, m, l, r, plain, acc after step `it`.
+    """Return p16, m, l, r, plain, acc after step `it`.
 
     It takes the scores of the it-th tile of keys while p16, that of the pending tile, is multiplied
     by its v. `FIXED_MAX`: m stays, and r counts, with `plain`, the row sums of the pending tile;
@@ -339,7 +339,8 @@ def attend(
     if PINGPONG:
         bar_arrive(TURN + (C + 1) % CONSUMERS, 256)
     if FIXED_MAX:
-        r += rounded(p16, plain, l)  # here, where it would wait for q·k
+        # here, since it would only wait for q·k
+        r += rounded(p16, plain, l)
 
     # softmax, while p·v is in flight
     s = warpgroup_mma_wait(PARTS, deps=(s_async,))
@@ -375,7 +376,7 @@ def release_unseen(
     k_full, v_full, it, more,
     STAGES: gl.constexpr, PINGPONG: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Give back the it-th tile of keys, of which this consumer sees none."""
+    """Give back the it-th tile of keys, out of this consumer's sight."""
     now, after = it % STAGES, (it + 1) % STAGES
     if PINGPONG:
         bar_sync(TURN + C, 256)
@@ -396,7 +397,7 @@ def consumer(
     CONSUMERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
     MASKED_LOOP: gl.constexpr, OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Consumer C: out and lse of its 64 queries of each tile."""
+    """Compute out and lse of consumer C's 64 queries of each tile."""
     qs, ks, vs = buffers
     q_full, q_empty, k_full, v_full = loaded
     dtype: gl.constexpr = out[0].dtype
@@ -463,9 +464,9 @@ def consumer(
             p16 = gl.convert_layout(p.to(dtype), p_layout)
             mbarrier.wait(k_full.index((it + 1) % STAGES), ((it + 1) // STAGES) & 1, pred=n > 1)
 
-            # masked tiles. A consumer passes over those that it does not see, and holds the v that
-            # is pending meanwhile: for one tile less than there are stages, since the next k comes
-            # after all v before it.
+            # masked tiles. A consumer passes over tiles out of its sight, and holds the pending v
+            # meanwhile: for one tile less than there are stages, since the next k comes after all v
+            # before it.
             steady = n
             if MASKED_LOOP or FIXED_MAX:
                 steady = gl.maximum(masked, 1)
@@ -560,10 +561,10 @@ def forward_kernel(
     PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, MASKED_LOOP: gl.constexpr,
     OUT_IN_Q: gl.constexpr, FIXED_MAX: gl.constexpr, RETRY: gl.constexpr,
 ):  # fmt: skip
-    """out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
+    """Compute out (B, Tq, Hq, D) contiguous and lse (B, Hq, Tq); q, k, v, out are tensor maps.
 
-    q1, k1, v1, out1: tensor maps of the last D1 channels, where they are a part of their own; else
-    D1 is 0, and they are None.
+    q1, k1, v1, out1: tensor maps of the last D1 channels if those are a part of their own; else D1
+    is 0, and they are None.
 
     `counter`: 0. `retry`: 1 if some tile is flagged, then a 1 for each flagged tile; written if
     `FIXED_MAX`, read if `RETRY`.
@@ -602,8 +603,8 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
 
     # fmt: off
-    # warps. Triton takes functions and constants only where they are written, not from a variable:
-    # so a list for each number of consumers.
+    # warps. Triton takes functions and constants only as literals, not from a variable: so a list
+    # for each number of consumers.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer, (
@@ -668,9 +669,7 @@ def forward_kernel(
 
 
 def constants_of(c: Config, size: int, group: int, dtype: gl.dtype, retry: bool) -> dict[str, Any]:
-    """The constants of `forward_kernel` for heads of `size` channels, `group` of which share k and
-    v.
-    """
+    """Return the constants of `forward_kernel`: heads of `size` channels, `group` share k and v."""
     width, rest = split(size)
     return dict(
         shared=shared_layout((64, width), dtype),
@@ -694,9 +693,7 @@ def constants_of(c: Config, size: int, group: int, dtype: gl.dtype, retry: bool)
 
 
 class Launches(NamedTuple):
-    """How to compute a shape again: the kernels, the size of their `flags`, and the entry of
-    CONFIGS that they were made with.
-    """
+    """Kernels of a known shape, the size of their `flags`, and their entry of CONFIGS."""
 
     size: int
     config: Config
@@ -725,7 +722,7 @@ def forward(
             return forward(q, k, v, intervals, scale)
     first, last = intervals[:2]
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
-    # all that decides which compiled kernel serves a call
+    # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
         *(q.dtype, k.dtype, v.dtype, device, scale),
@@ -752,7 +749,7 @@ def forward(
 def _first_forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, key: Hashable
 ) -> tuple[Tensor, Tensor]:
-    """Compute as `forward` does a shape that is new, or inputs that need a copy."""
+    """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     addressed = addressable(q), addressable(k), addressable(v)
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
         return forward(*addressed, intervals, scale)
@@ -791,7 +788,7 @@ def _first_launches(
     maps = [descriptor(x, n, width, dtype) for x, n in boxes]
     maps += [descriptor(x, n, rest, dtype) if rest else None for x, n in boxes]
     tiles = triton.cdiv(Tq, 64 * c.consumers)
-    # what the kernel takes after its maps and pointers
+    # arguments after maps and pointers
     scalars = (
         *(batch_stride(intervals.first), scale * LOG2E.value),
         *(Tq, Hq, tiles, B * Hq, heads_in_l2(k, B * Hq, group)),

@@ -4,20 +4,20 @@ producer, which loads them in this order; and the mbarriers by which the consume
 The walk of a tile of keys is the sequence of tiles of queries that see it. Walks go up, to later
 queries, or down.
 
-Ordered, dq has the same bits every time: tiles of keys that add to the same part of dq do so one
-after another, each when `semaphores` says that the one before it is done. Where all keys of a row
-are seen by the same last query, as in one causal document, tiles go from the first key to the last
-and walk down from that query: the tiles of a head follow one another at a distance of one step. In
-a row of several documents, or with a window, that would make each wait for the one before. There
-they go from the last key to the first, and walk up, each from a query of its own. Programs take
-tiles in that order, so a tile waits only for tiles that run already.
+Ordered, dq has the same bits every time: tiles of keys add to a part of dq one after another, each
+when `semaphores` reports the one before it. If one last query sees all keys of a row, as in one
+causal document, tiles go from the first key to the last and walk down from that query: the tiles of
+a head follow one another at a distance of one step. In a row of several documents, or with a
+window, that would make each wait for the one before. There they go from the last key to the first,
+and walk up, each from a query of its own. Programs take tiles in this order, so a tile waits only
+for running tiles.
 
-Not ordered, walks go up, each from its own first query, and what the programs read at one time is
-spread over all queries. For a group of heads of 128 channels that is more than the L2 cache holds.
-There every program walks down from the last query with its first tile, then up and down in turn:
-one that comes to its end early has the longest of the tiles that are left before it, and meets the
-others on the way, so that all read the same queries at about the same time. Of 32 heads in groups
-of 4 at 16,384 tokens, 2.7 instead of 14.7 GB went through HBM.
+Not ordered, walks go up, each from its own first query, and the reads of all programs at one time
+are spread over all queries. For a group of heads of 128 channels that exceeds the L2 cache. There
+every program walks down from the last query with its first tile, then up and down in turn. A
+program that is early takes the longest tile left, and meets the others on the way: all read the
+same queries at about the same time. Of 32 heads in groups of 4 at 16,384 tokens, 2.7 instead of
+14.7 GB went through HBM.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from longctx.kernels.attention.hopper_primitives import (
     push,
     tma_load,
 )
-from longctx.kernels.attention.tile_schedule import scheduled_tile, visible_tiles
+from longctx.kernels.attention.portable import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read
-LAST_TURN = gl.constexpr(1 << 30)  # that of the first keys, where tiles go from the last ones
+LAST_TURN = gl.constexpr(1 << 30)  # of the first keys, if tiles go from the last ones
 
 
 def directions(head_dim: int, group: int, ordered: bool) -> int:
-    """2 where walks go down as well as up, see hopper_order.py.
+    """Return 2 if walks go down as well as up, see above, else 1.
 
-    At 64 channels the registers that it takes cost more than it saves.
+    At 64 channels its registers cost more than it saves.
     """
     return 2 if ordered or (head_dim > 64 and group > 1) else 1
 
@@ -53,10 +53,10 @@ def directions(head_dim: int, group: int, ordered: bool) -> int:
 def key_tile(
     t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """Tile t of the schedule: row b, key-value head hk, first key n0, and whether it walks down.
+    """Return tile t of the schedule: row b, key-value head hk, first key n0, and `down`.
 
-    Ordered, rows whose tiles do not walk down begin with their last keys; all others with their
-    first, whose walks are the longest. Where DIRECTIONS is 1 `down` means nothing.
+    Ordered, rows whose tiles walk up begin with their last keys; all others begin with the first
+    keys, since their walks are the longest. If DIRECTIONS is 1 `down` means nothing.
     """
     rank, bh = scheduled_tile(t, tiles, heads, l2_heads)
     b = bh // Hkv
@@ -70,14 +70,14 @@ def key_tile(
 
 @gluon.jit
 def query_tiles(qfirst, qlast, n0, Tk, BM: gl.constexpr, BN: gl.constexpr):
-    """First and number of the tiles of queries that see the keys from n0 on."""
+    """Return first and number of the tiles of queries that see the keys from n0 on."""
     lo, full_lo, full_hi, masked = visible_tiles(qfirst, qlast, n0, gl.minimum(n0 + BN, Tk), BM)
     return lo, masked + full_hi - full_lo
 
 
 @gluon.jit
 def query_tile(x, lo, n, down, GROUP: gl.constexpr, DIRECTIONS: gl.constexpr):
-    """The tile of queries of step x of a walk, which takes all heads of the group side by side."""
+    """Return the tile of queries of step x of a walk, over the heads of the group in turn."""
     m = lo + x // GROUP
     if DIRECTIONS == 2:
         m = gl.where(down, lo + n - 1 - x // GROUP, m)
@@ -86,9 +86,9 @@ def query_tile(x, lo, n, down, GROUP: gl.constexpr, DIRECTIONS: gl.constexpr):
 
 @gluon.jit
 def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
-    """The queries that see the tile of keys before that from n0 on, and its turn.
+    """Return the queries that see the preceding tile of keys, of the one from n0 on, and its turn.
 
-    Before: in the order in which tiles add to dq, in which turns count up.
+    Tiles add to dq in the order of their turns.
     """
     from_query = gl.where(down, 0, gl.load(qfirst + n0 + BN, mask=n0 + BN < Tk, other=2147483647))
     to_query = gl.where(down, gl.load(qlast + n0 - 1, mask=n0 > 0, other=-1), 2147483647)
@@ -97,10 +97,10 @@ def predecessor(qfirst, qlast, n0, Tk, down, BN: gl.constexpr):
 
 @gluon.jit
 def release(semaphore, before, AFTER: gl.constexpr):
-    """Say that the tile of keys whose turn was after `before` has added its part of dq.
+    """Report that the tile of keys with the turn after `before` has added its part of dq.
 
-    AFTER: the PTX that first waits until what was added is in memory. Each warp that runs this says
-    it once. One that is late must not undo what the next tile has said, hence the maximum.
+    AFTER: PTX to wait until the sums are in memory. Each warp reports once. A late report must not
+    undo the next tile's, hence the maximum.
     """
     gl.inline_asm_elementwise(
         f"{{\n\t{AFTER}\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\t"
@@ -115,7 +115,7 @@ def release(semaphore, before, AFTER: gl.constexpr):
 
 @gluon.jit
 def release_sent(semaphore, before):
-    """As `release`, where a warp has added by TMA.
+    """Report as `release` does, after a warp's sums by TMA.
 
     It waits until all that was sent is in memory; that its source was read is not enough.
     """
@@ -124,7 +124,7 @@ def release_sent(semaphore, before):
 
 @gluon.jit
 def release_added(semaphore, before, BARRIER: gl.constexpr):
-    """As `release`, where a warpgroup has added from registers: it meets at a named barrier."""
+    """Report as `release` does, after a warpgroup's sums from registers, at a named barrier."""
     # a name of its own: Triton 3.6 takes no f-string as an argument
     AFTER: gl.constexpr = f"fence.acq_rel.gpu;\n\tbar.sync {BARRIER}, 128;"
     release(semaphore, before, AFTER)
@@ -137,10 +137,10 @@ def consumer_walk(
     BM: gl.constexpr, BN: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
     C: gl.constexpr, KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """What consumer C, which has KEYS keys of tile t, needs for its walk.
+    """Return the walk of consumer C over its KEYS keys of tile t.
 
     First query m0 of the first step, n tiles of queries, `down`; the first and last query that sees
-    each of its keys; the first query that sees all of its keys, and the last that does.
+    each key; the first and last query that sees all keys.
     """
     b, _, n0, down = key_tile(t, tiles, qlast, stride_ib, Tk, Hkv, heads, l2_heads, BN, ORDERED)
     qfirst += b * stride_ib
@@ -169,7 +169,7 @@ class Buffers(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """mbarriers of what the producer loads: written (full), and for k and v also read (empty)."""
+    """mbarriers of the producer's loads: written (full), and for k and v also read (empty)."""
 
     q_full: Any
     do_full: Any
@@ -181,10 +181,9 @@ class Loaded(NamedTuple):
 
 @gluon.jit
 def barriers(READERS: gl.constexpr):
-    """The mbarriers of a backward kernel, initialised, and its tile queue, which READERS warps or
-    warpgroups pop.
+    """Return the mbarriers of a backward kernel, initialised, and its tile queue of READERS.
 
-    q and do have two slots, k and v one, which is empty once both consumers have said so.
+    q and do have two slots, k and v one, empty once both consumers have arrived.
     """
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -229,7 +228,7 @@ def producer(
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Hands out tiles of keys, and loads them and the queries of their walks."""
+    """Hand out tiles of keys, and load them and the queries of their walks."""
     qs, ks, vs, dos, lses, deltas = buffers
     q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
     Hkv = Hq // GROUP

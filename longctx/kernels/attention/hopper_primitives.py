@@ -29,7 +29,7 @@ def _reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
 
 @builtin
 def reinterpret(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """The same shared memory as another type, shape and layout."""
+    """Return the same shared memory as another type, shape and layout."""
     plain = [getattr(n, "value", n) for n in shape]
     return _semantic.memdesc_reinterpret(
         x, getattr(dtype, "value", dtype), plain, getattr(layout, "value", layout)
@@ -38,7 +38,7 @@ def reinterpret(x: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = No
 
 @functools.cache
 def shared_layout(shape: tuple[int, ...], dtype: gl.dtype) -> gl.NVMMASharedLayout:
-    """The layout of a tile in shared memory that matrix products and tensor maps take.
+    """Return the layout of a tile in shared memory for matrix products and tensor maps.
 
     Cached, since making one takes as long as a launch.
     """
@@ -115,7 +115,7 @@ def push(queue, count, t):
 
 @gluon.jit
 def pop(queue, count, WARPS: gl.constexpr):
-    """The count-th tile of this program, -1 after the last, for a reader of WARPS warps."""
+    """Return this program's count-th tile, -1 after the last, for a reader of WARPS warps."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(queue.full.index(count % 2), (count // 2) & 1)
     t = gl.max(queue.slots.index(count % 2).load(layout), axis=0)
@@ -125,7 +125,8 @@ def pop(queue, count, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _rounding_error(N):
-    """PTX of `rounding_error` for N numbers of a thread: of two rows, a pair of each in turn.
+    """Return PTX of `rounding_error` for N numbers of a thread: of two rows, a pair of each in
+    turn.
 
     Operands: N results, of which the first of each row counts; N / 2 pairs of bf16; N times its
     row's `plain`; N times its row's `limit`.
@@ -162,10 +163,11 @@ def _first(a, b):
 
 @gluon.jit
 def rounding_error(p16, plain, limit):
-    """Row sums of p16 less `plain` (rows, 4), those of p; 0 if no `plain` exceeds its row's limit.
+    """Return row sums of p16 less `plain` (rows, 4), those of p; 0 if no `plain` exceeds its row's
+    limit.
 
-    A warp decides for all its rows, by a branch, so that it costs next to nothing where the answer
-    is no. Triton has no such branch. p16 is (64, BN) bf16, an operand of a product.
+    A warp decides for all its rows, by a branch: if the answer is no, it costs next to nothing.
+    Triton has no such branch. p16 is (64, BN) bf16, an operand of a product.
     """
     gl.static_assert(p16.shape[0] == 64 and p16.dtype == gl.bfloat16)
     BN: gl.constexpr = p16.shape[1]
@@ -277,7 +279,7 @@ def start_sum(a, xs, stage, acc, PARTS: gl.constexpr):
 
 @gluon.jit
 def mask_scores(s, start, first, last, before, after):
-    """s with -inf where column start + c is before first[r] or after last[r] of row r.
+    """Return s with -inf in column start + c of row r if that is outside first[r] .. last[r].
 
     `before` and `after` say whether there may be such columns. A column is 8·e + 2·l + w for the
     thread l of a row's four: e and w are constants in every register, and cost nothing.
@@ -302,13 +304,13 @@ def mask_scores(s, start, first, last, before, after):
 
 
 def split(size: int) -> tuple[int, int]:
-    """Channels of a head's first part, a power of two, and of its second, 0 if there is none."""
+    """Return the channels of a head's first part, a power of two, and of its second, or 0."""
     first = 1 << (size.bit_length() - 1)
     return first, size - first
 
 
 def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescriptor:
-    """x (B, T, H, D) as a tensor map whose boxes are `rows` tokens of one head.
+    """Return x (B, T, H, D) as a tensor map with boxes of `rows` tokens of one head.
 
     Past T and D it reads 0 and writes nothing.
     """
@@ -318,7 +320,7 @@ def descriptor(x: Tensor, rows: int, PAD: int, dtype: gl.dtype) -> TensorDescrip
 
 
 def addressable(x: Tensor) -> Tensor:
-    """x, copied once if a tensor map cannot address it.
+    """Return x, or a copy if a tensor map cannot address it.
 
     It needs 16-byte alignment, positive strides and contiguous heads.
     """

@@ -4,7 +4,7 @@ Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length →
 [BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory; "any-fp32" is for
-32-bit inputs. What `python -m benchmarks tune` measured on this very model of GPU goes before
+32-bit inputs. Measurements of `python -m benchmarks tune` on this very model of GPU go before
 it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
 ~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may
 configure the Hopper kernels too.
@@ -13,6 +13,7 @@ configure the Hopper kernels too.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from longctx.kernels.attention import hopper_size
 
 # kernel of the portable implementation, module of Hopper's → the pass that it serves
 PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
@@ -39,12 +42,12 @@ class Launch(NamedTuple):
     stages: int
 
 
-# by kernel: what `tune` measures at the moment; nothing else sets it
+# kernel → its config that `tune` measures at the moment; nothing else sets it
 on_trial: dict[str, Launch] = {}
 
 
 def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
-    """The config of `kernel` ("forward", "dkv", "dq") for q (B, T, H, D) and `length` keys."""
+    """Return the config of `kernel` ("forward", "dkv", "dq") for q (B, T, H, D), `length` keys."""
     if on_trial and kernel in on_trial:
         return on_trial[kernel]
     rows = rows_of(kernel, q)
@@ -52,17 +55,17 @@ def launch_config(kernel: str, q: Tensor, length: int) -> Launch:
 
 
 def bucket(kernel: str, q: Tensor, length: int) -> int:
-    """The shortest length that has the same config as `length` keys, for tensors like q."""
+    """Return the shortest length with the config of `length` keys, for tensors like q."""
     return _start(rows_of(kernel, q), length)
 
 
 def longest_bucket(kernels: Iterable[str], q: Tensor, length: int) -> int:
-    """The shortest length at which all `kernels` have the configs that they have at `length`."""
+    """Return the shortest length with the configs of `length` keys in all `kernels`."""
     return max(bucket(name, q, length) for name in kernels)
 
 
 def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
-    """The configs of `kernel` for the type, head size and device of q, by shortest length."""
+    """Return the configs of `kernel` for q's type, head size and device, by shortest length."""
     size = padded(q.shape[3])
     if q.element_size() == 2 and q.is_cuda:
         rows: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
@@ -73,7 +76,7 @@ def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
 
 @functools.cache
 def architecture(device: torch.device, itemsize: int) -> str:
-    """The part of the shipped table that serves `device`."""
+    """Return the part of the shipped table that serves `device`."""
     if itemsize == 4:
         return "any-fp32"
     nvidia = device.type == "cuda" and torch.version.hip is None
@@ -83,13 +86,13 @@ def architecture(device: torch.device, itemsize: int) -> str:
 
 @functools.cache
 def table() -> dict[str, Table]:
-    """launch.json, read once."""
+    """Read launch.json, once."""
     tables: dict[str, Table] = json.loads(Path(__file__).with_name("launch.json").read_text())
     return tables
 
 
 def measured_file() -> Path | None:
-    """Where measured tables are; None where LONGCTX_LAUNCH is set and empty."""
+    """Return the path of measured tables; None if LONGCTX_LAUNCH is set and empty."""
     name = os.environ.get("LONGCTX_LAUNCH")
     if name is not None:
         return Path(name).expanduser() if name else None
@@ -99,7 +102,7 @@ def measured_file() -> Path | None:
 
 @functools.cache
 def measured(gpu: str) -> Table:
-    """What was measured on GPUs named `gpu`, by kernel; ValueError for a file that is no table."""
+    """Return the table measured on GPUs named `gpu`, by kernel; ValueError if it is no table."""
     path = measured_file()
     if path is None or not path.exists():
         if path is not None and os.environ.get("LONGCTX_LAUNCH"):
@@ -125,7 +128,7 @@ def measured(gpu: str) -> Table:
 
 @functools.cache
 def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
-    """Put what was measured for `kernel` on `device` into the module's CONFIGS, by head size."""
+    """Put the configs measured for `kernel` on `device` into the module's CONFIGS."""
     configs = getattr(module, "CONFIGS", {})
     for size, rows in measured(_name(device)).get(kernel, {}).items():
         try:
@@ -137,6 +140,18 @@ def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
             ) from error
 
 
+def configs_of(implementation: str, q: Tensor, length: int) -> dict[str, Any]:
+    """Return kernel → its config as plain values, of an implementation for q and `length` keys."""
+    if implementation == "triton-portable":
+        return {name: launch_config(name, q, length)._asdict() for name in PORTABLE}
+    if not implementation.startswith("triton-hopper"):
+        return {}
+    folder, size = __name__.rpartition(".")[0], hopper_size(q.shape[3])
+    modules = {name: importlib.import_module(f"{folder}.{name}") for name in HOPPER}
+    has_choice = {name: module for name, module in modules.items() if size in module.CONFIGS}
+    return {name: module.CONFIGS[size]._asdict() for name, module in has_choice.items()}
+
+
 def _is_config(kernel: str, row: list[Any]) -> bool:
     if kernel not in PORTABLE:
         return isinstance(row, list)  # the Hopper modules know their own fields
@@ -146,12 +161,20 @@ def _is_config(kernel: str, row: list[Any]) -> bool:
 
 
 def padded(head_dim: int) -> str:
-    """The key of a table that serves heads of `head_dim` channels."""
+    """Return the key of a table that serves heads of `head_dim` channels."""
     return str(max(16, 1 << (head_dim - 1).bit_length()))
 
 
 def _start(rows: dict[str, list[Any]], length: int) -> int:
     return max(start for start in map(int, rows) if start <= length)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Count the multiprocessors of a GPU; a CPU, which interprets the kernels, has four."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

@@ -11,9 +11,11 @@ With a softcap c scores become c · tanh(s_ij / c) before the mask, and ds_ij is
 Exponentials are taken in base 2, with scale·log2(e) folded into one multiply-add. A program of the
 forward and of the dq kernel owns a tile of queries and loops over keys; one of the dk/dv kernel
 owns a tile of keys and loops over the queries of its whole group. Nothing is added atomically, so
-every result is deterministic. With an interval mask each loop has tiles that need the mask, at both
-ends, and between them tiles that need none; tiles that are not visible are never touched
-(tile_schedule.py).
+every result is deterministic. With an interval mask each loop has tiles that need the mask at both
+ends, and tiles without it in the middle. Tiles out of sight are never touched: intervals do not
+decrease, so the tiles that a tile sees are one range. Its tiles lo .. full_lo-1 need the mask,
+full_lo .. full_hi-1 are seen entirely, and full_hi .. need it again; four scalars, from both ends
+of the tile, give these borders. The Hopper kernels share the schedule.
 
 Legend: B batch, T tokens (Tq queries, Tk keys), H heads, GROUP query heads per key-value head, D
 head size, PAD the power of two that holds it, BM queries and BN keys of a tile. q, o, do (B, Tq,
@@ -35,13 +37,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from longctx.kernels.attention import Intervals, Saved
 from longctx.kernels.attention.launch import Launch, launch_config
 from longctx.kernels.attention.relaunch import Relaunch, first_launch, on_device
-from longctx.kernels.attention.tile_schedule import (
-    batch_stride,
-    heads_in_l2,
-    masked_tile,
-    scheduled_tile,
-    visible_tiles,
-)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -49,11 +44,48 @@ LN2 = tl.constexpr(0.6931471805599453)
 ROW = tl.constexpr(128)
 # never specialized on: any length reuses the compiled kernel
 LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib"]
+L2_BYTES = 32 << 20  # of the cache, for the tiles that the heads of a group load again and again
+
+
+@triton.jit
+def scheduled_tile(t, tiles, heads, l2_heads):
+    """Return the t-th tile of the schedule: (rank, head).
+
+    Heads are taken in groups of `l2_heads`, whose operands fit into L2 together; in a group the
+    longest tiles come first.
+    """
+    group = t // (tiles * l2_heads)
+    size = tl.minimum(l2_heads, heads - group * l2_heads)
+    in_group = t - group * tiles * l2_heads
+    return in_group // size, group * l2_heads + in_group % size
+
+
+@triton.jit
+def visible_tiles(first, last, start, end, SIZE: tl.constexpr):
+    """Return tiles of SIZE in sight of start .. end-1: (lo, full_lo, full_hi, masked).
+
+    Tiles full_lo .. full_hi-1 need no mask; `masked` counts the others, before and after.
+    """
+    first_lo, first_hi = tl.load(first + start), tl.load(first + end - 1)
+    last_lo, last_hi = tl.load(last + start), tl.load(last + end - 1)
+    lo = first_lo // SIZE
+    hi = tl.maximum(tl.cdiv(last_hi + 1, SIZE), lo)
+    full_lo = tl.cdiv(first_hi, SIZE)
+    full_hi = (last_lo + 1) // SIZE
+    full_lo = tl.where(full_hi > full_lo, full_lo, hi)
+    full_hi = tl.maximum(full_hi, full_lo)
+    return lo, full_lo, full_hi, full_lo - lo + tl.maximum(hi - full_hi, 0)
+
+
+@triton.jit
+def masked_tile(t, lo, full_lo, full_hi):
+    """Return the t-th masked tile: first the tiles before full_lo, then the tiles from full_hi."""
+    return tl.where(t < full_lo - lo, lo + t, full_hi + t - (full_lo - lo))
 
 
 @triton.jit
 def _head(x, b, h, T, stride_b, stride_h, TMA: tl.constexpr):
-    """Where head h of row b begins: (base, row, column).
+    """Return the beginning of head h of row b: (base, row, column).
 
     With TMA the base is a descriptor of a (B·T, columns) matrix, otherwise a pointer moved there.
     """
@@ -68,7 +100,7 @@ def _load(
     x, row, column, t, T, stride_t,
     D: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens t .. t+ROWS of one head, (ROWS, PAD).
+    """Load tokens t .. t+ROWS of one head, (ROWS, PAD).
 
     Rows past T are 0. With TMA they are whatever memory holds, finite or not.
     """
@@ -92,7 +124,7 @@ def _store(x, value, t, T, stride_t, D: tl.constexpr, PAD: tl.constexpr, ROWS: t
 
 @triton.jit
 def _finite(x):
-    """x with NaN and ±inf replaced by 0."""
+    """Return x with NaN and ±inf replaced by 0."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
 
 
@@ -122,7 +154,7 @@ def _softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
 def _own_queries(
     first, last, stride_ib, Tq, Hq, heads, l2_heads, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The BM queries that this program owns, and the tiles of keys that they see.
+    """Return the BM queries of this program, and the tiles of keys in their sight.
 
     Row b, head h, number bh of both, first query m0, queries i, their intervals, then as
     `visible_tiles`.
@@ -148,7 +180,7 @@ def _forward_tile(
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over one tile of keys, from n on: the new m, l, acc."""
+    """Return m, l, acc after one more tile of keys, from n on, by online softmax."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
@@ -184,7 +216,7 @@ def forward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
+    """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
         first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
@@ -231,9 +263,9 @@ def delta_kernel(
     Tq, Hq,
     D: tl.constexpr, PAD: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = Σ do·o - dlse, and the lse in base 2.
+    """Compute delta = Σ do·o - dlse, and the lse in base 2.
 
-    The lse is +inf, so that p is 0, for queries that see nothing and past the end.
+    For blind queries and past the end the lse is +inf, so p is 0.
     """
     tiles = tl.cdiv(Tq, ROW)
     t, bh = (tl.program_id(0) % tiles) * ROW, tl.program_id(0) // tiles
@@ -261,7 +293,7 @@ def _dkv_tile(
     D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The new dk, dv of a tile of keys after one tile of queries, from m0 on.
+    """Return dk, dv of a tile of keys after one more tile of queries, from m0 on.
 
     Scores are transposed, so that p and ds are register operands.
     """
@@ -303,10 +335,7 @@ def dkv_kernel(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head.
-
-    Over all query heads of its group.
-    """
+    """Compute dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head."""
     # the keys, and the tiles of queries that see them
     n_rank, bh = scheduled_tile(tl.program_id(0), tl.cdiv(Tk, BN), heads, l2_heads)
     n0 = n_rank * BN
@@ -364,7 +393,7 @@ def _dq_tile(
     D: tl.constexpr, PAD: tl.constexpr, BN: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The new dq of a tile of queries after one tile of keys, from n on."""
+    """Return dq of a tile of queries after one more tile of keys, from n on."""
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
@@ -395,12 +424,12 @@ def dq_kernel(
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
+    """Compute dq (B, Tq, Hq, D) contiguous, for BM queries of one head."""
     b, h, bh, m0, i, first_i, last_i, lo, full_lo, full_hi, masked = _own_queries(
         first, last, stride_ib, Tq, Hq, heads, l2_heads, BM, BN
     )
 
-    # what the program owns: q, do, lse and delta of its queries
+    # the program's own operands: q, do, lse and delta of its queries
     q, q_row, q_col = _head(q, b, h, Tq, stride_qb, stride_qh, TMA)
     do, do_row, do_col = _head(do, b, h, Tq, stride_gb, stride_gh, TMA)
     k, k_row, k_col = _head(k, b, h // GROUP, Tk, stride_kb, stride_kh, TMA)
@@ -431,6 +460,17 @@ def dq_kernel(
             D, PAD, BN, TMA, PRECISION, SOFTCAP, True,
         )  # fmt: skip
     _store(dq_out + (b.to(tl.int64) * Tq * Hq + h) * D, dq * scale, m0, Tq, Hq * D, D, PAD, BM)
+
+
+def batch_stride(interval: Tensor) -> int:
+    """Return the stride between rows of intervals (B or 1, T); 0 if one row serves all."""
+    return interval.stride(0) if interval.shape[0] > 1 else 0
+
+
+def heads_in_l2(x: Tensor, heads: int, multiple: int) -> int:
+    """Count the heads, a multiple of `multiple`, whose two operands like x fill L2_BYTES."""
+    per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
+    return min(heads, max(1, L2_BYTES // per_head) * multiple)
 
 
 def forward(
@@ -501,7 +541,7 @@ def backward(
 
 
 def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
+    """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
     with on_device(out):
         preprocess_into(lse2, delta, do, dlse, out, lse)
@@ -509,7 +549,7 @@ def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tup
 
 
 def padded_rows(lse: Tensor) -> torch.Size:
-    """The shape of lse2 and delta for lse (B, Hq, Tq)."""
+    """Return the shape of lse2 and delta for lse (B, Hq, Tq)."""
     B, Hq, Tq = lse.shape
     return torch.Size((B, Hq, triton.cdiv(Tq, ROW.value) * ROW.value))
 
@@ -517,8 +557,9 @@ def padded_rows(lse: Tensor) -> torch.Size:
 def preprocess_into(
     lse2: Tensor, delta: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> Relaunch | None:
-    """Compute `lse2` and `delta`; how to do it again for other addresses of out, do, lse, dlse (or
-    lse again), lse2 and delta, or None in the interpreter.
+    """Compute `lse2` and `delta`; return how to do it again, or None in the interpreter.
+
+    The addresses are those of out, do, lse, dlse (or lse again), lse2 and delta.
     """
     B, Tq, Hq, D = out.shape
     dlse = None if dlse is None else dlse.contiguous()
@@ -560,7 +601,7 @@ def _use_tma(q: Tensor) -> bool:
 
 
 def _addressable(x: Tensor, tma: bool) -> Tensor:
-    """x (B, T, H, D), copied once if its strides are not ones the kernels can address."""
+    """Return x (B, T, H, D), copied if the kernels cannot address its strides."""
     B, T, H, D = x.shape
     if x.stride(3) != 1 or not tma:
         return x if x.stride(3) == 1 else x.contiguous()

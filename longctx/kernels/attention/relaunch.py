@@ -1,4 +1,4 @@
-"""Launch a kernel again with other addresses, for a fraction of what the first launch takes.
+"""Launch a kernel again with other addresses, for a fraction of the first launch's time.
 
 `kernel[grid](...)` looks at every argument to find the compiled kernel that serves them, and makes
 every tensor map anew: 50 to 80 µs of host time for thirty arguments. If shapes, strides, dtypes and
@@ -30,7 +30,7 @@ KNOWN_TRITON = "3.6."  # whose launcher takes the arguments of `_direct_launcher
 
 
 class _At(NamedTuple):
-    """The part of a tensor that a tensor descriptor reads: its address."""
+    """An address, the one part of a tensor that its descriptor reads."""
 
     address: int
 
@@ -65,17 +65,17 @@ def tensor_map(maker: MapMaker, address: int) -> tuple[Any, ...]:
 
 
 class _Direct(NamedTuple):
-    """The C function that launches a compiled kernel, and what it takes."""
+    """The C function that launches a compiled kernel, and its arguments."""
 
     launch: Callable[..., None]
     fixed: tuple[Any, ...]  # between the stream and the kernel's own arguments
     makers: list[MapMaker]
-    # what profilers of Triton have asked to be called at launches, now or later
+    # lists of functions that profilers of Triton have called at launches, now or later
     hooks: tuple[list[Any], ...]
 
 
 class Relaunch:
-    """A compiled kernel, its grid and those of its arguments that are not addresses."""
+    """A compiled kernel, its grid, and its arguments other than addresses."""
 
     def __init__(self, compiled: Any, programs: int, maps: Sequence[Any], tail: tuple[Any, ...]):
         self.compiled, self.grid, self.tail = compiled, (programs, 1, 1), tail
@@ -218,7 +218,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def stream_of(device: int) -> int:
-    """The current stream of a GPU, as a launcher takes it."""
+    """Return the current stream of a GPU, as a launcher takes it."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
 

@@ -4,8 +4,8 @@ A compiler may break a correct kernel: ptxas 12.8 can overwrite operands of prod
 running (triton#9433). So kernels run on inputs whose exact answer is known.
 
 With scale = ln 2 and integers in q and k every p is a power of two, so p, ds and all their sums
-with the integers in v, do and out are exact in any order and in every type. What a kernel returns
-may differ from the exact value by the last rounding alone. Rows are long enough for several tiles,
+with the integers in v, do and out are exact in any order and in every type. A kernel's results may
+differ from the exact values by the last rounding alone. Rows are long enough for several tiles,
 masked ones and the steady loop, in one interval mask with queries that see nothing. The backward is
 a function of lse and out as well: both are chosen here, lse an integer power of two, and need no
 forward.
@@ -102,7 +102,7 @@ def check(
     bucket: int = 0,
     copies: int = 1,
 ) -> str | None:
-    """What is wrong with `run`, the `part` of some `Kernels` (see flash_op.py), or None."""
+    """Return the first mistake of `run`, the `part` of some `Kernels`, or None."""
     with _making, torch.device("cpu"), one_thread():  # whatever the default device is
         x = problem(head_dim, group, bucket)
     inputs = (x.q, x.k, x.v, x.do, x.given_out)
@@ -128,14 +128,14 @@ def check(
 
 
 def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None:
-    """How `actual` differs from `exact` by more than one rounding to `dtype` and a few of fp32."""
+    """Return how far `actual` is from `exact`, if beyond one rounding to `dtype`, a few of fp32."""
     empty = exact == float("-inf")
     if not torch.equal(actual == float("-inf"), empty):
         return "is -inf in the wrong places"
     actual, exact = actual.masked_fill(empty, 0), exact.masked_fill(empty, 0)
     allowed = exact.abs() * (torch.finfo(dtype).eps / 2) + exact.abs().max() * 1e-5
     error = (actual - exact).abs()
-    wrong = ~(error <= allowed)  # also where it is NaN
+    wrong = ~(error <= allowed)  # NaN is wrong too
     if not wrong.any():
         return None
     worst = int(torch.where(wrong, error.nan_to_num(nan=math.inf), 0).argmax())
@@ -147,8 +147,10 @@ def _difference(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> str | None
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on the CPU in one thread: products as small as these wait for more threads longer
-    than they take, four heads 0.2 s in one and up to 1 s in more threads than cores.
+    """Compute on the CPU in one thread.
+
+    Small products wait longest for other threads: four heads take 0.2 s in one thread, and up to
+    1 s in more threads than cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -160,7 +162,7 @@ def one_thread() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)  # forward and backward have the same
 def problem(head_dim: int, group: int, bucket: int) -> Problem:
-    """The inputs and their exact results; the first `bucket` keys are seen by no query."""
+    """Return inputs and their exact results; no query sees the first `bucket` keys."""
     Tq, Tk = QUERIES, bucket + QUERIES + AHEAD
     q, do = (_sparse(Tq * group, head_dim, seed).view(1, Tq, group, head_dim) for seed in (1, 2))
     k = 2.0 * integers((1, Tk, 1, head_dim), 3, 2) - 1
@@ -192,7 +194,7 @@ def problem(head_dim: int, group: int, bucket: int) -> Problem:
 
 
 def _sparse(rows: int, columns: int, seed: int) -> Tensor:
-    """(rows, columns) with up to four ±1 in a row: a product with ±1 stays within -4 .. 4."""
+    """Return (rows, columns) with up to four ±1 in a row: products with ±1 stay in -4 .. 4."""
     at = integers((rows, 4), seed + 10, columns).long()
     return torch.zeros(rows, columns).scatter_(1, at, 2 * integers((rows, 4), seed + 20, 2) - 1)
 

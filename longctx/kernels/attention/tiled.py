@@ -1,7 +1,7 @@
 """FlashAttention's algorithm in plain torch, for CPUs; never a (Tq, Tk) matrix.
 
-Where a row is made of causal documents, or sees everything, each document goes to torch's own fused
-CPU kernel; any other interval mask (windows, Tq ≠ Tk, shards) is computed tile by tile here.
+If a sequence is made of causal documents, or sees everything, each document goes to torch's own
+fused CPU kernel; any other interval mask (windows, Tq ≠ Tk, shards) is computed tile by tile here.
 Equations and letters are those of portable.py. Shapes: q, o, do (B, Tq, Hq, D); k, v
 (B, Tk, Hkv, D); lse, delta (B, Hq, Tq); intervals (B or 1, T).
 """
@@ -109,7 +109,7 @@ def _of_sequence(intervals: Intervals, b: int) -> tuple[Tensor, Tensor]:
 
 
 def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int, bool]] | None:
-    """One row's intervals as (start, end, causal) documents for torch's fused kernel, or None."""
+    """Return (start, end, causal) documents for torch's fused kernel, or None for other masks."""
     Tq = first.shape[0]
     if bool((first == 0).all()) and bool((last == Tk - 1).all()):
         return [(0, Tq, False)]
@@ -122,17 +122,17 @@ def fused_documents(first: Tensor, last: Tensor, Tk: int) -> list[tuple[int, int
 
 
 def _heads(x: Tensor) -> Tensor:
-    """(T, H, D) → (1, H, T, D)."""
+    """Turn (T, H, D) into (1, H, T, D)."""
     return x.transpose(0, 1)[None]
 
 
 def _grouped(Hq: int, *tensors: Tensor) -> list[Tensor]:
-    """Keys or values (T, Hkv, D) → (1, Hq, T, D), each head repeated for its group of queries."""
+    """Turn keys or values (T, Hkv, D) into (1, Hq, T, D), heads repeated for their group."""
     return [_heads(x.repeat_interleave(Hq // x.shape[1], dim=1)) for x in tensors]
 
 
 def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(rows, keys, visible or None where all are) of every tile that some query sees."""
+    """Yield (rows, keys, visible) of every tile in sight; `visible` is None if all of it is."""
     for i in range(0, first.shape[0], ROWS):
         f, la = first[i : i + ROWS], last[i : i + ROWS]
         for j in range(int(f[0]), int(la[-1]) + 1, COLS):
@@ -146,7 +146,7 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
 def _scores(
     q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scores (Hkv, G, rows, keys) float32, -inf where not seen, and tanh of a softcap.
+    """Return scores (Hkv, G, rows, keys) float32, -inf out of sight, and tanh of a softcap.
 
     q is (rows, Hkv, G, D), k (keys, Hkv, D).
     """

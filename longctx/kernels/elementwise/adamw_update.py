@@ -4,8 +4,8 @@
     p = (1 - lr · decay) p - lr / (1 - β1^t) · m / (sqrt(v / (1 - β2^t)) + eps)
 
 The factor, which clips, is read on the device: clipping costs no pass over the gradients, and
-nothing waits for their norm. So are the numbers that change with every step, so that a CUDA graph
-of the launch serves all steps. Arithmetic is fp32, however the moments are stored.
+nothing waits for their norm. So are the numbers that change with every step: a CUDA graph of the
+launch serves all steps. Arithmetic is fp32, however the moments are stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNED = 16  # bytes, of every tensor's address in one launch for all
 
 @triton.jit
 def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
-    """p, m and v after a step; `shrink`, `rate` and `root` as of `rates_of`."""
+    """Return p, m and v after a step; `shrink`, `rate` and `root` as of `rates_of`."""
     mean, square = m.to(tl.float32), v.to(tl.float32)
     mean += (1 - beta1) * (g - mean)
     square = beta2 * square + (1 - beta2) * g * g
@@ -39,8 +39,9 @@ def update_block(
     start, N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update elements start : start + BLOCK of p, m and v (N,). Without a mask, where all are
-    there, 16 bytes are read at once.
+    """Update elements start : start + BLOCK of p, m and v (N,).
+
+    A whole block needs no mask, and is read 16 bytes at a time.
     """
     at = start + tl.arange(0, BLOCK)
     shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
@@ -103,7 +104,7 @@ def multi_tensor_adamw_kernel(
 def rates_of(
     step: int, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> tuple[float, float, float]:
-    """1 - lr · decay, lr / (1 - β1^t) and 1 / sqrt(1 - β2^t) of step t, which counts from 1."""
+    """Return 1 - lr · decay, lr / (1 - β1^t) and 1 / sqrt(1 - β2^t) of step t, from 1 on."""
     shrink = 1 - lr * weight_decay
     return shrink, lr / (1 - betas[0] ** step), 1 / math.sqrt(1 - betas[1] ** step)
 
@@ -125,23 +126,13 @@ def adamw_(
     """
     with torch.cuda.device_of(p):
         adamw_kernel[(triton.cdiv(p.numel(), BLOCK),)](
-            p,
-            grad,
-            m,
-            v,
-            factor,
-            rates,
-            p.numel(),
-            *betas,
-            eps,
-            CLIPPED=factor is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+            p, grad, m, v, factor, rates, p.numel(), *betas, eps,
+            CLIPPED=factor is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
 
 
 class TensorTable(NamedTuple):
-    """Where the tensors lie that one launch updates."""
+    """Addresses of the tensors of one launch."""
 
     # (n, 7) int64 on the device: addresses of p, grad, m, v and rates, elements, first block.
     places: Tensor
@@ -152,9 +143,10 @@ class TensorTable(NamedTuple):
 def table_of(
     tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
 ) -> TensorTable | None:
-    """Of p, grad, m, v and rates, each as in `adamw_`; they must stay where they are. None where
-    one launch cannot update them: gradients not fp32 and contiguous, moments not all fp32 or all
-    bf16, or addresses that are no multiple of ALIGNED.
+    """Return the table of tensors p, grad, m, v and rates, each as in `adamw_`; they must not move.
+
+    None if one launch cannot update them: gradients not fp32 and contiguous, moments not all fp32
+    or all bf16, or addresses that are no multiple of ALIGNED.
     """
     moments = {x.dtype for _, _, *both, _ in tensors for x in both}
     if moments not in ({torch.float32}, {torch.bfloat16}) or not all(

@@ -28,7 +28,7 @@ MULTIPLIED = 2048  # elements at a time
 def cross_entropy_kernel(
     z, target, loss, scale, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Row i = program: loss[i], and with GRADIENT dz over z[i]; both 0 for an IGNORED target."""
+    """Write loss[i] of row i = program, and with GRADIENT dz over z[i]; 0 if t is IGNORED."""
     i = tl.program_id(0).to(tl.int64)
     row = z + i * stride_z
     t = tl.load(target + i)
@@ -66,7 +66,7 @@ def cross_entropy_kernel(
     if GRADIENT:
         by = tl.load(scale)
         share = by / s
-        near_0 = log_p_t > -1e-3  # where exp(log p) - 1 would lose digits: its series
+        near_0 = log_p_t > -1e-3  # here exp(log p) - 1 would lose digits: its series
         series = log_p_t + 0.5 * log_p_t * log_p_t
         dz_t = by * tl.where(near_0, series, tl.exp2(log_p_t * LOG2E) - 1.0)
         for start in range(0, V, BLOCK):
@@ -93,7 +93,7 @@ def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None
 
 @triton.jit
 def multiply_kernel(x, by, N, BLOCK: tl.constexpr):
-    """x *= by, unless that is 1."""
+    """Compute x *= by, unless that is 1."""
     factor = tl.load(by)
     if factor != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, tl.num_programs(0) * BLOCK):
@@ -105,7 +105,7 @@ def multiply_kernel(x, by, N, BLOCK: tl.constexpr):
 def multiply_(x: Tensor, by: Tensor) -> Tensor:
     """Multiply x, contiguous, by the fp32 scalar `by` on its device, in place.
 
-    Where that is 1 nothing is read, and the host does not wait to know.
+    If that is 1, x is not read; the host does not wait to know.
     """
     programs = min(1024, triton.cdiv(x.numel(), MULTIPLIED))
     with torch.cuda.device_of(x):
@@ -114,6 +114,6 @@ def multiply_(x: Tensor, by: Tensor) -> Tensor:
 
 
 def launch_config(V: int) -> tuple[int, int]:
-    """Columns per iteration and warps of a program."""
+    """Return columns per iteration and warps of a program."""
     block = min(16384, max(128, triton.next_power_of_2(V)))
     return block, max(1, block // 512)

@@ -37,7 +37,7 @@ def amax_kernel(x, amax, numel, BLOCK: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def unit_of(amax, scale, LARGEST: tl.constexpr, SCALED: tl.constexpr):
-    """The scale: that which is given if SCALED, else of the largest |x|. Read anew by each call."""
+    """Return the given scale if SCALED, else that of the largest |x|, read anew by each call."""
     if SCALED:
         unit = tl.load(scale, volatile=True)
     else:
@@ -48,7 +48,7 @@ def unit_of(amax, scale, LARGEST: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def rounded(value, unit, LARGEST: tl.constexpr, to):
-    """value / unit, clamped, in the format that `to` points to."""
+    """Return value / unit, clamped, in the format of the pointer `to`."""
     value = value.to(tl.float32) * tl.div_rn(1.0, unit)
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
     return value.to(to.dtype.element_ty)
@@ -59,8 +59,8 @@ def quantize_kernel(
     x, amax, rows, columns, scale, R, C, padded, LARGEST: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A tile (BR, BC) of the copy `rows` (R, C) and of the transposed copy `columns` (C, padded),
-    each where it is wanted. The scale is given if SCALED; one program writes it.
+    """Write a tile (BR, BC) of the copy `rows` (R, C) if ROWS, and of the transposed copy `columns`
+    (C, padded) if COLUMNS. The scale is given if SCALED; one program writes it.
 
     Each copy is rounded by itself, with a scale of its own to the compiler. If one rounding served
     both, ptxas before 13 would store bytes before they are computed (triton-lang/triton#11111).
@@ -84,7 +84,7 @@ def quantize_kernel(
 
 
 def padded(R: int) -> int:
-    """Columns of the transposed copy of R rows."""
+    """Return the columns of the transposed copy of R rows."""
     return -(-R // 16) * 16
 
 
@@ -92,8 +92,10 @@ def padded(R: int) -> int:
 def quantize(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (R, C), contiguous, as (R, C) and transposed (C, padded R) in `dtype`, and its scale ():
-    that which is given, or its own. A copy that is not wanted is empty.
+    """Return x (R, C), contiguous, as (R, C) and transposed (C, padded R) in `dtype`, and the
+    scale.
+
+    The scale () is given, or x's own. A copy is empty unless it is asked for.
     """
     R, C = x.shape
     outputs = _outputs(x, scale, dtype, rows, columns)
@@ -106,19 +108,9 @@ def quantize(
             amax_kernel[(programs,)](x, amax, x.numel(), REDUCED, TILES, num_warps=REDUCING)
         programs = triton.cdiv(C, TILE[1]) * triton.cdiv(padded(R), TILE[0])
         quantize_kernel[(programs,)](
-            x,
-            amax,
-            *outputs,
-            R,
-            C,
-            padded(R),
-            torch.finfo(dtype).max,
-            scale is not None,
-            rows,
-            columns,
-            *TILE,
-            num_warps=WARPS,
-        )
+            x, amax, *outputs, R, C, padded(R),
+            torch.finfo(dtype).max, scale is not None, rows, columns, *TILE, num_warps=WARPS,
+        )  # fmt: skip
     return outputs
 
 

@@ -3,9 +3,9 @@
     x = residual + branch,   r = 1 / sqrt(mean(x²) + eps),   y = x r w
     dx = dresidual + r (w dy - x r mean(w dy x r)),   dw = Σ dy x r
 
-x is also the residual of what follows: forward adds the output of a branch to it, and backward adds
-`dresidual`, the gradient of x that does not come through the norm. A program of backward loops over
-many rows and keeps its share of dw; the shares are added up in one order. Arithmetic is fp32,
+x is also the residual of the next branch: forward adds the output of a branch to it, and backward
+adds `dresidual`, the gradient of x that does not come through the norm. A program of backward loops
+over many rows and keeps its share of dw; the shares are added up in one order. Arithmetic is fp32,
 whatever is stored.
 
 Shapes: N rows, C channels.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.attention.tile_schedule import multiprocessors
+from longctx.kernels.attention.launch import multiprocessors
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def rms_norm_kernel(
     residual, branch, weight, x, y, r, N, C, eps,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of y and r; with ADD also of x, which is the residual otherwise."""
+    """Compute ROWS rows of y and r; with ADD also of x, which is the residual otherwise."""
     row, c = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = row[:, None] * C + c[None, :], (row < N)[:, None] & (c < C)[None, :]
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
@@ -48,7 +48,7 @@ def rms_norm_backward_kernel(
     dy, x, r, weight, dresidual, dx, dw, N, C,
     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx, and dw (programs, C), the sum over this program's rows; with ADD dresidual counts."""
+    """Compute dx, and dw (programs, C) over this program's rows; with ADD dresidual counts."""
     program, programs, c = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     share = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -68,22 +68,22 @@ def rms_norm_backward_kernel(
 
 
 def launch_config(C: int) -> tuple[int, int, int, int]:
-    """Rows of a tile, its width, warps, and programs of backward on a multiprocessor."""
+    """Return rows of a tile, its width, warps, and programs of backward per multiprocessor."""
     block = triton.next_power_of_2(C)
     return max(1, 1024 // block), block, min(8, max(4, block // 256)), 8 if block <= 1024 else 2
 
 
 def stages(block: int) -> int:
-    """Of backward's loop.
+    """Return the stages of backward's loop.
 
-    Rows wider than 8,192 channels would not fit into the shared memory of every GPU more than once.
+    Rows of more than 8,192 numbers fit into the shared memory of some GPUs only once.
     """
     return 3 if block <= 8192 else 1
 
 
 @torch.library.custom_op("longctx::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y (N, C) and r (N,) of x (N, C), contiguous."""
+    """Return y (N, C) and r (N,) of x (N, C), contiguous."""
     y, r = torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
     _launch(x, None, weight, None, y, r, eps)
     return y, r
@@ -93,7 +93,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def add_rms_norm(
     residual: Tensor, branch: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y (N, C) and r (N,) of a residual and a branch (N, C), contiguous."""
+    """Return x, y (N, C) and r (N,) of a residual and a branch (N, C), contiguous."""
     x, y = torch.empty_like(residual), torch.empty_like(residual)
     r = residual.new_empty(residual.shape[0], dtype=torch.float32)
     _launch(residual, branch, weight, x, y, r, eps)
@@ -122,33 +122,21 @@ def _launch(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, r: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """dx (N, C) and dw (C,) fp32 for dy and, where x is used elsewhere too, dresidual from there.
+    """Return dx (N, C) and dw (C,) fp32 for dy, and dresidual from other uses of x.
 
     All are contiguous.
     """
     N, C = x.shape
     rows, block, warps, per_processor = launch_config(C)
-    # 1 where the kernel is interpreted: a program of a small test has several rows, too
+    # 1 in the interpreter, so that a program of a small test has several rows too
     processors = multiprocessors(x.device) if x.is_cuda else 1
     programs = max(1, min(per_processor * processors, triton.cdiv(N, rows)))
     dx, dw = torch.empty_like(x), x.new_empty(programs, C, dtype=torch.float32)
     with torch.cuda.device_of(x):
         rms_norm_backward_kernel[(programs,)](
-            dy,
-            x,
-            r,
-            weight,
-            dresidual,
-            dx,
-            dw,
-            N,
-            C,
-            dresidual is not None,
-            rows,
-            block,
-            stages(block),
-            num_warps=warps,
-        )
+            dy, x, r, weight, dresidual, dx, dw, N, C,
+            dresidual is not None, rows, block, stages(block), num_warps=warps,
+        )  # fmt: skip
     return dx, dw.sum(0)
 
 
@@ -202,7 +190,7 @@ class _Norm(torch.autograd.Function):
 def add_and_norm(
     residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x = residual + branch, or the residual if there is no branch, and the norm of x.
+    """Return x = residual + branch, or the residual if there is no branch, and the norm of x.
 
     Tensors are (..., C), weight (C,).
     """
@@ -213,6 +201,6 @@ def add_and_norm(
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x (..., C), weight (C,), where x is not used as a residual too."""
+    """Return the norm of x (..., C), weight (C,), if x is no residual too."""
     y: Tensor = _Norm.apply(x.reshape(-1, x.shape[-1]).contiguous(), None, weight, eps, False)
     return y.view(x.shape)

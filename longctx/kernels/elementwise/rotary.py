@@ -2,7 +2,7 @@
 
     (q1, q2) → (q1 cos - q2 sin, q2 cos + q1 sin),   k alike,   v as it is
 
-Forward reads the heads of q and k where the qkv projection wrote them; v stays there. Backward
+Forward reads the heads of q and k from the qkv projection's output; v stays there. Backward
 rotates dq and dk back and writes them and dv side by side, as the projection's gradient. Arithmetic
 is fp32, whatever is stored.
 
@@ -24,7 +24,7 @@ TILE = 1024  # channels of half heads that a program rotates
 
 @triton.jit
 def _program_tile(PARTS, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's first head, its tokens n, heads h and channels c of a half.
+    """Return a program's first head, its tokens n, heads h and channels c of a half.
 
     Heads are counted over q's, then k's, then v's; a program has HEADS of one of them.
     """
@@ -39,7 +39,7 @@ def rope_kernel(
     qkv, q, k, cos, sin, N, H, G,
     HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and k, rotated, of qkv."""
+    """Write q and k, rotated, of qkv."""
     first, n, h, c = _program_tile((H + G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     at = (n * (H + 2 * G) + h) * (2 * HALF) + c
@@ -60,7 +60,7 @@ def rope_backward_kernel(
     dq, dk, dv, dqkv, cos, sin, N, H, G,
     HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dqkv: dq and dk rotated back, and dv."""
+    """Write dqkv: dq and dk rotated back, and dv."""
     first, n, h, c = _program_tile((H + 2 * G) // HEADS, TOKENS, HEADS, BLOCK)
     inside = (n < N) & (c < HALF)
     if first < H:
@@ -81,7 +81,7 @@ def rope_backward_kernel(
 
 
 def launch_config(H: int, G: int, D: int) -> tuple[int, int, int, int]:
-    """Tokens of a program, heads of it, which divide H and G, the width of a half, and warps."""
+    """Return tokens and heads of a program, the width of a half, and warps; heads divide H, G."""
     both = math.gcd(H, G)
     block, heads = triton.next_power_of_2(D // 2), both & -both
     heads = min(heads, max(1, TILE // block))
@@ -91,7 +91,7 @@ def launch_config(H: int, G: int, D: int) -> tuple[int, int, int, int]:
 
 @torch.library.custom_op("longctx::rope", mutates_args=())
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor]:
-    """q (N, H, D) and k (N, G, D), rotated, of qkv (N, (H + 2 G) D); all contiguous."""
+    """Return q (N, H, D) and k (N, G, D), rotated, of contiguous qkv (N, (H + 2 G) D)."""
     N, D = qkv.shape[0], qkv.shape[1] // (H + 2 * G)
     q, k = qkv.new_empty(N, H, D), qkv.new_empty(N, G, D)
     tokens, heads, block, warps = launch_config(H, G, D)
@@ -104,7 +104,7 @@ def rope(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor,
 
 @torch.library.custom_op("longctx::rope_backward", mutates_args=())
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """dqkv (N, (H + 2 G) D) for dq (N, H, D), dk and dv (N, G, D); all contiguous."""
+    """Return dqkv (N, (H + 2 G) D) for dq (N, H, D), dk and dv (N, G, D); all contiguous."""
     (N, H, D), G = dq.shape, dk.shape[1]
     dqkv = dq.new_empty(N, (H + 2 * G) * D)
     tokens, heads, block, warps = launch_config(H, G, D)
@@ -142,7 +142,7 @@ class _Rotated(torch.autograd.Function):
 
 
 def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, H: int, G: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, T, H, D) and k (B, T, G, D), rotated by their positions, and v (B, T, G, D).
+    """Return q (B, T, H, D) and k (B, T, G, D), rotated by their positions, and v (B, T, G, D).
 
     qkv is (B, T, (H + 2 G) D), cos and sin (B, T, 1, D/2) fp32.
     """

@@ -4,7 +4,7 @@
     dup = dact · gate · s,   dgate = dact · up · s (1 + gate (1 - s))
 
 gate and up lie side by side in one tensor (N, 2F), and so do their gradients: every element is read
-once, where the concatenation that torch.compile generates reads it for both halves. Backward
+once. torch.compile's concatenation would read it for both halves. Backward
 computes act again beside the gradients, for the gradient of the down projection, so that act (N, F)
 is not saved. Arithmetic is fp32, whatever is stored.
 """
@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longctx.kernels.elementwise.linear import weight_gradient
+from longctx.kernels.elementwise import weight_gradient
 
 
 @triton.jit
 def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
-    """BLOCK columns of one row of act."""
+    """Compute BLOCK columns of one row of act."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def swiglu_kernel(gate_up, act, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_backward_kernel(gate_up, dact, dgate_up, act, width, BLOCK: tl.constexpr):
-    """BLOCK columns of one row of dgate and dup, and of act."""
+    """Compute BLOCK columns of one row of dgate and dup, and of act."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_up + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * width + width + c, mask=c < width, other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def swiglu_backward_kernel(gate_up, dact, dgate_up, act, width, BLOCK: tl.conste
 
 @torch.library.custom_op("longctx::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
-    """act (N, F) of gate_up (N, 2F), contiguous."""
+    """Return act (N, F) of gate_up (N, 2F), contiguous."""
     N, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(N, width)
     grid, block = _grid(N, width)
@@ -61,7 +61,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("longctx::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, dact: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F); both inputs contiguous."""
+    """Return dgate_up (N, 2F) for the gradient dact (N, F), and act (N, F); inputs contiguous."""
     N, width = dact.shape
     dgate_up, act = torch.empty_like(gate_up), torch.empty_like(dact)
     grid, block = _grid(N, width)
@@ -109,7 +109,7 @@ class _GatedDown(torch.autograd.Function):
 def gated_down(
     gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool = True
 ) -> Tensor:
-    """silu(gate) · up through the down projection, (..., C) of gate_up's dtype.
+    """Return silu(gate) · up through the down projection, (..., C) of gate_up's dtype.
 
     gate_up is (..., 2F), weight (C, F), bias (C,). Only gate_up is saved for backward. Without
     `with_output` the result is 0 and only its gradients are right: a recomputation in backward

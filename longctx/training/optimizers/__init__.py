@@ -1,43 +1,43 @@
-"""The registry of optimizers: optimizer=NAME is built by `build` of NAME.py in this folder.
+"""Optimizers: `optimizer=NAME`. Torch-free until one is built.
 
-A new one is such a file, its traits in longctx.config.optimizer_config, which the planner reads
-without torch, and configs/optimizer/NAME.yaml. Code from elsewhere calls `register`.
+A new one is a file with a function that builds it and a call of `register`. One that comes with
+longctx is registered here: the planner reads its description without torch, which its file needs.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 
-from longctx.config.optimizer_config import TRAITS, Traits
-from longctx.training.optimizers.clipping import clip_gradients
-from longctx.training.run import Run
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
-__all__ = ["build", "clip_gradients", "register"]
+    from longctx.training.run import Run
 
-Builder = Callable[[nn.Module, Run], torch.optim.Optimizer]
-_builders: dict[str, Builder] = {}
+__all__ = ["OptimizerTraits", "build", "register"]
+
+register = OPTIMIZERS.register
+
+register("adamw", OptimizerTraits(states=("fp32", "bf16", "host")))
+register(
+    "muon",
+    OptimizerTraits(
+        matrix_bytes=4,
+        keys={"momentum": 0.95, "iterations": 5},
+        states=("fp32", "bf16", "host"),
+        lora=False,
+    ),
+)
 
 
-def register(name: str, builder: Builder, traits: Traits) -> None:
-    """Make optimizer=`name` known, built by `builder`; ValueError if the name is taken."""
-    if name in TRAITS:
-        raise ValueError(f"optimizer={name}: is registered already; choose another name")
-    TRAITS[name] = traits
-    _builders[name] = builder
-
-
-def build(model: nn.Module, run: Run) -> torch.optim.Optimizer:
-    """The optimizer of `run` over all weights of `model` that are trained; ValueError where it
-    cannot be as asked.
-    """
-    chosen = run.workload.optimizer
-    chosen.validate()
-    chosen.check_beside(run.workload.memory.optimizer_state, run.workload.lora.rank)
-    builder = _builders.get(chosen.name)
-    if builder is None:
-        builder = importlib.import_module(f"{__name__}.{chosen.name}").build
-    return builder(model, run)
+def build(model: nn.Module, run: Run) -> Optimizer:
+    """Return the optimizer of `run` over all weights of `model` that are trained."""
+    name = run.workload.optimizer.name
+    build_optimizer = OPTIMIZERS[name].build
+    if build_optimizer is None:
+        build_optimizer = importlib.import_module(f"{__name__}.{name}").build
+    optimizer: Optimizer = build_optimizer(model, run)
+    return optimizer

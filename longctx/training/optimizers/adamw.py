@@ -27,9 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
-    """AdamW over `model`, fused; `memory.optimizer_state` says where its moments are kept
-    between steps.
-    """
+    """Return AdamW over `model`; its moments are stored as `memory.optimizer_state` says."""
     trained = [p for p in model.parameters() if p.requires_grad]
     beta1, beta2 = run.config.betas
     stored = run.workload.memory.optimizer_state or "fp32"
@@ -41,7 +39,7 @@ def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
 
 
 def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: decayed matrices, and undecayed vectors; an empty one is left out."""
+    """Return the parameter groups: decayed matrices, undecayed vectors; none that is empty."""
     parameters = list(parameters)
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
@@ -53,21 +51,23 @@ def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict
 
 
 def count(state: dict[str, Any]) -> int:
-    """Count one more step of the parameter that has `state`; its number, from 1."""
+    """Count one more step of the parameter that has `state`; return its number, from 1."""
     step = 1 + (int(state["step"]) if state else 0)
-    state["step"] = torch.tensor(float(step))  # on the host, where nobody waits for it
+    state["step"] = torch.tensor(float(step))  # on the host: reading it waits for nothing
     return step
 
 
 def by_kernel(p: Tensor) -> bool:
+    """Return True if our kernel updates p."""
     return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW by our kernel on a GPU, else by torch's. Its moments lie beside the weights in fp32
-    ("fp32") or bf16 ("bf16"), or in pinned host memory ("host"), from where they come in slices.
+    """AdamW by our kernel on a GPU, else by torch's.
 
-    The update itself is fp32, and "host" gives the bits of moments that never left.
+    Its moments are `stored` next to the weights in fp32 ("fp32") or bf16 ("bf16"), or in pinned
+    host memory ("host"); then they come to the GPU in slices. The update itself is fp32, and "host"
+    gives the same bits as "fp32".
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas)
         self.stored = stored
-        # What the next step multiplies gradients by, on their device, see clip_gradients.
+        # The next step multiplies gradients by it, on their device: see clip_gradients
         self.factor: Tensor | None = None
-        # Of each group, by its first parameter: what the kernel reads of a step, and its values.
+        # First parameter of a group → the tensor that the kernel reads in a step, and its values
         self._rates: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -117,8 +117,8 @@ class AdamW(torch.optim.AdamW):
             )
             self._change(flat[at], grad[at], m, v, step, group)
             if not in_place:
-                for place, new in zip(stored, (m, v), strict=True):
-                    place.copy_(new, non_blocking=True)
+                for moment, new in zip(stored, (m, v), strict=True):
+                    moment.copy_(new, non_blocking=True)
 
     def _change(
         self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
@@ -148,7 +148,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _rates_at(self, step: int, group: dict[str, Any]) -> Tensor:
-        """The (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
+        """Return the (3,) tensor of `group` with the numbers of `step`, always the same tensor."""
         from longctx.kernels import adamw_update  # needs Triton
 
         first = group["params"][0]
@@ -157,14 +157,15 @@ class AdamW(torch.optim.AdamW):
             self._rates[first] = torch.empty(3, device=first.device), ()
         rates, written = self._rates[first]
         if values != written:
-            for place, value in zip(rates, values, strict=True):
-                place.fill_(value)  # an argument of the launch: nothing waits for a copy
+            for rate, value in zip(rates, values, strict=True):
+                rate.fill_(value)  # an argument of the launch: nothing waits for a copy
             self._rates[first] = rates, values
         return rates
 
     def captured_update(self) -> Callable[[], None] | None:
-        """The launch of a step that `count_step` has counted, for a CUDA graph: all tensors at
-        once, where they lie now, and nothing that is read of the host. None where a step is more.
+        """Return the launch of a step that `count_step` has counted, for a CUDA graph: it updates
+        all tensors at their present addresses and reads nothing of the host. None if that is not
+        possible.
         """
         from longctx.kernels import adamw_update  # needs Triton
 
@@ -182,28 +183,29 @@ class AdamW(torch.optim.AdamW):
             for p in group["params"]
             if p.grad is not None and p.numel()
         ]
-        places = adamw_update.table_of(tensors)
-        if places is None:
+        table = adamw_update.table_of(tensors)
+        if table is None:
             return None
-        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # those of all
+        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # equal in all
         update = partial(adamw_update.multi_tensor_adamw_, factor=self.factor, betas=betas, eps=eps)
+        # A capture cannot compile the kernel: a launch on one number does. A table keeps no tensor
+        # alive, so they have a name
         *alike, rates = tensors[0]
-        spare = [(*(x.new_zeros(1) for x in alike), rates)]  # named, for a table keeps no tensor
-        update(
-            adamw_update.table_of(spare)
-        )  # compiles the kernel, which cannot be done in a capture
-        return partial(update, places)
+        spare = [(*(tensor.new_zeros(1) for tensor in alike), rates)]
+        update(adamw_update.table_of(spare))
+        return partial(update, table)
 
     def count_step(self) -> None:
-        """Count one more step of all parameters; put its numbers where the kernel reads them."""
+        """Count one more step of all parameters; write its numbers for the kernel to read."""
         steps = [state["step"] for state in self.state.values()]
         torch._foreach_add_(steps, 1.0)
         for group in self.param_groups:
             self._rates_at(int(steps[0]), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each moment to where it is stored, in the dtype in which it is stored. Torch would
-        first cast all of them to fp32 next to the weights, where a full GPU has no room for them.
+        """Load each moment into the memory and dtype in which it is stored.
+
+        Torch would first cast all of them to fp32 next to the weights; a full GPU has no room.
         """
         super().load_state_dict(state_dict | {"state": {}})
         weights = [p for group in self.param_groups for p in group["params"]]

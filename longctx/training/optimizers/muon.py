@@ -12,9 +12,10 @@ NS is the Newton-Schulz iteration: singular vectors stay, singular values come n
 (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2). Embedding,
 lm_head, norms and biases are AdamW's, with the same lr.
 
-torch.optim.Muon computes the same for one whole parameter, and has no AdamW beside it. Here q, k
-and v lie in one weight, gate and up in another, and each is a matrix of its own. Matrices of one
-shape are orthogonalized together: the 84 of 124m are a few large products, not a thousand small.
+torch.optim.Muon computes the same for one whole parameter, and has no AdamW for the others. Here q,
+k and v are stacked in one weight, gate and up in another, and each is a matrix of its own. Matrices
+of one shape are orthogonalized together: the 84 of 124m are a few large products, not a thousand
+small ones.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ SCALE = 0.2  # root mean square of AdamW's updates, arXiv 2502.16982
 
 
 def build(model: GPT, run: Run) -> Muon:
-    """Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
+    """Return Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
     parts = block_matrices(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in parts]
-    chosen = run.workload.optimizer
-    assert chosen.momentum is not None and chosen.iterations is not None
+    config = run.workload.optimizer
+    assert config.momentum is not None and config.iterations is not None
     return Muon(
         parts,
         run.config.weight_decay,
@@ -51,8 +52,8 @@ def build(model: GPT, run: Run) -> Muon:
         run.lr,
         run.config.betas,
         run.workload.memory.optimizer_state or "fp32",
-        chosen.momentum,
-        chosen.iterations,
+        config.momentum,
+        config.iterations,
     )
 
 
@@ -61,7 +62,7 @@ def block_matrices(model: GPT) -> dict[Tensor, tuple[int, ...]]:
     linears = {
         block.get_submodule(path).weight: linear.rows
         for block, parts in zip(model.blocks, model.config.blocks(), strict=True)
-        for path, linear in parts.linears().items()
+        for path, linear in parts.linears.items()
     }
     return {weight: rows for weight, rows in linears.items() if weight.requires_grad}
 
@@ -71,13 +72,13 @@ class Matrix(NamedTuple):
 
     weight: Tensor
     gradient: Tensor
-    momentum: Tensor  # where and as it is kept between steps
+    momentum: Tensor  # as it is stored between steps
 
 
 class Muon(AdamW):
     """Muon for `parts`, weight → rows of each of its matrices, and AdamW for `others`, groups.
 
-    `stored` says where state lies, as in AdamW; all arithmetic but Newton-Schulz is fp32.
+    State is `stored` as in AdamW; all arithmetic but Newton-Schulz is fp32.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Muon(AdamW):
             self._update_batch(batch, lr, decay)
 
     def _update_batch(self, batch: list[Matrix], lr: float, decay: float) -> None:
-        """Update the weights of `batch`; its updates are gone before the next batch has its own."""
+        """Update the weights of `batch`; its memory is free again for the next batch."""
         moved = [matrix.weight for matrix in batch]
         updates = orthogonalized(self._stack(batch), self.iterations)
         along = [u.mT if is_tall(w) else u for u, w in zip(updates, moved, strict=True)]
@@ -134,7 +135,7 @@ class Muon(AdamW):
         weight.mul_(1 - lr * decay).add_(update, alpha=-lr * SCALE)
 
     def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:
-        """Every matrix in `weights`, with its momentum, zeros at first, where that is kept."""
+        """Yield every matrix in `weights` with its stored momentum, zeros at first."""
         for p in weights:
             state = self.state[p]
             count(state)  # torch's Adam expects it of every state that it loads
@@ -145,7 +146,7 @@ class Muon(AdamW):
             yield from map(Matrix._make, zip(*splits, strict=True))
 
     def _stack(self, batch: list[Matrix]) -> Tensor:
-        """(n, r, c) bf16 with r <= c: what is to be orthogonalized; moves the momentum on."""
+        """Update the momentum; return the directions to orthogonalize, (n, r, c) bf16, r <= c."""
         weight = batch[0].weight
         shape = len(batch), *sorted(weight.shape)
         stack = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
@@ -154,34 +155,31 @@ class Muon(AdamW):
         return stack
 
     def _directions(self, batch: list[Matrix], into: list[Tensor]) -> None:
-        """Write what is to be orthogonalized, in bf16; moves the momentum on."""
+        """Update the momentum of `batch`; write the directions to orthogonalize `into` bf16."""
         gradients = [matrix.gradient for matrix in batch]
-        kept = [matrix.momentum for matrix in batch]
-        device = gradients[0].device
-        in_place = self.stored == "fp32"
-        momenta = (
-            kept
-            if in_place
-            else [m.to(device, torch.float32, non_blocking=True, copy=True) for m in kept]
-        )
+        stored = [matrix.momentum for matrix in batch]
+        momenta, in_place = stored, self.stored == "fp32"
+        if not in_place:
+            device = gradients[0].device
+            momenta = [m.to(device, torch.float32, non_blocking=True, copy=True) for m in stored]
         if self.factor is not None:
             torch._foreach_mul_(gradients, self.factor)
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         if not in_place:
-            for place, new in zip(kept, momenta, strict=True):
-                place.copy_(new, non_blocking=True)
+            for momentum, new in zip(stored, momenta, strict=True):
+                momentum.copy_(new, non_blocking=True)
         ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
-        for place, direction in zip(into, ahead, strict=True):
-            place.copy_(direction)
+        for target, direction in zip(into, ahead, strict=True):
+            target.copy_(direction)
 
 
 def is_tall(matrix: Tensor) -> bool:
-    """Whether `matrix` has more rows than columns: it is transposed for Newton-Schulz."""
+    """Return True if `matrix` has more rows than columns: Newton-Schulz takes its transpose."""
     return matrix.shape[0] > matrix.shape[1]
 
 
 def batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
-    """`matrices` by shape, transposed ones together, as many at a time as STACK weights hold."""
+    """Yield `matrices` by shape, a transpose with its like, at most STACK weights at a time."""
     by_shape: dict[tuple[int, ...], list[Matrix]] = {}
     for matrix in matrices:
         by_shape.setdefault(tuple(sorted(matrix.weight.shape)), []).append(matrix)
@@ -192,7 +190,7 @@ def batches(matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def orthogonalized(x: Tensor, iterations: int) -> Tensor:
-    """x (n, r, c) with r <= c, every singular value of each matrix brought near 1, in x's dtype.
+    """Return x (n, r, c), r <= c, with all singular values of each matrix near 1, in its dtype.
 
     X = X / |X|, then X = a X + (b A + c A²) X with A = X Xᵀ: an odd polynomial of the singular
     values, steep at 0. They end between about 0.7 and 1.2, not at 1, which serves as well (Jordan).

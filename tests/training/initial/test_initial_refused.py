@@ -14,8 +14,8 @@ from tests.training.sample_run import Overrides
     ("changes", "message"),
     [
         ({"model": "tiny"}, "model=tiny: init="),
-        ({"model__layers": 3}, "model.layers=3: the weights of init="),
-        ({"model__context": 3}, "model.context=3: the weights of init="),
+        ({"model__layers": 3}, "model.layers=3: init="),
+        ({"model__context": 3}, "model.context=3: init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
         (
             {"init": None, "lora__rank": 8},

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
-from longctx.training.optimizers import build, clip_gradients
+from longctx.training.module import clip_gradients
+from longctx.training.optimizers import build
 from tests.training.sample_run import sample_run
 
 

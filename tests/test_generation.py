@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from longctx import cli
 from longctx.data import Tokenizer
-from longctx.generation.text_stream import TextStream
+from longctx.generation import Completion
 from tests.model.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
@@ -177,14 +177,14 @@ def test_streamed_text_is_whole_characters_and_all_of_them(folder: Path) -> None
     text = "a rose é 水 😀 in 2024"
     ids = tokenizer.encode(text)
     assert all(len(tokenizer.encode(x)) > 1 for x in "é水😀")
-    stream, shown = TextStream(tokenizer, ends={tokenizer.eos_id}), [""]
+    completion = Completion(tokenizer, ends={tokenizer.eos_id})
     for token in [*ids, tokenizer.eos_id]:
-        stream.add(token)
-        assert text.startswith(stream.text)
-        shown.append(stream.text)
-    assert shown[-1] == stream.whole() == text
-    broken = TextStream(tokenizer)
+        completion.add(token)
+        assert text.startswith(completion.text)
+    assert completion.text == text and completion.is_done
+    broken = Completion(tokenizer)
     for token in ids[: ids.index(tokenizer.encode("水")[0]) + 1]:
         broken.add(token)
     assert broken.text == "a rose é "
-    assert broken.whole() == "a rose é \ufffd"
+    broken.end()
+    assert broken.text == "a rose é \ufffd"

@@ -1,0 +1,87 @@
+"""Doors: keys whose names are registered, each with one description that needs no torch.
+
+The description stands beside the code that it describes, in the package of the door. Checks, help
+and the planner read it through the door, which imports the package when it is first asked. A
+plugin registers its own names in the same way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Description = TypeVar("Description")
+
+
+class Door(Mapping[str, Description]):
+    """Name → description, for each value that `key` may have."""
+
+    def __init__(self, key: str, module: str) -> None:
+        self.key, self.module = key, module
+        self._descriptions: dict[str, Description] = {}
+
+    def register(self, name: str, description: Description) -> None:
+        """Let `key` have the value `name`; ValueError if the name is taken."""
+        if name in self:
+            raise ValueError(f"{self.key}={name}: is registered already; choose another name")
+        self._descriptions[name] = description
+
+    def remove(self, name: str) -> None:
+        """Forget `name`, as a test does with its own."""
+        del self._descriptions[name]
+
+    def __getitem__(self, name: str) -> Description:
+        importlib.import_module(self.module)
+        return self._descriptions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        importlib.import_module(self.module)
+        return iter(self._descriptions)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class OptimizerTraits(NamedTuple):
+    """Describe an optimizer to the planner, to the checks of a request, and to training."""
+
+    # Makes the optimizer of a model and its run; None: `build` in the file of its name
+    build: Callable[[nn.Module, Any], Optimizer] | None = None
+    # Bytes of fp32 state for a weight in a matrix of the blocks, and for any other weight
+    matrix_bytes: int = 8
+    other_bytes: int = 8
+    # Its own keys of OptimizerConfig, with their defaults
+    keys: Mapping[str, Any] = {}
+    # Values that memory.optimizer_state may have
+    states: tuple[str, ...] = ("fp32",)
+    # True if it can train the additions of LoRA
+    lora: bool = True
+
+
+class Objective(NamedTuple):
+    """Describe what a step minimizes.
+
+    loss: the () sum over a micro-batch, times its weight, for training.
+    losses: the (B, T) loss of each target token, 0 for other tokens, for validation.
+    metrics: the mean loss of a validation → keys of its row.
+    collate: sequences, and layers by window → a micro-batch; None: `micro_batch` of batches.py. Its
+        `scored` counts the target tokens, by which the loss of a step is divided.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    losses: Callable[[Any, Any], Tensor]
+    metrics: Callable[[float], dict[str, float]]
+    collate: Callable[[Any, Any], Any] | None = None
+
+
+# Progress after the warm-up, from 0 to 1, and min_lr → the rate as a share of lr
+RateShape = Callable[[float, float], float]
+
+OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")
+OBJECTIVES: Door[Objective] = Door("objective", "longctx.training.objectives")
+SCHEDULES: Door[RateShape] = Door("lr_schedule", "longctx.training.learning_rate")

@@ -1,0 +1,346 @@
+"""`longctx generate`: prompts in, text out, as it comes.
+
+Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. A prompt is
+tokenized as training tokenizes a document: after its begin-of-text token if the tokenizer has one,
+and never turned into special tokens. The chat template of the model's folder writes a chat, with
+the beginning of the assistant's next message.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import nn
+
+from longctx import attention, files, untrusted
+from longctx.attention.description import AttentionConfig
+from longctx.config import presets
+from longctx.config.generate_config import GenerateConfig
+from longctx.data import Tokenizer
+from longctx.data.chat import Template
+from longctx.evaluation.load import TrainedModel, build_model, open_model
+from longctx.model import GPT
+from longctx.model.decoder import Decoder, continuations
+from longctx.model.kv_cache import KVCache
+from longctx.model.sampling import Sampler
+from longctx.parallel.devices import (
+    choose_device,
+    dtype_of,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
+from longctx.planner.hardware import GIB
+from longctx.planner.workload import precision_of
+
+PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
+BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
+WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
+
+
+class Source(NamedTuple):
+    """A trained model before its weights are read, and how it is to compute."""
+
+    trained: TrainedModel
+    attention: AttentionConfig
+    dtype: torch.dtype  # of its matrices
+
+
+class Prompt(NamedTuple):
+    """The tokens of a prompt, and its text or the messages of its chat."""
+
+    ids: list[int]
+    shown: str | list[dict[str, Any]]
+
+
+class Speed(NamedTuple):
+    """Tokens and seconds of the prompts, to the first new token, and of the new ones after it."""
+
+    prompt: int = 0
+    prompt_seconds: float = 0.0
+    new: int = 0
+    new_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [("prompt", self.prompt, self.prompt_seconds)]
+        parts += [("generation", self.new, self.new_seconds)] if self.new else []
+        return "   ".join(
+            f"{name} {tokens:,} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):,.1f} "
+            "tokens/s)"
+            for name, tokens, seconds in parts
+        )
+
+
+def generate(config: GenerateConfig) -> int:
+    """Generate as `config` says and return the exit code.
+
+    Raises ValueError or OSError, one line, for whatever is wrong with the request.
+    """
+    device = choose_device(config, this_machine())
+    source = find_source(config, device)
+    known = source.trained.seq_len
+    prompts = read_prompts(config, source.trained.tokenizer, source.trained.folder)
+    length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
+    if length > known:
+        say(
+            f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
+            f"{known:,}"
+        )
+    model: GPT | None = None
+    speed = Speed()
+    try:
+        with within_memory(device), closing(AnswerFile(config.out)) as answers:
+            model = load_model(source, device)
+            for first in range(0, len(prompts), config.batch_size):
+                numbers = list(range(len(prompts)))[first : first + config.batch_size]
+                speed = write_batch(config, model, source, prompts, numbers, answers, speed)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        sequences = 0 if model is None else min(config.batch_size, len(prompts))
+        say(f"error: {too_little_memory(source, sequences, length, device)}")
+        return 1
+    say(str(speed))
+    return 0
+
+
+def find_source(config: GenerateConfig, device: str) -> Source:
+    """Return the model of `config` with its tokenizer; none of its weights is read yet."""
+    dtype = dtype_of(precision_of(config.precision, device))
+    backend = AttentionConfig(**presets.read("attention", config.attention))
+    trained = open_model(config.checkpoint)
+    required = trained.model.block(0).attention.required()
+    options = backend.options
+    attention.check(backend.backend, device=device, dtype=dtype, options=options, **required)
+    return Source(trained, backend, dtype)
+
+
+def load_model(source: Source, device: str) -> GPT:
+    """Return the model on `device`, its matrices in the precision of `source`."""
+    model = build_model(source.trained.file, source.attention, device, source.dtype)
+    for module in model.modules():  # norms stay in fp32, which they compute in
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.to(source.dtype)
+    return model
+
+
+def too_little_memory(source: Source, sequences: int, length: int, device: str) -> str:
+    """Return what did not fit, and what to change: the weights, or next to them a batch of
+    `sequences` of up to `length` tokens each. sequences=0: no batch yet.
+    """
+    machine = this_machine()
+    is_cpu = device == "cpu" or machine.gpu is None
+    there = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
+    needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
+    problem = f"out of {'memory' if is_cpu else 'GPU memory'}"
+    changes = ["precision=bf16"] if source.dtype == torch.float32 else []
+    if not sequences:
+        problem += f" while the model loads: its weights take {needs}"
+        changes.append("a smaller model")
+    else:
+        cache = KVCache.bytes_of(source.trained.model, sequences, length, source.dtype)
+        problem += (
+            f": weights take {needs}, keys and values of {sequences} "
+            f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
+        )
+        changes += ["attention=flash"] if source.attention.backend == "naive" else []
+        changes += [f"batch_size={sequences // 2}"] if sequences > 1 else []
+        changes += ["a smaller max_new_tokens", "shorter prompts"]
+    return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"
+
+
+def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> list[Prompt]:
+    """Return the prompts of `config`; the chat template is the one in `folder`.
+
+    Raises ValueError with the file and the line if that is no prompt.
+    """
+    found = list(_texts_and_chats(config))
+    if not found:
+        raise ValueError(f"prompts={config.prompts}: no prompt in it")
+    has_chats = config.chat or any(isinstance(prompt, dict) for _, prompt in found)
+    template = Template(folder, today=datetime.now()) if has_chats else None
+    prompts = []
+    for place, prompt in found:
+        if config.chat and isinstance(prompt, str):
+            prompt = {"messages": [{"role": "user", "content": prompt}]}
+        if template is None or isinstance(prompt, str):
+            prompts.append(Prompt(tokenizer.encode_prompt(prompt), prompt))
+        else:
+            ids, _ = tokenizer.encode_conversation(template.prompt(place, prompt), [])
+            prompts.append(Prompt(ids.tolist(), prompt["messages"]))
+    return prompts
+
+
+def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
+    """Yield for each prompt its place, for messages, and its text or its chat."""
+    if config.prompts is None:
+        yield "prompt", config.prompt or ""
+        return
+    file = Path(config.prompts)
+    text = untrusted.read_text(file, PROMPTS_SIZE)
+    if file.suffix == ".txt":
+        yield str(file), text.removesuffix("\n")
+        return
+    # splitlines would also break at U+2028, which a string of JSON may hold
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{file}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}: not JSON ({error})") from error
+        if isinstance(row, dict) and isinstance(row.get("messages"), list):
+            yield place, row
+        elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            yield place, row["prompt"]
+        else:
+            raise ValueError(f"{place}: needs a text in 'prompt', or a list in 'messages'")
+
+
+def write_batch(
+    config: GenerateConfig,
+    model: GPT,
+    source: Source,
+    prompts: list[Prompt],
+    numbers: list[int],
+    answers: AnswerFile,
+    speed: Speed,
+) -> Speed:
+    """Continue the prompts with these `numbers` together; print each text as soon as all before it
+    are printed, and write it to `answers` when it is done. Return `speed` with theirs.
+    """
+    ids = [prompts[number].ids for number in numbers]
+    ends = source.trained.end_tokens
+    completions = [Completion(source.trained.tokenizer, ends) for _ in numbers]
+    decoder = Decoder(model, len(ids), max(map(len, ids)) + config.max_new_tokens, config.decode)
+    sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
+    screen = shown(prompts, numbers, completions, answers)
+    # The first new token ends the time of the prompts
+    began = time.perf_counter()
+    first = None
+    for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
+        first = first or time.perf_counter()
+        for completion, token in zip(completions, tokens, strict=True):
+            if token is not None:
+                completion.add(token)
+        next(screen, None)
+    for completion in completions:
+        completion.end()
+    next(screen, None)
+    new = sum(completion.tokens for completion in completions) - len(completions)
+    return Speed(
+        speed.prompt + sum(map(len, ids)),
+        speed.prompt_seconds + (first or began) - began,
+        speed.new + new,
+        speed.new_seconds + time.perf_counter() - (first or began),
+    )
+
+
+class Completion:
+    """The text of one prompt, without the token of `ends` that ends it. It has whole characters
+    only, which may be of several tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int] = ()) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self.text = ""  # which no later token changes
+        self.tokens = 0
+        self.is_done = False
+        self._ids: list[int] = []
+        self._in_text = 0  # tokens whose text is in `text`
+        self._context = 0  # tokens before the ones decoded: a first token may lose its space
+
+    def add(self, token: int) -> None:
+        """Take the next token."""
+        self.tokens += 1
+        if token in self.ends:
+            return self.end()
+        self._ids.append(token)
+        new = self._decode_new()
+        is_whole = not new.endswith(BROKEN) or len(self._ids) - self._in_text >= WINDOW
+        if new and is_whole:
+            self.text += new
+            self._context, self._in_text = self._in_text, len(self._ids)
+
+    def end(self) -> None:
+        """End the text, with the bytes at its end that are no character."""
+        if not self.is_done:
+            self.text += self._decode_new()
+            self.is_done = True
+
+    def _decode_new(self) -> str:
+        known = self.tokenizer.decode(self._ids[self._context : self._in_text])
+        return self.tokenizer.decode(self._ids[self._context :])[len(known) :]
+
+
+def shown(
+    prompts: list[Prompt], numbers: list[int], completions: list[Completion], answers: AnswerFile
+) -> Iterator[None]:
+    """Print `completions` in their order, after the last lines of their prompts; each `next` prints
+    the new text. A completion that is done goes to `answers`.
+    """
+    for number, completion in zip(numbers, completions, strict=True):
+        prompt = prompts[number].shown
+        heading = "" if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n"
+        write(heading + (prompt.rpartition("\n")[2] if isinstance(prompt, str) else ""))
+        printed = 0
+        while not completion.is_done:
+            write(completion.text[printed:])
+            printed = len(completion.text)
+            yield
+        write(completion.text[printed:] + "\n")
+        answers.add({"prompt": prompt, "text": completion.text, "new_tokens": completion.tokens})
+
+
+class AnswerFile:
+    """Writes each row to the .jsonl `path` at once; None: nowhere.
+
+    The first row replaces the earlier content of the file. A line that a full disk cuts off is
+    taken back, and the OSError names the file.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.file: BinaryIO | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write one row."""
+        if self.path is None:
+            return
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self.file = self.file or open(self.path, "wb", buffering=0)  # noqa: SIM115 (see `close`)
+        size = self.file.tell()
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError as error:
+            self.file.truncate(size)
+            error.filename = self.path
+            raise
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self.file is not None:
+            self.file.close()
+
+
+def write(text: str) -> None:
+    """Print text at once: as it is, on a terminal without control characters."""
+    if sys.stdout.isatty():
+        text = "".join(x if x in "\n\t" else files.printable(x) for x in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """Print a line that is no text of the model."""
+    print(line, file=sys.stderr, flush=True)

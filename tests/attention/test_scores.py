@@ -1,0 +1,197 @@
+"""Changed scores against a plain formula in fp64: learnable sinks, and softcap.
+
+A sink is a column of logits without values, as in gpt-oss. softcap makes scores c · tanh(s / c)
+before the mask, as in Gemma 2.
+"""
+
+import pytest
+import torch
+
+from longctx.attention import Attention, Backend, Mask, attention, check
+from longctx.attention.naive import visible
+from longctx.kernels import HAS_TRITON
+from tests.attention.rule import DEVICE, ON_GPU, Case, inputs
+
+SOFTCAP = 2.5  # scores reach 3 times as much
+SINK_MASKS = {
+    "causal": lambda: Mask.causal(),
+    "window": lambda: Mask.causal(window=5),
+    "full": lambda: Mask.full(),
+    "documents": lambda: Mask.documents(torch.tensor([[0] * 7 + [1] * 1 + [2] * 29]).expand(2, -1)),
+}
+
+
+def formula(q, k, v, mask, sinks=None, softcap=None):
+    """Return out and lse in fp64; a blind query has output 0, and lse -inf or its sink."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device), k.shape[1])
+    blind = ~seen.any(-1, keepdim=True)
+    # finite where a softmax without a sink would be NaN
+    scores = scores.masked_fill(~seen & ~(blind & (sinks is None)), float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    p = scores.softmax(-1)[..., : seen.shape[-1]] * seen
+    lse = scores.logsumexp(-1)
+    lse = lse if sinks is not None else lse.masked_fill(blind[..., 0], float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def differentiated(results, leaves, weights):
+    """Return out, lse, and the gradients of their weighted sum."""
+    out, lse = results
+    total = (out * weights[0]).sum() + (lse.nan_to_num(neginf=0.0) * weights[1]).sum()
+    return [out, lse, *torch.autograd.grad(total, leaves)]
+
+
+def assert_formula(case, mask, backend, close, q_factor=1, sinks=None, softcap=None, **options):
+    q, k, v, do = inputs(case, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weights = do, torch.randn(case.B, case.Hq, case.Tq, generator=generator).to(DEVICE)
+    tensors = [q_factor * q, k, v] + ([] if sinks is None else [sinks])
+    both = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        extra = {} if sinks is None else {"sinks": leaves[3]}
+        extra |= {} if softcap is None else {"softcap": softcap}
+        if dtype == torch.float32:
+            results = attention(*leaves[:3], mask, backend, return_lse=True, **extra, **options)
+        else:
+            results = formula(*leaves[:3], mask, **extra)
+        both.append(differentiated(results, leaves, weights))
+    for actual, expected in zip(*both, strict=True):
+        torch.testing.assert_close(actual.double(), expected, atol=close, rtol=close)
+
+
+@pytest.fixture(params=["naive", "flash"])
+def backend(request):
+    return request.param
+
+
+def sinks_of(heads=4):
+    return (torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
+
+
+@pytest.mark.parametrize("mask", SINK_MASKS)
+def test_sinks_are_the_formula(mask, backend):
+    case = Case(2, 37, 37, Hq=4, Hkv=2, D=16)
+    assert_formula(case, SINK_MASKS[mask]().to(DEVICE), backend, 2e-5, 2, sinks_of())
+
+
+@pytest.mark.skipif(not HAS_TRITON or ON_GPU, reason="Triton's interpreter")
+def test_sinks_with_the_portable_kernels(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = Case(2, 20, 20, Hq=4, Hkv=2, D=16)
+    assert_formula(case, SINK_MASKS["window"]().to(DEVICE), "flash", 2e-5, 2, sinks_of())
+
+
+def test_blind_queries_have_their_sink_and_no_gradient(backend):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(Case(2, 9, 4, 4, 2, 16), torch.float32))
+    sinks = sinks_of().requires_grad_()
+    out, lse = attention(q, k, v, Mask.causal(), backend, return_lse=True, sinks=sinks)
+    assert (out[:, :5] == 0).all()
+    torch.testing.assert_close(lse[:, :, :5], sinks[:, None].expand(2, 4, 5))
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v, sinks))
+    assert all(g.isfinite().all() for g in gradients)
+    assert (gradients[0][:, :5] == 0).all() and gradients[3].abs().min() > 0
+
+
+def test_a_sink_of_minus_infinity_is_none(backend):
+    q, k, v, _ = inputs(Case(2, 9, 4, 4, 2, 16), torch.float32)
+    none = torch.full((4,), float("-inf"), device=DEVICE, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, Mask.causal(), backend, return_lse=True, sinks=none)
+    assert torch.equal(out, attention(*leaves, Mask.causal(), backend))
+    assert (lse[:, :, :5] == float("-inf")).all()
+    gradients = torch.autograd.grad(out.sum() + lse[:, :, 5:].sum(), (*leaves, none))
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_a_large_sink_takes_all_weight(backend):
+    q, k, v, _ = inputs(Case(2, 37, 37, 4, 2, 16), torch.float32)
+    assert attention(q, k, v, backend=backend, sinks=sinks_of() + 200).abs().max() < 1e-30
+
+
+def test_sinks_train_only_with_a_differentiable_lse():
+    q, k, v, _ = inputs(Case(2, 37, 37, 4, 2, 16), torch.float32)
+    sinks = sinks_of().requires_grad_()
+    with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):
+        attention(q, k, v, backend="sdpa", sinks=sinks)
+    if not ON_GPU:
+        with torch.no_grad():
+            out = attention(q, k, v, backend="sdpa", sinks=sinks)
+        expected = formula(q, k, v, Mask.causal(), sinks.detach())[0]
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    assert not Backend.description.differentiable_lse
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).int()])
+def test_sinks_are_a_number_per_query_head(wrong):
+    q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
+    with pytest.raises(ValueError, match=r"one number for each query head, \(4,\)"):
+        attention(q, k, v, sinks=wrong.to(DEVICE))
+
+
+SOFTCAP_CASES = [
+    Case(2, 37, 37, Hq=4, Hkv=2, D=16, mask="documents"),
+    Case(1, 33, 49, Hq=2, Hkv=1, D=24, window=9),
+    Case(1, 40, 40, Hq=2, D=16, mask="intervals"),
+]
+CHOICES = [
+    "naive",
+    pytest.param("tiled", marks=pytest.mark.no_gpu),
+    "portable",
+    pytest.param("flex", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("case", SOFTCAP_CASES, ids=str)
+def test_softcap_is_the_formula(case, choice, monkeypatch):
+    if choice == "portable" and not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend, options = choice, {}
+    if choice in ("tiled", "portable"):
+        backend, options = "flash", {"kernel": "portable"}
+    # FlexAttention multiplies fp32 in TF32
+    close = 5e-3 if choice == "flex" else 3e-5
+    assert_formula(case, case.build_mask(), backend, close, 3, softcap=SOFTCAP, **options)
+
+
+def test_a_layer_with_softcap_has_autograds_gradients(backend):
+    attend = Attention(backend, {"kernel": "portable"} if backend == "flash" else {}, None, SOFTCAP)
+    q, k, v, do = inputs(SOFTCAP_CASES[0], torch.float32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attend.with_lse(*leaves, Mask.causal())
+    expected = torch.autograd.grad(out, leaves, do)
+    detached = [x.detach() for x in (*leaves, out, lse)]
+    torch.testing.assert_close(attend.backward(do, *detached, Mask.causal()), expected)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash_attn"])
+def test_backends_without_softcap_name_others(backend):
+    q = torch.zeros(1, 4, 1, 64)
+    with pytest.raises(ValueError, match="use attention=flash, flex or naive"):
+        attention(q, q, q, backend=backend, softcap=30.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("options", [{}, {"kernel": "hopper"}])
+def test_hoppers_kernels_refuse_softcap(options):
+    q = torch.zeros(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"attention\.options\.kernel=portable"):
+        attention(q, q, q, softcap=30.0, **options)
+    attention(q, q, q, softcap=30.0, kernel="portable")
+    check("flash", device="cuda", dtype=q.dtype, head_dim=64)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf")])
+def test_softcap_is_a_finite_positive_number(softcap):
+    q = torch.zeros(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="softcap="):
+        attention(q, q, q, softcap=softcap)

@@ -1,0 +1,192 @@
+"""What a block may be made of: its loss and gradients are those of a plain formula, however it is
+trained, and decoding, memory and checkpoints follow.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from longctx import cli
+from longctx.attention import Mask
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import LoraConfig
+from longctx.model import GPT, GPTConfig, lora
+from longctx.model.decoder import Decoder
+from longctx.model.export import architecture
+from longctx.planner.peak_memory import KEPT, predict
+from longctx.planner.workload import workload_of
+
+SMALL = GPTConfig(
+    **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
+    **{"init_std": 0.3, "qk_norm": True, "window": 5, "window_layers": [0, 2]},
+)
+FEATURES: dict[str, dict[str, Any]] = {
+    "sandwich": {"norms": "sandwich"},
+}
+POLICIES = {
+    "none": MemoryConfig("fast"),
+    "mlp": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
+    "block": MemoryConfig("balanced"),
+    "long": MemoryConfig("long", mlp_tile=128),
+}
+DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([70, 19, 61]))
+TOKENS = torch.randint(61, (1, 150), generator=torch.Generator().manual_seed(2))
+
+
+def make(changes: dict[str, Any], attention: str = "flash", memory: str = "none") -> GPT:
+    torch.manual_seed(0)
+    model = GPT(replace(SMALL, **changes), attention, POLICIES[memory])
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(p, mean=1.0, std=0.2)
+    return model
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + SMALL.norm_eps).sqrt() * weight
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate x (T, H, D); channel d turns with channel d + D/2."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** -(torch.arange(half) / half)
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * angles.cos().repeat(1, 2)[:, None] + turned * angles.sin().repeat(1, 2)[:, None]
+
+
+def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
+    """Return the logits (T, V) of one sequence, from the weights of `model` by name."""
+    c, w = model.config, {name: p for name, p in model.named_parameters()}
+    T, D = len(tokens), c.head_size
+    place = torch.arange(T)
+    positions = place - (documents[:, None] > documents).sum(1)
+    x = w["embed.weight"][tokens]
+    for n in range(c.layers):
+        of = {name.removeprefix(f"blocks.{n}."): p for name, p in w.items()}
+        qkv = (rms(x, of["attention_norm.weight"]) @ of["attention.qkv.weight"].T).view(T, -1, D)
+        q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
+        q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
+        window = c.window_of(n)
+        theta = (window and getattr(c, "window_rope_theta", None)) or c.rope_theta
+        q, k = rotated(q, positions, theta), rotated(k, positions, theta)
+        k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * D**-0.5
+        if cap := getattr(c, "softcap", None):
+            scores = cap * torch.tanh(scores / cap)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < (window or T)) & (documents[:, None] == documents)
+        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        branch = out.reshape(T, -1) @ of["attention.out.weight"].T
+        if c.norms == "sandwich":
+            branch = rms(branch, of["attention_out_norm.weight"])
+        x = x + branch
+        gate, up = (rms(x, of["mlp_norm.weight"]) @ of["mlp.gate_up.weight"].T).chunk(2, -1)
+        branch = (F.silu(gate) * up) @ of["mlp.down.weight"].T
+        if c.norms == "sandwich":
+            branch = rms(branch, of["mlp_out_norm.weight"])
+        x = x + branch
+    return rms(x, w["norm.weight"]) @ w["embed.weight"].T
+
+
+def check_gradients(model: GPT, expected: GPT) -> None:
+    """Assert that the loss of `model` has the value and gradients of the formula of `expected`."""
+    loss = model(TOKENS, TOKENS.roll(-1, 1), Mask.documents(DOCUMENTS[None]))
+    want = F.cross_entropy(formula(expected, TOKENS[0], DOCUMENTS), TOKENS[0].roll(-1))
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    want.backward()
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max() + 1e-6, name
+
+
+@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_are_those_of_the_formula(feature: str, memory: str) -> None:
+    check_gradients(make(FEATURES[feature], memory=memory), make(FEATURES[feature]))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_naive_computes_the_formula(feature: str) -> None:
+    check_gradients(make(FEATURES[feature], "naive"), make(FEATURES[feature]))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_lora_adds_to_the_formula(feature: str) -> None:
+    model = lora.add(make(FEATURES[feature], memory="block"), LoraConfig(rank=2))
+    for name, p in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(p, std=0.1)
+    logits = model(TOKENS, mask=Mask.documents(DOCUMENTS[None]))[0]
+    torch.testing.assert_close(
+        logits, formula(lora.merge(model), TOKENS[0], DOCUMENTS), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_decoding_continues_the_formula(feature: str) -> None:
+    model = make(FEATURES[feature]).eval()
+    decoder, n = Decoder(model, 2, 12), 7
+    logits = [decoder.prefill([TOKENS[0, :n].tolist(), TOKENS[0, 1:3].tolist()])[0]]
+    for token in TOKENS[0, n : n + 4]:
+        logits.append(decoder.step(torch.stack([token, token]))[0].clone())
+    expected = formula(model, TOKENS[0, : n + 4], torch.zeros(n + 4))[n - 1 :]
+    torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
+    key = next(iter(FEATURES[feature]))
+    with pytest.raises(ValueError, match=rf"model\.{key}="):
+        architecture(replace(SMALL, window_layers=None, window=None, **FEATURES[feature]), 64)
+
+
+def saved_activations(**changes: Any) -> float:
+    """Return the bytes that blocks are predicted to save, in fp32 on a GPU."""
+    config = cli.compose("train", ["model=tiny", "precision=fp32", "seq_len=512"]).config
+    model = replace(config.model, vocab_size=512, **changes)
+    work = replace(workload_of(config, "cuda", 512, model), memory=POLICIES["none"])
+    return predict(work).gpu[KEPT]
+
+
+def test_norms_after_branches_are_counted() -> None:
+    tokens = 512 * 32  # of a micro-batch on a GPU
+    more = saved_activations(norms="sandwich") - saved_activations()
+    # 1 / rms of both, and the MLP's output, 128 channels of 4 bytes
+    assert more == 4 * tokens * (4 + 4 + 4 * 128)
+
+
+GEMMA: dict[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 5},
+    **{"hidden_activation": "silu", "query_pre_attn_scalar": 4, "rms_norm_eps": 1e-5},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+def check_as_in_transformers(config: PreTrainedConfig, changes: dict[str, Any]) -> None:
+    """Assert that a Gemma of transformers computes the same from the same weights.
+
+    Gemma's norms multiply by 1 + weight, and its embedding by sqrt(hidden size).
+    """
+    torch.manual_seed(1)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    model = make({"tied": False, **changes})
+    ours, weights = dict(model.named_parameters()), theirs.state_dict()
+    with torch.no_grad():
+        for n, block in enumerate(model.config.blocks()):
+            for part in block.parts():
+                for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
+                    values = weights[piece.theirs] + (1 if "norm" in piece.theirs else 0)
+                    ours[piece.ours][piece.first : piece.first + len(values)] = values
+        ours["norm.weight"].copy_(weights["model.norm.weight"] + 1)
+        ours["embed.weight"].copy_(weights["model.embed_tokens.weight"] * 24**0.5)
+        ours["head.weight"].copy_(weights["lm_head.weight"])
+    expected = theirs(TOKENS).logits
+    torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,94 @@
+"""Doors: an objective, a schedule, an optimizer and a callback of a user's own train and resume."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from longctx import files
+from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
+from longctx.model import GPT
+from longctx.runs import metrics_file, run_folder
+from longctx.training import callbacks, learning_rate, objectives, optimizers
+from longctx.training.batches import MicroBatch
+from longctx.training.run import Run
+from tests.training.sample_run import Overrides, check_equal_weights, newest, steps
+
+
+def tripled(model: GPT, batch: MicroBatch) -> torch.Tensor:
+    return 3 * objectives.cross_entropy(model, batch)
+
+
+def momentum(model: torch.nn.Module, run: Run) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=run.lr, momentum=0.9)
+
+
+class Counts(callbacks.Callback):
+    """Log how often it was called, over all processes of the run."""
+
+    def __init__(self, parts: callbacks.Parts) -> None:
+        self.calls = 0
+
+    def stepped(self, step: int) -> None:
+        self.calls += 1
+
+    def logged(self, row: dict[str, Any]) -> None:
+        row["calls"] = self.calls
+
+    def state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.fixture
+def own() -> Iterator[dict[str, object]]:
+    """The keys that choose this file's own parts, known for one test."""
+    plain = OBJECTIVES["cross_entropy"]
+    objectives.register("tripled", plain._replace(loss=tripled, metrics=lambda x: {"val_loss": x}))
+    learning_rate.register("halved", lambda progress, min_lr: 0.5)
+    optimizers.register("momentum", OptimizerTraits(momentum, matrix_bytes=4, other_bytes=4))
+    callbacks.register("counts", Counts)
+    yield {"objective": "tripled", "lr_schedule": "halved", "optimizer__name": "momentum"}
+    OBJECTIVES.remove("tripled")
+    SCHEDULES.remove("halved")
+    OPTIMIZERS.remove("momentum")
+    callbacks.CALLBACKS.remove("counts")
+
+
+def test_registered_parts_train_and_resume(
+    own: dict[str, object], overrides: Overrides, tmp_path: Path
+) -> None:
+    straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
+    for folder in (straight, cut):
+        every = {"checkpoint_every": 3, "lr": 0.01, "warmup_steps": 1, "val_every": 2}
+        assert train.main(overrides(name=folder.name, **own, **every)) == 0
+    files.remove(run_folder.checkpoints(cut)[-1])
+    assert train.main([f"resume={cut}"]) == 0
+
+    check_equal_weights(straight, cut)
+    rows = steps(straight)
+    assert [row["loss"] for row in steps(cut)] == [row["loss"] for row in rows]
+    assert [row["calls"] for row in steps(cut)] == [0, 1, 2, 3, 4, 5]
+    assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
+    assert newest(cut)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}
+    validations = [row for row in metrics_file.read(straight) if "val_loss" in row]
+    assert "val_perplexity" not in validations[0]
+    assert rows[0]["loss"] == pytest.approx(3 * validations[0]["val_loss"], rel=0.1)
+
+
+def test_a_name_is_registered_once(own: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
+        learning_rate.register("cosine", learning_rate.cosine)
+
+
+@pytest.mark.parametrize("key", ["objective", "lr_schedule", "optimizer.name"])
+def test_an_unknown_name_is_refused(
+    key: str, overrides: Overrides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(overrides(**{key: "odd"})) == 2
+    assert f"{key}=odd: one of " in capsys.readouterr().err
