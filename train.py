@@ -4,10 +4,10 @@
 
 import sys
 
-from longctx import stop_signal
+from longctx import system
 
 if __name__ == "__main__":
-    stop_signal.catch_first()
+    system.catch_first()
 
 from longctx import cli
 
@@ -20,4 +20,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    stop_signal.exit_with(main(sys.argv[1:]))
+    system.exit_with(main(sys.argv[1:]))

@@ -73,7 +73,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")
-    from longctx.distributed.devices import check_attention
+    from longctx.parallel.devices import check_attention
 
     end = time.monotonic() + 60 * options.minutes
     one_row = ["batch_size=1", "accumulate=1"]
@@ -153,7 +153,7 @@ def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
-    from longctx.distributed.devices import this_machine
+    from longctx.parallel.devices import this_machine
     from longctx.training.dry_run import dry_run_in_child
     from longctx.training.longest import MULTIPLE, find
 
@@ -267,7 +267,7 @@ def report(row: dict[str, Any], run: Run) -> None:
 
 def gpu() -> Chip:
     """This machine's GPU, which `run` has checked to be there."""
-    from longctx.distributed.devices import this_machine
+    from longctx.parallel.devices import this_machine
 
     chip = this_machine().gpu
     assert chip is not None

@@ -67,7 +67,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every peer after every prompt, print, write `out`.json."""
     import torch
 
-    from longctx.distributed.devices import dtype_of, this_machine
+    from longctx.parallel.devices import dtype_of, this_machine
 
     check_unused(overrides, TAKEN)
     device = "cuda" if torch.cuda.is_available() else "cpu"

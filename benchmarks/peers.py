@@ -203,7 +203,7 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
     """Why `peer` cannot be measured, or None: a package, a folder, or a kind of model that it has
     not.
     """
-    from longctx.distributed.devices import this_machine
+    from longctx.parallel.devices import this_machine
 
     work = run.workload
     model, lora = work.model, work.lora.rank is not None
@@ -249,7 +249,7 @@ def of_longctx(
     peer: str, run: Run, options: Options, overrides: list[str], limit: float
 ) -> dict[str, Any]:
     """Measure steps of longctx, its memory policy the one that a run would choose."""
-    from longctx.distributed.devices import check_attention
+    from longctx.parallel.devices import check_attention
     from longctx.training.dry_run import dry_run_in_child
 
     if peer in OTHERWISE:
@@ -363,7 +363,7 @@ def steps_of(run: Run, options: Options) -> tuple[int, int]:
 
 def gpu_of(run: Run) -> Chip | None:
     """The GPU that `run` is on; None on a CPU."""
-    from longctx.distributed.devices import this_machine
+    from longctx.parallel.devices import this_machine
 
     return this_machine().gpu if run.workload.device == "cuda" else None
 

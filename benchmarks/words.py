@@ -84,7 +84,7 @@ def training_run(overrides: list[str], device: str) -> Run:
 
 def decided(run: Run) -> Run:
     """`run` with what it takes of the GPU decided by prediction, as `resolve` does it."""
-    from longctx.distributed.devices import this_machine
+    from longctx.parallel.devices import this_machine
 
     work, machine = run.workload, this_machine()
     merge = run.config.batch_size is None and run.config.accumulate is None

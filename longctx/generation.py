@@ -26,18 +26,18 @@ from longctx.config import presets
 from longctx.config.command_config import GenerateConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
-from longctx.distributed.devices import (
+from longctx.evaluation.load import TrainedModel, build_model, open_model
+from longctx.model import GPT
+from longctx.model.decoder import Decoder, continuations
+from longctx.model.kv_cache import KVCache
+from longctx.model.sampling import Sampler
+from longctx.parallel.devices import (
     choose_device,
     dtype_of,
     is_out_of_memory,
     this_machine,
     within_memory,
 )
-from longctx.evaluation.load import TrainedModel, build_model, open_model
-from longctx.model import GPT
-from longctx.model.decoder import Decoder, continuations
-from longctx.model.kv_cache import KVCache
-from longctx.model.sampling import Sampler
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import precision_of
 

@@ -74,9 +74,13 @@ def descendants(pid: int) -> list[int]:
     return below + [other for child in below for other in descendants(child)]
 
 
-def with_local_rank(pids: list[int], rank: int) -> list[int]:
-    """Those of `pids` whose environment gives them this rank."""
-    return [pid for pid in pids if f"LOCAL_RANK={rank}" in environment(pid)]
+def is_alive(pid: int) -> bool:
+    """Return True if a process runs, or is stopped; one that nobody has waited for does not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def environment(pid: int) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"files", "garbage", "hub_snapshot", "untrusted", "tables", "python_child", "stop_signal"}
+GROUND = {"files", "hub_snapshot", "untrusted", "tables", "python_child", "system"}
 GROUND |= {"config", "plugins", "runs"}
 MAY_IMPORT = {
     "config": {"config"},
@@ -19,13 +19,13 @@ MAY_IMPORT = {
     "attention": GROUND | {"kernels"},
     "model": GROUND | {"attention", "kernels"},
     "data": GROUND,
-    "distributed": GROUND | {"planner", "model", "attention"},
-    "evaluation": GROUND | {"planner", "distributed", "model", "attention", "kernels", "data"},
+    "parallel": GROUND | {"planner", "model", "attention"},
+    "evaluation": GROUND | {"planner", "parallel", "model", "attention", "kernels", "data"},
     "generation": GROUND
-    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
+    | {"planner", "parallel", "model", "attention", "kernels", "data", "evaluation"},
     # Training validates with evaluation.
     "training": GROUND
-    | {"planner", "distributed", "model", "attention", "kernels", "data", "evaluation"},
+    | {"planner", "parallel", "model", "attention", "kernels", "data", "evaluation"},
     "report": GROUND,
 }
 MAY_IMPORT["cli"] = GROUND | MAY_IMPORT.keys()
@@ -33,7 +33,7 @@ MAY_IMPORT["cli"] = GROUND | MAY_IMPORT.keys()
 DESCRIPTIONS = {"longctx.attention.description"}
 ONLY_IN = {
     "triton": ("longctx/kernels/",),
-    "lightning": ("longctx/distributed/", "longctx/training/"),
+    "lightning": ("longctx/parallel/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
     "wandb": ("longctx/runs/wandb_process.py", "longctx/report/dashboard.py"),

@@ -16,13 +16,14 @@ import os
 import signal
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longctx import files, garbage, stop_signal
+from longctx import files, system
 from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
@@ -31,7 +32,7 @@ from longctx.config.command_config import GenerateConfig, PlanOptions
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import CONFIGS, Request, names, with_model
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.launched import launched, leave_to_first, number_here
+from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
@@ -90,7 +91,7 @@ def answer(
     # An arrow must not end a run whose terminal is latin-1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         try:
             for argument in argv:
                 files.check_utf8(argument, NOT_UTF8)
@@ -114,8 +115,13 @@ def answer(
                 return stop.code
             if not isinstance(error, ValueError | OSError):
                 raise
+            # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
+            # Rank 0 prints the problem; torchrun ends all ranks after the first end
+            if number_here():
+                time.sleep(GRACE)
+                return files.exit_code(error)
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
@@ -124,7 +130,6 @@ def answer(
 def check_home() -> None:
     """Raise ValueError if this user has no home folder, which holds the caches."""
     if os.path.expanduser("~") == "~":
-        leave_to_first()
         raise ValueError(
             f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
             "folder in which this user may write"
@@ -136,21 +141,11 @@ def libraries() -> Iterator[None]:
     """Import large libraries in this block: pause the garbage collector, and tell a terminal."""
     if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
         print("loading torch ...", file=sys.stderr, flush=True)
-    with garbage.paused():
+    with system.no_garbage():
         yield
         # Libraries stay, so later collections need not look at them
         gc.freeze()
-    stop_signal.check()
-
-
-@contextmanager
-def told_by_first() -> Iterator[None]:
-    """Let rank 0 alone report a mistake in this block, which every rank finds."""
-    try:
-        yield
-    except (ValueError, OSError):
-        leave_to_first()
-        raise
+    system.check()
 
 
 # Help
@@ -245,24 +240,26 @@ def _train(argv: list[str]) -> int:
         from longctx.training.sweep import sweep
 
         return sweep(sweep_jobs)
-    with told_by_first():
-        request = _resumed(arguments) or parse.compose("train", arguments)
-        early_checks.check_training(request.config)
-        # The length "max" is found by processes of their own
-        _start_gpu(request.config, is_used=request.config.seq_len != "max")
-    with libraries():
-        from longctx.training.life_cycle import train
-    return train(request)
+    request = _resumed(arguments) or parse.compose("train", arguments)
+    early_checks.check_training(request.config)
+    # The length "max" is found by processes of their own
+    with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
+        with libraries():
+            from longctx.training.life_cycle import train
+        return train(request, processes)
 
 
-def _start_gpu(config: Any, is_used: bool = True) -> None:
-    """Let the driver start while torch is imported, and keep torch quiet about lost processes."""
+@contextmanager
+def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
+    """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
     processes = launched(config)
     # torch's warnings would bury the line that names a lost process
     if processes.ranks > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if config.device != "cpu" and is_used:
-        hardware.start_gpu(processes.local_rank)
+    with started(processes) as processes:
+        if config.device != "cpu" and uses_gpu:
+            hardware.start_gpu(processes.local_rank)
+        yield processes
 
 
 def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
@@ -308,14 +305,13 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    with told_by_first():
-        config, _, given = parse.compose("eval", _without_sweep("eval", argv))
-        request = EvalRequest.of(config, given)
-        early_checks.check_evaluation(request)
-        _start_gpu(request.config)
-    with libraries():
-        from longctx.evaluation.evaluate import evaluate
-    return evaluate(request)
+    config, _, given = parse.compose("eval", _without_sweep("eval", argv))
+    request = EvalRequest.of(config, given)
+    early_checks.check_evaluation(request)
+    with _processes(request.config) as processes:
+        with libraries():
+            from longctx.evaluation.evaluate import evaluate
+        return evaluate(request, processes)
 
 
 def _generate(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from longctx import hub_snapshot, plugins
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
-from longctx.distributed.launched import launched, number_here
+from longctx.parallel.launch import launched, number_here
 from longctx.planner import hardware
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
@@ -122,16 +122,14 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     config.attention.check_without_gpu()
     if config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
-    processes, cores = launched(config), hardware.cores()
-    here = processes.local_ranks
+    here, cores = launched(config).local_ranks, hardware.cores()
     if here > PROCESSES_PER_CORE * cores:
         limit = PROCESSES_PER_CORE * cores
         raise ValueError(
             f"devices={here}: {here} processes on {cores} cores; give at most devices={limit}, "
             f"{PROCESSES_PER_CORE} a core"
         )
-    # Ranks of several nodes are warned once all of them are there
-    if here > cores and number_here() == 0 and processes.nodes == 1:
+    if here > cores and number_here() == 0:
         print(
             f"warning: devices={here}: {here} processes share the {cores} "
             f"core{'s' if cores > 1 else ''} of this machine, which is slower than devices={cores}"

@@ -7,6 +7,7 @@ scores, and `results` prints and writes. Rank 0 resolves and measures; other ran
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -15,24 +16,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longctx import files
 from longctx.attention import kernels_run
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest, default_lengths
-from longctx.distributed.devices import (
-    check_attention,
-    dtype_of,
-    is_out_of_memory,
-    this_machine,
-    within_memory,
-)
-from longctx.distributed.heartbeat import EVERY
-from longctx.distributed.parallel import Parallel, parallel_of
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.forward_memory import choose_strategy, largest_forward, text_lengths
 from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import stride_of
+from longctx.parallel.devices import (
+    check_attention,
+    dtype_of,
+    is_out_of_memory,
+    this_machine,
+    within_memory,
+)
+from longctx.parallel.launch import Launched
+from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
@@ -90,22 +92,18 @@ class Layout(NamedTuple):
     attention: AttentionConfig
 
 
-def evaluate(request: EvalRequest) -> int:
-    """Run `request`, print the tables, write the files and return the exit code.
+def evaluate(request: EvalRequest, processes: Launched) -> int:
+    """Run `request` on `processes`, print the tables, write the files and return the exit code.
 
     Raises ValueError or OSError, one line, for a mistake in the request.
     """
     machine = this_machine()
-    parallel = parallel_of(request.config, machine)
+    parallel = parallel_of(request.config, machine, processes)
     device = parallel.device.type
     try:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
         setup = resolve(request, device, machine) if parallel.is_first else None
-        parallel.launch("")
-    except (ValueError, OSError) as error:
-        parallel.fail(str(error), code=2)
-        raise
-    try:
+        parallel.launch()
         scorer = build_scorer(request, setup, parallel)
         if setup is None:
             scorer.serve()
@@ -118,14 +116,15 @@ def evaluate(request: EvalRequest) -> int:
             scorer.end()
         parallel.shut_down()
     except KeyboardInterrupt:
-        parallel.abandon()
+        parallel.fail("stopped by a signal", code=128 + signal.SIGINT)
         raise
     except Exception as error:
         problem = explain(error, request, parallel)
-        parallel.fail(problem or str(error))
+        if problem is not None and parallel.is_first:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        parallel.fail(problem or str(error), files.exit_code(error))
         if problem is None:
             raise
-        print(f"error: {problem}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -203,7 +202,7 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
     method = config.context.method_for(decided["heads"])
     data_ranks = config.devices // degree
     layout = Layout(decided["strategy"], data_ranks, degree, method, config.attention)
-    parallel.init_mesh(layout, "")
+    parallel.init_mesh(layout)
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),
@@ -362,9 +361,5 @@ def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str |
             )
         return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
-        # The heartbeat names the lost process and ends this one.
-        time.sleep(3 * EVERY)
-        return f"a process of the evaluation is gone ({str(error).splitlines()[0]})"
-    if parallel.is_first:
-        return None
-    return f"process {parallel.rank}: {' '.join(str(error).split())}"
+        return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
+    return None if parallel.is_first else " ".join(str(error).split())

@@ -25,10 +25,10 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalRequest
 from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
-from longctx.distributed import sharding
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
 from longctx.model.restore import copy_weights
+from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from longctx.untrusted import read_settings
 

@@ -25,12 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from longctx.attention import Mask
 from longctx.data.rows import PADDING_PIECE
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 
-# Rank 0 may load a data set between two batches. The heartbeat notices a lost process.
+# Rank 0 may load a data set between two batches. A lost process ends the others all the same.
 PATIENCE = timedelta(days=7)
 LONG = 60.0  # seconds: a shorter evaluation prints nothing about its time
 HasEnded = Callable[[int, list[int]], bool]  # True if the new tokens of a sequence end it

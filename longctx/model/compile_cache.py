@@ -13,7 +13,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from longctx import garbage
+from longctx import system
 from longctx.attention import registered
 
 FOLDERS = ("attention", "kernels", "model")
@@ -22,7 +22,7 @@ AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode.
 
 def preload() -> None:
     """Import torch's compiler, which takes 1.4 s; without settings, which are a thread's own."""
-    with garbage.paused():  # or it takes 1.7 s
+    with system.no_garbage():  # or it takes 1.7 s
         import torch._functorch.config
         import torch._inductor.compile_fx
         import torch.compiler.config  # noqa: F401

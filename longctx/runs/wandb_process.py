@@ -21,7 +21,7 @@ from statistics import fmean
 from threading import Thread
 from typing import Any, NoReturn
 
-from longctx import python_child, stop_signal
+from longctx import python_child, system
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
@@ -38,7 +38,7 @@ Commands = Iterator[dict[str, Any]]
 def main(is_second: bool) -> NoReturn:
     """Copy the run or evaluation in the first line on stdin, until the parent finishes or ends."""
     # A launcher sends signals to the whole job; the run alone decides what they mean
-    for number in stop_signal.SIGNALS:
+    for number in system.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     commands = follow_stdin()
     request = next(commands)
@@ -99,7 +99,7 @@ def end_after(parent: int) -> None:
     """End this process LASTS seconds after its parent, even if wandb hangs."""
     while os.getppid() == parent:
         time.sleep(PAUSE)
-    stop_signal.exit_within(LASTS, 1)
+    system.exit_within(LASTS, 1)
 
 
 def send_run(request: dict[str, Any], commands: Commands) -> None:

@@ -8,17 +8,12 @@ for nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -31,18 +26,13 @@ from longctx.attention.mask import causal_pairs
 from longctx.config.doors import OBJECTIVES
 from longctx.data import Data
 from longctx.data.rows import IGNORED, padding_ids
-from longctx.distributed.heartbeat import state_of
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.training.run import Run
 from longctx.training.sequences import Sequences
 
-LOOK = 5.0  # seconds between two looks at the data workers
-LOOKS = 6  # a worker that this many looks find stopped by a signal is killed
 LONGEST = 600.0  # seconds that a batch may take
-ENDS = 2.0  # seconds in which a process ends after its connection is closed
 Windows = Mapping[int | None, int]  # layers by window, as `GPTConfig.windows` has them
 NO_WINDOW: Windows = {None: 1}
-_stopped: list[int] = []  # PIDs of data workers that were killed so
 
 
 class MicroBatch:
@@ -177,36 +167,21 @@ def collate_step(
     return StepBatch([collate(group, windows) for group in groups])
 
 
-class LostWorker(RuntimeError):
-    """A data worker is gone or too slow; the message names it."""
-
-
 def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
     """Return the batches of `loader`, whose workers begin at once.
 
-    The iterator raises LostWorker if a worker dies, is stopped, or takes longer than LONGEST.
+    torch raises an error for which `is_lost_worker` is true if a worker dies, or takes longer than
+    LONGEST, as one does that is stopped by a signal.
     """
-    iterator: Any = iter(loader)
-    workers = iterator._workers if loader.num_workers else []
-    if workers:
-        pids = [worker.pid for worker in workers]
-        threading.Thread(target=_end_stopped, args=[pids], daemon=True).start()
-    return _batches(iterator, workers)
+    return _batches(iter(loader))
 
 
-def _batches(iterator: Iterator[StepBatch], workers: Sequence[Any]) -> Iterator[StepBatch]:
+def _batches(iterator: Any) -> Iterator[StepBatch]:
     try:
-        while True:
-            try:
-                batch = next(iterator)
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                if isinstance(error, RuntimeError) and not is_lost_worker(error):
-                    raise
-                raise LostWorker(lost_worker(error, workers)) from None
-            yield batch
+        yield from iterator
     finally:
         pins: Any = getattr(iterator, "_pin_memory_thread", None)
-        if pins and not all(worker.is_alive() for worker in workers):
+        if pins and not all(worker.is_alive() for worker in iterator._workers):
             # It may wait for ever for the rest of a batch of the dead worker, and torch for it.
             pins.join = lambda: None
 
@@ -215,53 +190,12 @@ def is_lost_worker(error: BaseException) -> bool:
     """Return True if `error` is about a data worker; torch may raise it anywhere in the main
     thread.
     """
-    return isinstance(error, LostWorker) or str(error).startswith("DataLoader ")
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader ")
 
 
-def lost_worker(error: BaseException, workers: Sequence[Any] = ()) -> str:
-    """Return what has become of a data worker: of one of the processes `workers` if `error`, such
-    as that of a closed connection, names none.
-    """
-    ended = _ended(workers) if workers else []
-    if _stopped:
-        return f"data worker {_stopped[0]} was stopped by a signal for {LOOK * LOOKS:.0f} s"
-    text = (str(error).splitlines() or [""])[0].rstrip(". ")
-    if isinstance(error, RuntimeError):
-        return text
-    if ended:
-        return f"data worker {ended[0].pid} is gone (exit code {ended[0].exitcode})"
-    return f"a data worker is gone ({text})"
-
-
-def _ended(workers: Sequence[Any]) -> list[Any]:
-    """Return the `workers` that have ended, or end within ENDS seconds, and join them.
-
-    Without the join, torch's handler of SIGCHLD raises an error of its own wherever the main thread
-    is by then.
-    """
-    while True:
-        try:
-            ready = connection.wait([worker.sentinel for worker in workers], timeout=ENDS)
-            ended = [worker for worker in workers if worker.sentinel in ready]
-            for worker in ended:
-                worker.join(ENDS)
-            return ended
-        except RuntimeError as error:
-            if not is_lost_worker(error):
-                raise
-
-
-def _end_stopped(pids: list[int]) -> None:
-    """Kill data workers that stay stopped by a signal: torch notices no worker but a lost one."""
-    looks = dict.fromkeys(pids, 0)
-    while any(state_of(pid) for pid in pids):
-        time.sleep(LOOK)
-        for pid in pids:
-            looks[pid] = looks[pid] + 1 if state_of(pid) in ("T", "t") else 0
-            if looks[pid] == LOOKS:
-                _stopped.append(pid)
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+def lost_worker(error: BaseException) -> str:
+    """Return the line of torch's `error` that names a lost data worker by its PID."""
+    return str(error).splitlines()[0].rstrip(". ")
 
 
 def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[MicroBatch]:

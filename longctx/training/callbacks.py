@@ -19,11 +19,11 @@ from longctx.attention import kernels_run
 from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Tokenizer
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Decoder, continuations
 from longctx.model.sampling import Sampler
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.planner.overview import count_of
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog

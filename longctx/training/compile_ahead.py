@@ -16,11 +16,11 @@ import torch
 
 from longctx.attention import registered
 from longctx.config.model_config import GPTConfig
-from longctx.distributed.devices import dtype_of
 from longctx.kernels import HAS_TRITON, relaunch
 from longctx.model import GPT, compile_cache
+from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
-from longctx.stop_signal import UNNEEDED
+from longctx.system import UNNEEDED
 
 Task = Callable[[], object]
 TOKENS = 128  # of the compiling step: Triton specializes for multiples of 16

@@ -25,10 +25,10 @@ from torch import Tensor
 from longctx.attention.description import AttentionConfig
 from longctx.data import Data
 from longctx.data.rows import IGNORED
-from longctx.distributed import sharding
-from longctx.distributed.devices import check_attention
-from longctx.distributed.parallel import Parallel
 from longctx.model import lora
+from longctx.parallel import sharding
+from longctx.parallel.devices import check_attention
+from longctx.parallel.mesh import Parallel
 from longctx.training.batches import StepBatch, micro_batch
 from longctx.training.compile_ahead import with_few_layers
 from longctx.training.run import Run

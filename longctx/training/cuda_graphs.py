@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.attention import Mask
-from longctx.distributed.devices import is_out_of_memory
+from longctx.parallel.devices import is_out_of_memory
 from longctx.training.batches import MicroBatch
 from longctx.training.module import Mark, StepParts
 from longctx.training.optimizers.adamw import AdamW

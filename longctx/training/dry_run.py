@@ -26,9 +26,9 @@ from torch.utils.data import Dataset
 
 from longctx import attention, plugins, python_child
 from longctx.attention.communication import Laps
-from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
-from longctx.distributed.launched import without_launcher
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.devices import is_out_of_memory, within_memory
+from longctx.parallel.launch import without_launcher
+from longctx.parallel.mesh import Parallel
 from longctx.training.batches import StepBatch, read_ahead, train_loader
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of
@@ -94,8 +94,8 @@ def dry_run(
     if workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    parallel = Parallel(run.config, workload.device, this_machine())
-    parallel.launch(folder="")
+    parallel = Parallel(run.config, workload.device)
+    parallel.launch()
     # The first steps compile, so each step has its own time
     try:
         with within_memory(workload.device):

@@ -23,8 +23,8 @@ from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.attention.description import AttentionConfig
 from longctx.config.command_config import ShowOptions
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.devices import dtype_of
 from longctx.kernels import SelfTestFailed, fingerprint, launch, machine, sources
+from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
 from longctx.runs import run_folder
 

@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from longctx import files, stop_signal
+from longctx import files, system
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.devices import is_out_of_memory, this_machine, within_memory
-from longctx.distributed.heartbeat import go_on
-from longctx.distributed.parallel import EXIT, Parallel, exit_within, parallel_of
 from longctx.kernels import SelfTestFailed
+from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
+from longctx.parallel.launch import Launched
+from longctx.parallel.meeting import go_on
+from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
-from longctx.stop_signal import StopSignal
+from longctx.system import StopSignal
 from longctx.training import memory
 from longctx.training.batches import is_lost_worker, lost_worker
 from longctx.training.context_check import CheckFailed
@@ -60,15 +61,15 @@ class Phase(enum.Enum):
     OVER = enum.auto()
 
 
-def train(request: Request[TrainConfig]) -> int:
-    """Train as `request` says and return the exit code.
+def train(request: Request[TrainConfig], processes: Launched) -> int:
+    """Train as `request` says, on these `processes`, and return the exit code.
 
     Raises ValueError or OSError, one line, if the request cannot be trained.
     """
     sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
-    parallel = parallel_of(request.config, machine)
-    with stop_signal.caught() as stop:
+    parallel = parallel_of(request.config, machine, processes)
+    with system.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)
 
 
@@ -103,13 +104,13 @@ class LifeCycle:
         if request.config.resume and is_first:
             locks.enter_context(run_folder.locked(Path(request.config.resume)))
         self.run = resolve(request, machine) if is_first else None
-        parallel.launch("" if self.run is None else str(self.run.folder))
+        parallel.launch()
         # Every rank opens the data itself
         mine = None if self.run is None else replace(self.run, data=None)
         decided, *_ = parallel.all_gather_objects(mine)
         run = self.run = self.run or decided
         assert run is not None
-        parallel.init_mesh(run.workload, str(run.folder))
+        parallel.init_mesh(run.workload, run.folder)
         if is_first:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))
@@ -136,7 +137,7 @@ class LifeCycle:
             has_stopped = self.stop.number is not None and log.steps_done < run.max_steps
             code = self.stop.code if has_stopped else 0
         except KeyboardInterrupt:
-            parallel.abandon()
+            parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
             saver.cancel_removal()
             code = self.stop.code
             raise
@@ -213,8 +214,8 @@ class LifeCycle:
             return memory.explain(log.run.workload, log.steps_done, machine)
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
-            return f"a process of the run is gone ({reason}); {go_on()}"
-        return f"{lost_worker(error)}; {go_on()}" if is_lost_worker(error) else None
+            return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
+        return f"{lost_worker(error)}; {go_on(log.run.folder)}" if is_lost_worker(error) else None
 
     def _delete_old_checkpoints(self, log: RunLog, saver: Saver) -> None:
         """Wait until the checkpoints that the last one replaced are deleted, or a signal comes."""
@@ -230,13 +231,11 @@ class LifeCycle:
 
     def _interrupted(self) -> None:
         """Part from the other processes after a signal; remove the folder of an untrained run."""
-        self.parallel.abandon()
+        self.parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
         run = self.run
         is_untrained = self.phase is Phase.STARTING and run is not None and run.checkpoint is None
         if run is not None and is_untrained and self.parallel.is_first:
             shutil.rmtree(run.folder, ignore_errors=True)
-        if self.parallel.ranks > 1:
-            exit_within(EXIT, self.stop.code)
 
 
 def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:

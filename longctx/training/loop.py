@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training import context_check, memory
 from longctx.training.batches import step_batches

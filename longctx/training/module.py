@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from longctx.config.doors import OBJECTIVES
-from longctx.distributed import sharding
-from longctx.distributed.devices import dtype_of
-from longctx.distributed.lightning_parts import pytorch as pl
-from longctx.distributed.parallel import Parallel
 from longctx.model import GPT, fp8, lora
+from longctx.parallel import sharding
+from longctx.parallel.devices import dtype_of
+from longctx.parallel.fabric import pytorch as pl
+from longctx.parallel.mesh import Parallel
 from longctx.training import optimizers, pretrained
 from longctx.training.batches import MicroBatch
 from longctx.training.learning_rate import learning_rate

@@ -19,8 +19,8 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.data.sources import mix
-from longctx.distributed import sharding
 from longctx.model import GPT, huggingface, restore
+from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 
 OPEN_KEYS = ("model.vocab_size",)  # the weights leave them open

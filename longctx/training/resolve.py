@@ -21,9 +21,9 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import Data, load, sources
-from longctx.distributed.devices import check_attention, choose_device
-from longctx.distributed.launched import launched
 from longctx.model.context_extension import extended
+from longctx.parallel.devices import check_attention, choose_device
+from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of

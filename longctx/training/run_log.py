@@ -9,7 +9,7 @@ import torch
 from rich.filesize import decimal
 
 from longctx import attention
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import GIB
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict

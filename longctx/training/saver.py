@@ -13,9 +13,9 @@ from concurrent.futures import wait
 import torch
 from torch import Tensor
 
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.model.offload import pinned
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, load
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.training.run import Run
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from longctx import python_child, stop_signal, tables
+from longctx import python_child, system, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Shown, figures
 
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 ENDINGS = {
     0: "well",
     2: "mistake",
-    **dict.fromkeys(stop_signal.EXIT_CODES, "stopped"),
+    **dict.fromkeys(system.EXIT_CODES, "stopped"),
     -9: "killed: out of memory?",
 }
 
@@ -51,7 +51,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
         out.print(title, style="bold")
         jobs.append(_run(overrides, varied))
-        if jobs[-1].code in stop_signal.EXIT_CODES:
+        if jobs[-1].code in system.EXIT_CODES:
             break
     out.print()
     tables.show(sweep_table(jobs), output=out)
@@ -59,7 +59,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     if len(folders) > 1:
         text = f"compare    {python_child.typed_command()} compare {' '.join(folders)}"
         out.print(text, soft_wrap=True)
-    stopped = jobs[-1].code in stop_signal.EXIT_CODES
+    stopped = jobs[-1].code in system.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
 
@@ -72,7 +72,7 @@ def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
 
 def _run(overrides: list[str], varied: set[str]) -> Job:
     """Run one job to its end. Pass signals on: the job saves a checkpoint and ends. Ctrl-C also
-    reaches it directly, and counts once: see stop_signal.TOGETHER.
+    reaches it directly, and counts once: see system.TOGETHER.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
@@ -85,7 +85,7 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
         def pass_on(number: int, frame: Any) -> None:
             process.send_signal(number)
 
-        before = {number: signal.signal(number, pass_on) for number in stop_signal.SIGNALS}
+        before = {number: signal.signal(number, pass_on) for number in system.SIGNALS}
         try:
             code = process.wait()
         finally:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention.communication import Laps
-from longctx.distributed.parallel import Parallel
+from longctx.parallel.mesh import Parallel
 from longctx.planner import hardware
 from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK

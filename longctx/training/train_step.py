@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.model import fp8
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.cuda_graphs import StepGraphs

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from longctx.config.doors import OBJECTIVES
 from longctx.data import Data
 from longctx.data.rows import IGNORED
-from longctx.distributed.devices import dtype_of
-from longctx.distributed.parallel import Parallel
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
 from longctx.evaluation.score import Scorer
+from longctx.parallel.devices import dtype_of
+from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph

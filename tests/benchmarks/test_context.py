@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import context
 from benchmarks.words import decided, main, training_run
-from longctx.distributed import devices
+from longctx.parallel import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import peers, trainers
 from benchmarks.words import main, training_run
-from longctx.distributed import devices
+from longctx.parallel import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import dry_run

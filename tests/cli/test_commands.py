@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.tune import Options
-from longctx import cli, stop_signal
+from longctx import cli, system
 from longctx.cli import answer, libraries
 from longctx.config.command_config import CompareOptions, ExportOptions
 from longctx.config.fields import key, keys
@@ -152,7 +152,7 @@ def test_output_that_cannot_be_encoded_ends_nothing() -> None:
     assert (process.returncode, process.stdout) == (0, b"9 ? 5 ? 3\n"), process.stderr
 
 
-@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+@pytest.mark.parametrize("number", system.SIGNALS)
 def test_a_signal_has_its_exit_code_even_behind_another_error(number: int) -> None:
     def imports(argv: list[str]) -> int:
         try:
@@ -182,7 +182,7 @@ def test_a_mistake_found_while_a_signal_waits_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def saves(argv: list[str]) -> int:
-        with stop_signal.caught() as stop:
+        with system.caught() as stop:
             stop.waits = True
             signal.raise_signal(signal.SIGTERM)
             raise OSError("disk full")

@@ -13,8 +13,8 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
-from longctx.distributed import sharding
 from longctx.model import GPT, GPTConfig
+from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from tests.eval_script.sample import SCRIPT, TEXTS, Evaluate
 from tests.written import write

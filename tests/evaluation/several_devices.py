@@ -27,8 +27,6 @@ from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.tokenizer import train
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
 from longctx.evaluation.evaluate import build_scorer, resolve
 from longctx.evaluation.load import load_model
 from longctx.evaluation.passkey import recall
@@ -36,6 +34,8 @@ from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, lora
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Writers
@@ -158,8 +158,8 @@ def difference(ours: list[Any], theirs: list[Any]) -> float:
 def compared(draw: random.Random, folder: Path) -> dict[str, float]:
     """One random evaluation on all ranks against the same on one; empty but on the first."""
     run, config = drawn(draw, dist.get_world_size(), folder)
-    parallel = Parallel(config, "cpu", MACHINE)
-    parallel.launch("")
+    parallel = Parallel(config, "cpu")
+    parallel.launch()
     write_run(run, folder, draw.random() < 0.5, parallel)
     request = EvalRequest(config, {}, True)
     setup = resolve(request, "cpu", MACHINE) if parallel.is_first else None
@@ -177,8 +177,6 @@ def compared(draw: random.Random, folder: Path) -> dict[str, float]:
         alone = Scorer(load_model(folder, attention="naive")[0])
         theirs = measured(alone, setup.context, setup.batch_size, docs)
         result = {name: difference(ours[name], theirs[name]) for name in ours}
-    assert parallel.heartbeat is not None
-    parallel.heartbeat.stop()
     return result
 
 

@@ -26,9 +26,8 @@ from longctx.attention.registry import Attention
 from longctx.cli import compose
 from longctx.data import Data, load
 from longctx.data.rows import IGNORED, Rows
-from longctx.distributed.parallel import Parallel
 from longctx.model import GPT
-from longctx.planner.hardware import Machine
+from longctx.parallel.mesh import Parallel
 from longctx.planner.workload import with_vocabulary, workload_of
 from longctx.training import context_check, module
 from longctx.training.resolve import scheduled
@@ -180,23 +179,20 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
     composed = compose("train", keys)
-    parallel = Parallel(composed.config, "cpu", Machine(0, None, False, 2.0**40))
+    parallel = Parallel(composed.config, "cpu")
     config = replace(composed.config, devices=parallel.ranks)
     assert isinstance(config.seq_len, int)
-    parallel.launch("")
+    parallel.launch()
     data = load(config.data, config.seq_len)
     work = workload_of(config, "cpu", config.seq_len, config.model)
     run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
-    parallel.init_mesh(run.workload, "")
+    parallel.init_mesh(run.workload)
     try:
         faulty = FAULTS[fault]() if fault else nullcontext()
         with patch.object(TrainState, "__init__", begun), faulty:
             return str(context_check.compare_with_one(run, data, parallel))
     except context_check.CheckFailed as error:
         return f"failed: {error}"
-    finally:
-        assert parallel.heartbeat is not None
-        parallel.heartbeat.stop()
 
 
 def main(cases: dict[str, Any], out: Path) -> None:

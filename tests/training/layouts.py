@@ -26,9 +26,8 @@ from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
-from longctx.distributed import sharding
-from longctx.distributed.parallel import Parallel
-from longctx.planner.hardware import Machine
+from longctx.parallel import sharding
+from longctx.parallel.mesh import Parallel
 from longctx.planner.workload import workload_of
 from longctx.training.batches import StepBatch, micro_batch
 from longctx.training.resolve import scheduled
@@ -190,16 +189,13 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def spread(config: TrainConfig, draw: random.Random) -> Case:
     """The step of `config` on all ranks."""
-    machine = Machine(0, None, False, 2.0**40)
-    parallel = Parallel(config, "cpu", machine)
-    parallel.launch("")
+    parallel = Parallel(config, "cpu")
+    parallel.launch()
     run = run_of(replace(config, devices=parallel.ranks))
-    parallel.init_mesh(run.workload, "")
+    parallel.init_mesh(run.workload)
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
     ours = step_of(run, parallel, rows)
-    if parallel.heartbeat is not None:
-        parallel.heartbeat.stop()
     return Case(run, parallel, rows, ours)
 
 

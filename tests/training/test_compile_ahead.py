@@ -70,7 +70,7 @@ def test_compiler_settings_are_those_of_its_thread() -> None:
 def test_nobody_waits_for_compilers_at_the_end() -> None:
     code = """if True:
         import threading
-        from longctx.stop_signal import exit_with
+        from longctx.system import exit_with
         from longctx.training.compile_ahead import side_by_side
         side_by_side([threading.Event().wait])
         print("said", flush=False)

@@ -94,10 +94,6 @@ def test_a_sharded_run_resumes_on_any_devices(
     [
         ({"devices": 4, "context": 3}, "context=3: does not divide devices=4"),
         ({"context": 2}, "context=2: does not divide devices=1"),
-        (
-            {"devices": 3, "context": 3, "context.method": "ulysses"},
-            "context=3: context.method=ulysses divides the model's",
-        ),
         ({"context": 0}, "context.degree=0: a number from 1"),
         ({"context": "all"}, "context.degree=all"),
         ({"strategy": "fsdq"}, "did you mean fsdp?"),
@@ -109,10 +105,15 @@ def test_what_cannot_be_shared_is_refused(
     refused(train.main(overrides(name="r", **changes)), message)
 
 
-def test_a_resumed_step_keeps_its_rows(
-    overrides: Overrides, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_have_begun_end_with_a_mistake(overrides: Overrides, tmp_path: Path) -> None:
+    """Rank 0 finds it once it knows the model, or the run that is resumed."""
     assert train.main(overrides(name="r", batch_size=2, accumulate=2, max_steps=1)) == 0
-    capsys.readouterr()
-    code = train.main([f"resume={tmp_path}/runs/r", "devices=3", "max_steps=2"])
-    refused(code, "devices=3: a step of the run has 4 sequences")
+    heads = {"devices": 3, "context": 3, "context.method": "ulysses"}
+    for words, message in (
+        (overrides(**heads), "context=3: context.method=ulysses divides the model's"),
+        ([f"resume={tmp_path}/runs/r", "devices=3", "max_steps=2"], "devices=3: a step of the run"),
+    ):
+        process = finished(ROOT / "train.py", words, tmp_path)
+        assert process.returncode == 2, process.stderr
+        [error] = process.stderr.splitlines()
+        assert message in error

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 import train
 from longctx import cli
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.distributed.parallel import Parallel
 from longctx.evaluation.load import load_model
+from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
-from longctx.stop_signal import StopSignal
+from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
@@ -174,7 +174,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     request = request._replace(config=replace(request.config, name="stock"))
     run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
     assert run.data is not None
-    parallel = Parallel(run.config, "cpu", Machine(0, None, False, 2.0**40))
+    parallel = Parallel(run.config, "cpu")
     batches = step_batches(run, Sequences(run, run.data), parallel)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 

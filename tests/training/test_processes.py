@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train
-from longctx import files, stop_signal
+from longctx import files, system
 from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
 from tests.training.sample_run import Overrides, newest, steps, weights, write_checkpoint
@@ -170,7 +170,7 @@ def test_a_second_signal_ends_a_run_at_once(
     def twice(*_: Any, **__: Any) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2 * stop_signal.TOGETHER)
+            time.sleep(2 * system.TOGETHER)
 
     monkeypatch.setattr(Saver, "save", twice)
     assert train.main(overrides(name="r", max_steps=2)) == 143
@@ -186,7 +186,7 @@ def test_signals_in_a_validation_end_without_traceback(
     wait_for_step(folder, 2, process)
     for _ in range(3):  # one second apart: the first waits for the step, the others do not
         process.send_signal(signal.SIGTERM)
-        time.sleep(2 * stop_signal.TOGETHER)
+        time.sleep(2 * system.TOGETHER)
     _, err = process.communicate()
     assert process.returncode == 143, err
     assert "Traceback" not in err

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 import train
-from longctx import files, stop_signal
+from longctx import files, system
 from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.planner import hardware
 from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving
-from longctx.stop_signal import StopSignal
+from longctx.system import StopSignal
 from longctx.training import loop, saver
 from tests.processes import killed_at
 from tests.training.sample_run import Overrides, newest, steps
@@ -150,7 +150,7 @@ def test_a_second_signal_cancels_the_save(
 
     monkeypatch.setattr(Saving, "cancel", give_up)
     monkeypatch.setattr(StopSignal, "on_signal", noted)
-    monkeypatch.setattr(stop_signal, "TOGETHER", 0.0)
+    monkeypatch.setattr(system, "TOGETHER", 0.0)
     in_the_write(terminate_twice)
     assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
     assert names(tmp_path / "runs" / "r") == []

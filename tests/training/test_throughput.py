@@ -7,9 +7,8 @@ import torch
 
 import train
 from longctx.config.train_config import TrainConfig
-from longctx.distributed.parallel import Parallel
 from longctx.model import GPTConfig
-from longctx.planner.hardware import Machine
+from longctx.parallel.mesh import Parallel
 from longctx.planner.workload import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.callbacks import Spikes
@@ -19,7 +18,7 @@ from tests.training.sample_run import Overrides, steps
 
 def meter_of(model: GPTConfig | None = None) -> Meter:
     config = TrainConfig(model=model or GPTConfig(vocab_size=10))
-    parallel = Parallel(config, "cpu", Machine(0, None, False, 0.0))
+    parallel = Parallel(config, "cpu")
     return Meter(workload_of(config, "cpu", 128), parallel, Spikes(config, print))
 
 

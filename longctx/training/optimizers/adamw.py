@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adamw as functional
 
 from longctx.config.optimizer_config import SLICE
-from longctx.distributed.sharding import local
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
+from longctx.parallel.sharding import local
 from longctx.training.run import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longctx.config.optimizer_config import STACK
-from longctx.distributed.sharding import full, like, local, rows
 from longctx.model import GPT
+from longctx.parallel.sharding import full, like, local, rows
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
 

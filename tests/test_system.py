@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longctx import stop_signal
+from longctx import system
 from tests.processes import ROOT
 
 
@@ -16,9 +16,9 @@ from tests.processes import ROOT
 def test_first_signal_waits_for_the_step_second_quits(
     number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_signal, "TOGETHER", -1.0)
+    monkeypatch.setattr(system, "TOGETHER", -1.0)
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         stop.waits = True
         signal.raise_signal(number)
         printed = capfd.readouterr().err
@@ -32,9 +32,9 @@ def test_first_signal_waits_for_the_step_second_quits(
 def test_other_ranks_print_nothing_about_a_signal(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with stop_signal.caught() as stop, pytest.raises(KeyboardInterrupt):
+    with system.caught() as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         stop.speaks = False
         stop.waits = True
         signal.raise_signal(signal.SIGTERM)
@@ -52,25 +52,25 @@ def test_a_signal_in_a_callback_ends_the_command(
     """Python drops what is raised there, and prints its traceback."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))
-    with stop_signal.caught() as stop:
+    with system.caught() as stop:
         x = Leaves()
         _weak = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGUSR1))
         del x
         assert stop.number == signal.SIGUSR1
         with pytest.raises(KeyboardInterrupt):
-            stop_signal.check()
+            system.check()
         x = Leaves()
         _weak = weakref.ref(x, lambda _: 1 / 0)
         del x
     assert printed == [ZeroDivisionError]
-    stop_signal.check()
+    system.check()
 
 
 ENDING = """
 import atexit, gc
-from longctx import stop_signal
+from longctx import system
 atexit.register(lambda: print("frozen" if gc.get_freeze_count() else "searched"))
-stop_signal.exit_with(7)
+system.exit_with(7)
 """
 
 

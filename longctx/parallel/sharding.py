@@ -1,8 +1,8 @@
 """Weights sharded over the ranks of a run by torch's FSDP2 (fully_shard).
 
-Each rank holds a slice of the rows of every weight, of its gradient and of its optimizer state. A
-block's weights are gathered for its forward and again for its backward, in the precision of the
-run; gradients are added up in fp32. Compare ZeRO-3 (arXiv 1910.02054).
+Each rank holds some rows of every weight, of its gradient and of its optimizer state. A block's
+weights are gathered for its forward and again for its backward, in the precision of the run;
+gradients are added up in fp32. Compare ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ from longctx.runs.checkpoint_write import Sharded
 
 
 def measure_waits() -> None:
-    """Have the clock of the run count how long FSDP2 keeps computation waiting: for weights that
-    are gathered, and for gradients that are added up.
-
-    It has no hook for that; these are the methods of its parameter groups that wait.
-    """
+    """Count how long FSDP2 keeps computation waiting for weights and for sums of gradients."""
+    # FSDP2 has no hook for this; these methods of its parameter groups wait
     for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
         method = getattr(FSDPParamGroup, name)
         if not hasattr(method, "__wrapped__"):
@@ -43,7 +40,7 @@ def measure_waits() -> None:
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     """Shard every weight of `model` by rows over the ranks of `mesh` (one dimension), in place.
 
-    Blocks compute with weights gathered in `dtype`; None: in that which they have.
+    Blocks compute with weights gathered in `dtype`; None: in their own.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -55,21 +52,19 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
 
 
 def local(x: Tensor) -> Tensor:
-    """The rows of x that this rank holds; x itself where it is not sharded."""
+    """Return this rank's rows of x; x itself if it is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def rows(x: Tensor) -> slice:
-    """Which rows of the whole x this rank holds, as fully_shard divides them; all where x is not
-    sharded.
-    """
+    """Return the numbers of this rank's rows, as fully_shard divides them; all if x is whole."""
     if not isinstance(x, DTensor):
         return slice(0, x.shape[0])
     return rows_of_ranks(x)[x.device_mesh.get_local_rank()]
 
 
 def rows_of_ranks(x: Tensor) -> list[slice]:
-    """`rows` of every rank of the mesh, in order; all where x is not sharded."""
+    """Return the `rows` of every rank of the mesh, in order."""
     if not isinstance(x, DTensor):
         return [rows(x)]
     size = -(-x.shape[0] // x.device_mesh.size())
@@ -78,7 +73,7 @@ def rows_of_ranks(x: Tensor) -> list[slice]:
 
 
 def full(x: Tensor) -> Tensor:
-    """All rows of x, gathered from the ranks; all of them call it."""
+    """Return all rows of x, gathered from the ranks; all ranks call it."""
     if not isinstance(x, DTensor):
         return x
     with measured():
@@ -86,7 +81,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def like(x: DTensor, part: Tensor) -> DTensor:
-    """A tensor sharded as x is, of which `part` has the rows that this rank holds."""
+    """Return a tensor sharded as x is; `part` has this rank's rows."""
     result: DTensor = DTensor.from_local(
         part, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
     )
@@ -95,7 +90,7 @@ def like(x: DTensor, part: Tensor) -> DTensor:
 
 @torch.no_grad()
 def write(x: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of x from `first` on, as far as this rank holds them."""
+    """Copy `values` to the rows of x from `first` on; a rank writes only its own rows."""
     mine = rows(x)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:
@@ -103,8 +98,9 @@ def write(x: Tensor, values: Tensor, first: int = 0) -> None:
 
 
 def draw(x: Tensor, fill: Callable[[Tensor], Any]) -> None:
-    """Fill x at random, with the same values however it is sharded: as a whole, if only here."""
+    """Fill x at random, with the same values however it is sharded."""
     if isinstance(x, DTensor):
+        # The whole tensor exists for this moment, so that random numbers are those of one device
         values = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device)
         fill(values)
         write(x, values)
@@ -119,8 +115,8 @@ def write_rows_of(source: Any, x: Tensor) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of weights that are gathered: validation leaves those outside the blocks so, under
-    which the optimizer does not know them.
+    """Free gathered weights. Validation leaves those outside the blocks gathered, and the optimizer
+    knows only the slices.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -128,19 +124,18 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_sharded(model: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether the ranks hold slices of `model`."""
+    """Return True if the ranks hold slices of `model`."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
 def unsharded(model: GPT) -> Iterator[None]:
-    """Inside the block, gather the weights of `model` that are outside its blocks; a block gathers
-    its own when it is called.
-    """
+    """Gather the weights outside the blocks of `model`; a block gathers its own when called."""
     if not is_sharded(model):
         yield
         return
-    model._get_fsdp_state()._lazy_init()  # else a block that is called first keeps its weights
+    # Else a block that is called first keeps its weights
+    model._get_fsdp_state()._lazy_init()
     model.unshard()
     try:
         yield
@@ -149,7 +144,7 @@ def unsharded(model: GPT) -> Iterator[None]:
 
 
 def parts(module: nn.Module) -> dict[str, Sharded]:
-    """What this rank has of each weight of `module`, for a checkpoint."""
+    """Return this rank's part of each weight of `module`, for a checkpoint."""
     reshard(module)
     return {
         name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
@@ -157,14 +152,14 @@ def parts(module: nn.Module) -> dict[str, Sharded]:
 
 
 def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the weights that `optimizer` trains, as its state_dict numbers them."""
+    """Return the names of the trained weights, in the order of `optimizer`'s state_dict."""
     names = {id(x): name for name, x in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state_dict of `optimizer` from one that was `saved` whole, or as `Rows`: of each tensor
-    the rows that this rank has of the weight.
+    """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`, whole
+    tensors or `Rows`.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}

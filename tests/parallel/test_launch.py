@@ -1,12 +1,17 @@
 """What starts the processes of a run, and environments that contradict themselves."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from longctx import cli
 from longctx.config.parallel_config import ContextConfig
-from longctx.distributed.launched import Launched, launched, number_here, without_launcher
+from longctx.parallel.launch import Launched, launched, number_here, without_launcher
+from tests.processes import PYTHONPATH
 
 CONFIG = cli.compose("train", []).config
 TORCHRUN = {
@@ -71,17 +76,16 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
         (changed(TORCHRUN, WORLD_SIZE="5"), "WORLD_SIZE=5: no multiple of LOCAL_WORLD_SIZE=2"),
         (changed(TORCHRUN, RANK="4"), "RANK=4: of WORLD_SIZE=4"),
         (changed(TORCHRUN, LOCAL_RANK="2"), "LOCAL_RANK=2: of LOCAL_WORLD_SIZE=2"),
-        (changed(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE=two: not a number"),
+        (changed(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE=two; not a number"),
         (changed(TORCHRUN, MASTER_PORT="0"), "MASTER_PORT=0"),
         (changed(TORCHRUN, MASTER_ADDR=None), "MASTER_ADDR: not set"),
         (changed(TORCHRUN, MASTER_PORT=None), "MASTER_PORT: not set"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),
         ({"LOCAL_RANK": "0"}, "RANK, WORLD_SIZE"),
-        (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3, 1 tasks on its 2 nodes"),
+        (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3,1 tasks on its 2 nodes"),
         (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have the same number"),
         (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
         (changed(SRUN, SLURM_STEP_NODELIST=None), "MASTER_ADDR: not set"),
-        (changed(SRUN, WORLD_SIZE="8"), "WORLD_SIZE=8: srun has it 4"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "devices=1: SLURM has set 4 tasks aside"),
         ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "SLURM: 2 nodes, and one process"),
         (
@@ -101,3 +105,19 @@ def test_a_request_fits_what_the_launcher_has_started() -> None:
             launched(replace(CONFIG, devices=2), environment)
         with pytest.raises(ValueError, match="context=3: does not divide devices=4"):
             launched(replace(CONFIG, context=ContextConfig(degree=3)), environment)
+
+
+def test_lightning_imports_nothing_for_its_metrics(tmp_path: Path) -> None:
+    for package in ("matplotlib", "scipy", "torchvision", "transformers"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit(f'{__name__} imported')")
+        information = tmp_path / f"{package}-99.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Name: {package}\nVersion: 99.0\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import longctx.parallel.fabric as parts; parts.Fabric"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), PYTHONPATH])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-500:]

@@ -1,6 +1,6 @@
 """A training run whose process 1 is killed before it has met the others.
 
-python tests/distributed/absent.py devices=2 key=value ...
+python tests/parallel/absent.py devices=2 key=value ...
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Signals that end a command in good order, from its first second on. Torch-free.
+"""The process of a command: signals that end it in good order, exit codes, garbage. Torch-free.
 
 SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a lost terminal. SLURM sends SIGUSR1 before
 the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+STARTED_VARIABLE = "LONGCTX_STARTED"  # set for the processes that rank 0 starts
 UNNEEDED = "unneeded at the end"  # the name of threads that the exit does not wait for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
@@ -125,9 +126,25 @@ def without_signals(hook: Callable[[Any], None]) -> Callable[[Any], None]:
     return quiet
 
 
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Collect no garbage inside the block, which makes what stays, such as libraries.
+
+    Looking through it again and again is a fifth of the time that importing torch takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def exit_at_once(number: int, frame: FrameType | None) -> None:
     """End this process, which has nothing to save, as the handler of a signal."""
-    os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
+    if STARTED_VARIABLE not in os.environ:  # rank 0 says so for the processes that it has started
+        os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
 

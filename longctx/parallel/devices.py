@@ -1,5 +1,5 @@
-"""What this machine has to compute with, which kind of it a command takes, whether the attention
-that is asked for runs there, and memory that runs out.
+"""The devices of this machine: which one a command takes, whether it can run the attention asked
+for, and limits of its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longctx.planner.workload import precision_of
 
 
 def this_machine() -> Machine:
-    """The machine as torch sees it from this process."""
+    """Return the machine as torch sees it from this process."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
         return Machine(0, None, False, hardware.host_memory())
@@ -34,12 +34,12 @@ def this_machine() -> Machine:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of activations in "bf16", "fp8" or "fp32"."""
+    """Return the dtype of activations in "bf16", "fp8" or "fp32"."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
-    """ "cuda" or "cpu"; ValueError for a GPU that is asked for and not there, or lacks bf16."""
+    """Return "cuda" or "cpu"; ValueError if a GPU is asked for and missing, or lacks bf16."""
     if config.device == "cuda" and not machine.gpus:
         raise ValueError(hardware.NO_GPU)
     if config.device == "cpu" or not machine.gpus:
@@ -55,10 +55,11 @@ def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Ma
 
 
 def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:
-    """Raise ValueError, saying what to use instead, where the backend cannot run as asked."""
+    """Raise ValueError with an alternative if the backend cannot run as asked."""
     shard, sharing = None, config.context
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
-        shard = Mask("intervals")  # the queries of a rank see any of them
+        # A rank's queries see arbitrary intervals of keys
+        shard = Mask("intervals")
     attention.check(
         config.attention.backend,
         device=device,
@@ -72,17 +73,16 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
 
 @contextmanager
 def within_memory(device: str) -> Iterator[None]:
-    """On a CPU, refuse memory that the machine does not have when it is asked for, while that can
-    be said; else the kernel grants it, and kills some process once it is used. A tenth is left to
-    everything else.
+    """Have allocations fail on a CPU before the machine's memory is used up.
+
+    Else the kernel grants the memory, and kills some process once it is used.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if device == "cpu":
-        most = int(hardware.host_memory()) // 10 * 9
-        resource.setrlimit(
-            resource.RLIMIT_DATA,
-            (most if soft == resource.RLIM_INFINITY else min(soft, most), hard),
-        )
+        # A tenth is left to everything else
+        limit = int(hardware.host_memory()) // 10 * 9
+        limit = limit if soft == resource.RLIM_INFINITY else min(soft, limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def within_memory(device: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or the CPU, for which torch has no exception."""
-    return isinstance(
-        error, torch.OutOfMemoryError | MemoryError
-    ) or "can't allocate memory" in str(error)
+    """Return True if memory ran out."""
+    is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    # On a CPU torch has no exception of its own
+    return is_known or "can't allocate memory" in str(error)

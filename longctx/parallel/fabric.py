@@ -1,0 +1,96 @@
+"""Lightning Fabric for a run: device, precision and gradient averaging of processes that run.
+
+Lightning imports torchmetrics, which imports transformers, matplotlib, scipy and torchvision if
+they are installed: 2 s of the start of every process. While it does, they count as not installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning_utilities.core import imports
+from lightning_utilities.core.imports import module_available, package_available
+
+from longctx.parallel.launch import Launched
+
+UNUSED = frozenset({"transformers", "matplotlib", "scipy", "torchvision"})
+# fp8: layers make their products in FP8 themselves, see longctx.model.fp8
+PRECISIONS = {"bf16": "bf16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
+
+
+def _version_unless_unused(package: str) -> str:
+    if package in UNUSED:
+        raise PackageNotFoundError(package)
+    return version(package)
+
+
+with (
+    patch.object(imports, "_version", _version_unless_unused, create=True),
+    patch.object(
+        imports, "package_available", lambda name: name not in UNUSED and package_available(name)
+    ),
+    patch.object(
+        imports, "module_available", lambda name: name not in UNUSED and module_available(name)
+    ),
+):
+    from lightning import pytorch
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+
+__all__ = ["make_fabric", "pytorch"]
+
+
+class Running(LightningEnvironment):
+    """Processes that run already, as Lightning sees them."""
+
+    def __init__(self, launched: Launched) -> None:
+        super().__init__()
+        self.launched = launched
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def local_rank(self) -> int:
+        return self.launched.local_rank
+
+    def node_rank(self) -> int:
+        return self.launched.rank // self.launched.local_ranks
+
+
+def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
+    """Return a Fabric on "cuda" or "cpu" in "bf16", "fp8" or "fp32", for a process group that the
+    caller forms before it launches it.
+    """
+    quiet_lightning()
+    strategy: Any = SingleDeviceStrategy(
+        torch.device(device, launched.local_rank) if device == "cuda" else "cpu"
+    )
+    if launched.ranks > 1:
+        strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Fabric(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=launched.local_ranks,
+        num_nodes=launched.nodes,
+        strategy=strategy,
+        precision=PRECISIONS[precision],  # type: ignore[arg-type]
+        plugins=[Running(launched)],
+    )
+
+
+def quiet_lightning() -> None:
+    """Silence advice that does not apply: own loggers, checkpoints and choice of workers."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
+    warnings.filterwarnings(
+        "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
+    )
+    # DDP keeps the nodes of its first stream; gradients wait for one another as they should.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")

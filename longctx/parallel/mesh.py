@@ -1,0 +1,361 @@
+"""The processes of a run: their mesh, and the sums that they form over it.
+
+Only this file knows how a run is spread over devices. All others ask `Parallel`, on one device too.
+Lightning Fabric gives each process its device, precision and gradient averaging.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from longctx.attention import communication
+from longctx.attention.communication import Clock, measured
+from longctx.attention.context_parallel import Context
+from longctx.attention.description import AttentionConfig
+from longctx.config.eval_config import EvalConfig
+from longctx.config.train_config import TrainConfig
+from longctx.model import GPT
+from longctx.parallel import sharding
+from longctx.parallel.devices import choose_device, dtype_of
+from longctx.parallel.fabric import make_fabric
+from longctx.parallel.launch import EXIT, OWN, Launched, launched
+from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
+from longctx.planner.hardware import Machine
+from longctx.planner.workload import precision_of
+from longctx.system import exit_within
+
+T = TypeVar("T")
+# Weights of the embedding and the first block: one of them gets its gradient last
+LAST_WEIGHTS = 16
+
+
+class Layout(Protocol):
+    """How the processes share sequences and weights, of a workload or an evaluation."""
+
+    @property
+    def strategy(self) -> str: ...  # none | ddp | fsdp
+    @property
+    def data_ranks(self) -> int: ...  # groups of devices that take sequences of their own
+    @property
+    def context(self) -> int: ...  # devices that share each sequence
+    @property
+    def context_method(self) -> str: ...  # ulysses | allgather
+    @property
+    def attention(self) -> AttentionConfig: ...
+
+
+class Parallel:
+    """The processes of one run; this one is number `rank` of `ranks`, on `device`.
+
+    Make it, decide on rank 0 what to run, `launch` it, then `init_mesh`. The mesh has the named
+    dimensions data (copies of the model), shard (slices of it) and context (parts of a sequence).
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | EvalConfig,
+        device: str,
+        processes: Launched | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
+        self.launched = launched(config) if processes is None else processes
+        self.meeting = meeting
+        self.ranks, self.rank = self.launched.ranks, self.launched.rank
+        self.data_ranks = self.ranks
+        self.strategy = "none"
+        # Evaluation computes no gradients; only the order of their sums is not deterministic
+        if isinstance(config, TrainConfig) and config.deterministic:
+            # Before anything runs, since kernel.lock names the kernels
+            use_deterministic_algorithms()
+        precision = precision_of(config.precision, device)
+        self.dtype = dtype_of(precision)
+        self.fabric = make_fabric(self.launched, device, precision)
+        self.shards_alone = self.ranks == 1 and config.strategy.name == "fsdp"
+        self.mesh: DeviceMesh | None = None
+        self.context = Context()
+        self.has_failed = False
+        self.clock: Clock | None = None  # of the time in collectives
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's sequences: ranks that share sequences have the same."""
+        return self.rank // (self.ranks // self.data_ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Return True on rank 0, which decides, writes and prints."""
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        device: torch.device = self.fabric.device
+        return device
+
+    def launch(self) -> None:
+        """Form the process group once rank 0 has decided what to run."""
+        if self.meeting is not None:
+            self.meeting.decided()
+        if not dist.is_initialized() and (self.meeting is not None or self.shards_alone):
+            on_gpu = self.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.set_device(self.device)
+            store = dist.HashStore() if self.meeting is None else self.meeting.store
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.ranks,
+                timeout=collective_timeout(),
+                device_id=self.device if on_gpu else None,
+            )
+        self.fabric.launch()
+
+    def init_mesh(self, layout: Layout, folder: Path | None = None) -> None:
+        """Form the mesh of the launched processes as `layout` shares sequences and weights.
+
+        `folder` is that of the run, to tell how a run with a lost process continues.
+        """
+        if self.meeting is not None:
+            self.meeting.folder = folder
+        self.strategy, self.data_ranks = layout.strategy, layout.data_ranks
+        if self.ranks > 1:
+            self.clock = Clock(self.device)
+            communication.start(self.clock)
+        if not dist.is_initialized():
+            return
+        groups = {self._rows_dimension: layout.data_ranks, "context": layout.context}
+        # Each dimension has process groups of its own, so one of a single rank is left out
+        sizes = {name: size for name, size in groups.items() if size > 1} or {"shard": 1}
+        self.mesh = init_device_mesh(
+            self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+        if layout.context > 1:
+            group = self.mesh.get_group("context")
+            fetches_windows = layout.attention.description.takes_intervals
+            self.context = Context(group, layout.context_method, fetches_windows)
+
+    @property
+    def _rows_dimension(self) -> str:
+        """The dimension of the mesh whose ranks take sequences of their own."""
+        return "shard" if self.strategy == "fsdp" else "data"
+
+    def fail(self, problem: str, code: int = 1) -> None:
+        """End the other processes too, since this one ends because of `problem`.
+
+        Only the first call counts. Rank 0 has printed its problem, and prints that of another rank.
+        If all have the same one, such as a loss of NaN, only rank 0 prints it.
+        """
+        if self.has_failed or self.meeting is None:
+            return
+        self.has_failed = True
+        if not self.meeting.fail(problem, code):
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        exit_within(EXIT, code)
+
+    def is_lost_connection(self, error: BaseException) -> bool:
+        """Return True if another process left a collective, or did not come in time."""
+        # gloo has no exception of its own
+        is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        # If it is gone, the meeting's thread names it and ends this process meanwhile
+        if is_lost and self.meeting is not None:
+            time.sleep(EXIT)
+        return is_lost and self.ranks > 1
+
+    def shut_down(self) -> None:
+        """Part from the other processes while all run: an exit crashes gloo's threads."""
+        if dist.is_initialized():
+            dist.barrier()
+        if self.meeting is not None:
+            self.meeting.part()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def in_fp32(self) -> Parallel:
+        """Return the same processes, launched and with their mesh, in fp32."""
+        return self._with_fabric(self.launched, "fp32")
+
+    def alone(self) -> Parallel:
+        """Return this process as the one rank of a run, which talks to no other."""
+        one = replace(self.launched, ranks=1, local_ranks=1, rank=0)
+        other = self._with_fabric(one, "bf16" if self.dtype == torch.bfloat16 else "fp32")
+        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, "none"
+        other.mesh, other.context, other.meeting, other.clock = None, Context(), None, None
+        return other
+
+    def _with_fabric(self, processes: Launched, precision: str) -> Parallel:
+        other = copy(self)
+        other.launched, other.dtype = processes, dtype_of(precision)
+        other.fabric = make_fabric(processes, self.device.type, precision)
+        other.fabric.launch()
+        return other
+
+    def build(self, make: Callable[[], None]) -> None:
+        """Call `make`, and create its parameters on this process's device."""
+        with self.fabric.init_module():
+            make()
+
+    def shard(self, model: GPT, cast: bool = True) -> None:
+        """Spread the weights of `model`, which hold nothing yet, over all ranks under fsdp.
+
+        Blocks compute with weights in the precision of the run if `cast`, else as they are.
+        """
+        if self.strategy == "fsdp":
+            assert self.mesh is not None
+            # Under fsdp the mesh has no copies: all its ranks hold slices
+            ranks = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("shard_context")
+            sharding.shard(model, ranks, self.dtype if cast else None)
+            sharding.measure_waits()
+
+    def prepare(self, module: nn.Module) -> Any:
+        """Return `module` wrapped so that `backward` averages gradients over all ranks."""
+        if self.strategy == "fsdp":
+            return module
+        # After the last gradient, backward waits for the other ranks
+        if self.clock is not None:
+            weights = [p for p in module.parameters() if p.requires_grad]
+            for weight in weights[:LAST_WEIGHTS]:
+                weight.register_post_accumulate_grad_hook(self.clock.mark)
+        return self.fabric.setup_module(module)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Compute in the precision of the run, around forward and backward of a step."""
+        context: AbstractContextManager[None] = self.fabric.autocast()
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` to those of the step."""
+        self.fabric.backward(loss)
+        if self.clock is not None:
+            self.clock.until_now()
+
+    def accumulates(self, module: Any, last: bool) -> AbstractContextManager[None]:
+        """Keep gradients on their rank around forward and backward of a micro-batch, until the
+        last one.
+        """
+        if last or self.strategy != "ddp" or self.ranks == 1:
+            return nullcontext()
+        context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
+        return context
+
+    def loss_weight(self, scored: int) -> Tensor:
+        """Return the weight of each target token in the step's loss, if this rank has `scored`.
+
+        () float32 on the device: the number of ranks, over which gradients are averaged, divided by
+        the target tokens of all ranks.
+        """
+        total = torch.full((), float(self.counted_once(scored)), device=self.device)
+        return self.ranks / self.all_reduce_sum(total).clamp(min=1.0)
+
+    def counted_once(self, count: int) -> int:
+        """Return `count`, of whole sequences, on one of the ranks that share them, 0 on others."""
+        return count if self.context.ranks.rank == 0 else 0
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Add up `x` over all ranks, in place."""
+        return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Set each value of `x` to the largest of any rank, in place."""
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: Tensor, operation: Any) -> Tensor:
+        if self.ranks > 1:
+            with measured():
+                dist.all_reduce(x, op=operation)
+        return x
+
+    def all_gather_rows(self, x: Tensor) -> Tensor:
+        """Return the rows x (B, ...) of every data rank, in order: (data ranks · B, ...)."""
+        if self.data_ranks == 1:
+            return x
+        assert self.mesh is not None
+        parts = [torch.empty_like(x) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group(self._rows_dimension))
+        return torch.cat(parts)
+
+    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
+        """Return the `numbers` of every rank, in order."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.ranks == 1:
+            return [mine.tolist()]
+        of_ranks = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(of_ranks, mine)
+        return [of_rank.tolist() for of_rank in of_ranks]
+
+    def max(self, number: int) -> int:
+        """Return the largest `number` of any rank."""
+        # One rank waits for no device
+        if self.ranks == 1:
+            return number
+        return int(self.all_reduce_max(torch.tensor(number, device=self.device)))
+
+    def broadcast(self, plain: T) -> T:
+        """Return rank 0's `plain`, a value that JSON can hold, on every rank."""
+        if self.ranks == 1:
+            return plain
+        text = self.fabric.broadcast(json.dumps(plain), src=0)
+        shared: T = json.loads(text)
+        return shared
+
+    def all_gather_objects(self, x: T) -> list[T]:
+        """Return every rank's `x`, in order."""
+        every: list[Any] = [x]
+        if self.ranks > 1:
+            every = [None] * self.ranks
+            dist.all_gather_object(every, x)
+        return every
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """Return, on all ranks, the `problem` of the first rank that has one."""
+        return next((x for x in self.all_gather_objects(problem) if x is not None), None)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.fabric.barrier()
+
+
+def parallel_of(
+    config: TrainConfig | EvalConfig, machine: Machine, processes: Launched
+) -> Parallel:
+    """Return the `processes` of a run on this `machine`, which have met.
+
+    Raises ValueError on rank 0 if a process is missing or cannot take part.
+    """
+    device, problem = "cpu", ""
+    try:
+        device = choose_device(config, machine)
+        if device == "cuda" and processes.local_ranks > machine.gpus:
+            problem = too_few_gpus(processes, machine)
+    except ValueError as error:
+        problem = str(error)
+    # Processes that rank 0 has started have the same problem: it prints without meeting them
+    if problem and (processes.ranks == 1 or processes.by == OWN):
+        raise ValueError(problem)
+    meeting = None
+    if processes.ranks > 1:
+        meeting = meet(config, processes, arrival(processes, device, machine, problem))
+    return Parallel(config, device, processes, meeting)
+
+
+def use_deterministic_algorithms() -> None:
+    """Have torch compute the same bits in every run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # A debugging aid that slows every allocation; our kernels write all that they allocate
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,279 @@
+"""Processes of a run that do not arrive, do not fit together, die or stop: one line, and the end.
+
+The processes are real; srun is an environment as it makes one.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from longctx.parallel.meeting import Arrival, go_on, misfit
+from longctx.runs import checkpoint_index, metrics_file, run_folder
+from tests.processes import PYTHONPATH, children, descendants, environment, is_alive
+from tests.training.sample_run import Overrides, steps
+from tests.training.test_processes import SCRIPT, wait_for_step
+
+ABSENT = Path(__file__).parent / "absent.py"
+HERE = Arrival(0, 100, "node1", 0, "cuda", 2, "2.13.0", "")
+OverridesIn = Callable[..., list[str]]
+Processes = list[subprocess.Popen[str]]
+VICTIMS = ["rank 1", "rank 0", "data worker"]
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def torchrun(nodes: int) -> list[list[str]]:
+    """Return the command of torchrun on each of `nodes`, two processes in all."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
+    command += ["--nproc-per-node", str(2 // nodes), "--master-port", str(port)]
+    return [[*command, "--node-rank", str(node)] for node in range(nodes)]
+
+
+def of_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment of a process that was given torchrun's variables by hand."""
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {key: str(n) for key, n in numbers.items()} | place
+
+
+def of_srun(rank: int, ranks: int, port: int, nodes: int = 1) -> dict[str, str]:
+    """Return the environment of a task of srun, on one node or each on its own."""
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_STEP_NODELIST": "localhost,other" if nodes > 1 else "localhost",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank // nodes),
+        "MASTER_PORT": str(port),
+    }
+
+
+def begin(command: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start Python with `command` in a process group of its own."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
+    return subprocess.Popen(
+        command if command[0] == sys.executable else [sys.executable, *command],
+        cwd=cwd,
+        env=os.environ | own | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]:
+    """Return the errors that a process ends with; None stands for every exit code but 0."""
+    try:
+        _, err = process.communicate()
+    finally:
+        process.kill()
+    assert process.returncode == code if code is not None else process.returncode, err
+    return [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (of_torchrun(0, 3, free_port()), "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
+        (of_srun(1, 2, free_port()), "process 0 of 2 is not there"),
+    ],
+    ids=["others", "rank 0"],
+)
+def test_a_process_that_never_arrives_is_named(
+    variables: dict[str, str], message: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    variables |= {"LONGCTX_ARRIVAL_SECONDS": "2"}
+    [error] = errors_of(begin([str(SCRIPT), *overrides(name="r")], tmp_path, **variables))
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_named(overrides: Overrides, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, **of_srun(0, 2, port))
+        [error] = errors_of(process)
+    assert f"MASTER_PORT={port}: cannot be opened" in error
+
+
+@pytest.mark.slow
+def test_a_process_killed_before_it_arrives_is_named(overrides: Overrides, tmp_path: Path) -> None:
+    [error] = errors_of(begin([str(ABSENT), *overrides(name="r", devices=2)], tmp_path))
+    assert "process 1 (PID " in error
+    assert "has ended with SIGKILL" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_tasks_of_srun_train_together(nodes: int, overrides: Overrides, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"batch_size": 1, "max_steps": 3}
+    assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
+    port = free_port()
+    command = [str(SCRIPT), *overrides(name="r", accumulate=2, **shape)]
+    tasks = [begin(command, tmp_path, **of_srun(rank, 2, port, nodes)) for rank in range(2)]
+    assert [errors_of(task, code=0) for task in tasks] == [[], []]
+    expected = [row["loss"] for row in steps(tmp_path / "runs" / "one")]
+    losses = [row["loss"] for row in steps(tmp_path / "runs" / "r")]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 3}, "devices=3: srun has started 2 processes"),
+        (
+            {"context": 2, "model__heads": 1, "model__kv_heads": 1, "context__method": "ulysses"},
+            "context=2",
+        ),
+        ({"data__path": "nowhere"}, "nowhere"),
+    ],
+    ids=["devices", "context", "data"],
+)
+def test_only_rank_0_prints_what_is_wrong(
+    changes: dict[str, Any], message: str, overrides: Overrides, tmp_path: Path
+) -> None:
+    port = free_port()
+    command = [str(SCRIPT), *overrides(name="r", **changes)]
+    first, second = (begin(command, tmp_path, **of_srun(rank, 2, port)) for rank in range(2))
+    [error] = errors_of(first)
+    assert message in error
+    assert errors_of(second) == []
+
+
+def other(**changes: Any) -> Arrival:
+    return HERE._replace(**{"rank": 1, "pid": 101, "local_rank": 1} | changes)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "message"),
+    [
+        (other(), ""),
+        (other(device="cpu", host="node2"), "process 1 (PID 101 on node2) computes on cpu"),
+        (other(torch="2.11.0"), "has torch 2.11.0, rank 0 2.13.0"),
+        (other(local_rank=0), "LOCAL_RANK=0: two processes on node1"),
+        (other(local_rank=0, host="node2"), ""),
+        (other(rank=2), "two processes have RANK=2"),
+        (other(problem="devices=8: too many"), "process 1 (PID 101 on node1): devices=8"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused(arrived: Arrival, message: str) -> None:
+    problem = misfit([HERE, arrived])
+    assert message in problem
+    assert bool(problem) == bool(message)
+
+
+def test_a_lost_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    assert "start it anew" in go_on(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / checkpoint_index.INDEX).write_text('{"steps_done": 5}')
+    assert f"resume={tmp_path} goes on" in go_on(tmp_path)
+
+
+@contextmanager
+def running(
+    overrides_in: OverridesIn, base: Path, nodes: int = 0, **changes: Any
+) -> Iterator[Processes]:
+    """Yield a run of two processes in base/runs/r after its first step: that of torchrun on each of
+    `nodes`, or our own.
+    """
+    shape: dict[str, Any] = {"name": "r", "max_steps": 100_000, "accumulate": 1, "workers": 1}
+    shape |= {} if nodes else {"devices": 2}
+    command = [str(SCRIPT), *overrides_in(base / "runs", **shape | changes)]
+    seconds = {"LONGCTX_COLLECTIVE_SECONDS": "20"}
+    launchers = torchrun(nodes) if nodes else [[]]
+    processes = [begin([*launcher, *command], base, **seconds) for launcher in launchers]
+    try:
+        wait_for_step(base / "runs" / "r", 1, processes[0])
+        yield processes
+    finally:
+        for process in processes:
+            for pid in filter(is_alive, [*descendants(process.pid), process.pid]):
+                os.kill(pid, signal.SIGKILL)
+
+
+def pid_of(processes: Processes, victim: str) -> int:
+    """Return the PID of a rank, or of rank 1's data worker."""
+    pids = [pid for process in processes for pid in descendants(process.pid)]
+    ranks = {rank: [pid for pid in pids if f"RANK={rank}" in environment(pid)] for rank in (0, 1)}
+    if victim == "rank 0":  # of our own launcher, it is the process that was typed
+        return ranks[0][0] if ranks[0] else processes[0].pid
+    return ranks[1][0] if victim == "rank 1" else children(ranks[1][0])[0]
+
+
+def check_ends(processes: Processes, pid: int, folder: Path) -> None:
+    """Check that a run whose process `pid` has got a signal ends with one line, and leaves none."""
+    everyone = [pid for process in processes for pid in descendants(process.pid)]
+    errors = [error for process in processes for error in errors_of(process, code=None)]
+    assert len(errors) == 1, errors
+    assert str(pid) in errors[0], errors
+    saved = run_folder.checkpoints(folder)
+    assert (f"resume={folder} goes on" if saved else "start it anew") in errors[0]
+    while any(map(is_alive, everyone)):
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [0, 1, 2], ids=["own", "torchrun", "two nodes"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_killed_process_ends_the_run_with_one_line(
+    victim: str, nodes: int, overrides_in: OverridesIn, tmp_path: Path
+) -> None:
+    with running(overrides_in, tmp_path, nodes) as processes:
+        pid = pid_of(processes, victim)
+        os.kill(pid, signal.SIGKILL)
+        check_ends(processes, pid, tmp_path / "runs" / "r")
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_run_in_time(overrides_in: OverridesIn, tmp_path: Path) -> None:
+    """A run of which all processes are stopped goes on; one stops when a collective times out."""
+    folder = tmp_path / "runs" / "r"
+    with running(overrides_in, tmp_path) as [process]:
+        os.killpg(process.pid, signal.SIGSTOP)
+        last_step = metrics_file.read(folder)[-1]["step"]
+        os.killpg(process.pid, signal.SIGCONT)
+        wait_for_step(folder, last_step + 2, process)
+        pid = pid_of([process], "rank 1")
+        os.kill(pid, signal.SIGSTOP)
+        [error] = errors_of(process, code=1)
+        assert "does not answer" in error
+        assert not is_alive(pid)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that NCCL connects")
+@pytest.mark.parametrize("nodes", [0, 1], ids=["own", "torchrun"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_lost_process_ends_a_run_on_two_gpus(
+    victim: str, nodes: int, overrides_in: OverridesIn, tmp_path: Path
+) -> None:
+    # its heads are too small for flash; compile's processes would stand beside the data workers
+    cuda = {"device": "cuda", "strategy": "fsdp", "attention": "naive"}
+    cuda |= {"compile": False, "kernel__lock": "off"}
+    with running(overrides_in, tmp_path, nodes, **cuda) as processes:
+        pid = pid_of(processes, victim)
+        os.kill(pid, signal.SIGKILL)
+        check_ends(processes, pid, tmp_path / "runs" / "r")
