@@ -74,13 +74,18 @@ def descendants(pid: int) -> list[int]:
     return below + [other for child in below for other in descendants(child)]
 
 
-def is_alive(pid: int) -> bool:
-    """Return True if a process runs, or is stopped; one that nobody has waited for does not."""
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, such as T if it is stopped; X if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
+        return "X"
+    return text.rpartition(")")[2].split()[0]
+
+
+def is_alive(pid: int) -> bool:
+    """Return True if a process runs, or is stopped; one that nobody has waited for does not."""
+    return state_of(pid) not in "ZX"
 
 
 def environment(pid: int) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
-from tests.processes import PYTHONPATH, children, descendants, environment, is_alive
+from tests.processes import PYTHONPATH, children, descendants, environment, is_alive, state_of
 from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, wait_for_step
 
@@ -252,6 +252,8 @@ def test_a_stopped_process_ends_the_run_in_time(overrides_in: OverridesIn, tmp_p
     folder = tmp_path / "runs" / "r"
     with running(overrides_in, tmp_path) as [process]:
         os.killpg(process.pid, signal.SIGSTOP)
+        while any(state_of(pid) != "T" for pid in [process.pid, *descendants(process.pid)]):
+            time.sleep(0.01)
         last_step = metrics_file.read(folder)[-1]["step"]
         os.killpg(process.pid, signal.SIGCONT)
         wait_for_step(folder, last_step + 2, process)
