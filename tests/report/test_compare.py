@@ -4,6 +4,7 @@ ended.
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -83,18 +84,14 @@ def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
 
 
 def test_how_a_run_ended(tmp_path):
-    rows = [step(n) for n in range(1, 13)]
-    assert read(make(tmp_path / "killed", rows), 100).ended == "stopped at step 12 of 20"
-    folder = make(tmp_path / "going", rows)
+    folder = make(tmp_path / "a", [step(n) for n in range(1, 13)])
     with run_folder.locked(folder):
         assert read(folder, 100).ended == "training, step 12 of 20"
     assert read(folder, 100).ended == "stopped at step 12 of 20"
 
 
-@pytest.mark.parametrize(
-    ("nan", "inf"), [(None, None), (math.nan, math.inf)]
-)  # null, and as runs once wrote it
-def test_a_loss_that_is_no_number_is_shown_and_not_drawn(tmp_path, capsys, nan, inf):
+@pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])
+def test_a_loss_that_is_nan_is_shown_undrawn(tmp_path, capsys, nan, inf):
     folders = [make(tmp_path / name, [step(1), step(2, loss=nan, grad_norm=inf)]) for name in "ab"]
     compare([*folders, make(tmp_path / "c")], tmp_path / "x.html")
     assert "nan" in capsys.readouterr().out
@@ -169,17 +166,15 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     page = tmp_path / "x.html"
     for paths, out, part in [
-        ([tmp_path / "none"], page, "none: no such folder"),
-        ([run, tmp_path / "none"], page, "none: no such folder"),
-        ([tmp_path / "bare"], page, "bare: not the folder of a run"),
-        ([tmp_path / "runs"], page, f"give {tmp_path}/runs/*"),
-        ([empty], page, "empty: no metrics yet"),
-        ([run], tmp_path, f"out={tmp_path}: "),
-        ([run], tmp_path / "no" / "x.html", f"out={tmp_path}/no/x.html: "),
+        ([run, tmp_path / "none"], page, "none"),
+        ([tmp_path / "bare"], page, "bare"),
+        ([tmp_path / "runs"], page, f"{tmp_path}/runs/*"),
+        ([empty], page, "empty"),
+        ([run], tmp_path / "no" / "x.html", f"out={tmp_path}/no/x.html"),
     ]:
-        with pytest.raises((ValueError, OSError)) as error:
+        with pytest.raises((ValueError, OSError), match=re.escape(part)) as error:
             compare(paths, out)
-        assert part in str(error.value) and "\n" not in str(error.value)
+        assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -193,17 +188,13 @@ def test_a_reduced_curve_keeps_extremes(rows):
     assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
 
 
-def test_the_page_of_many_long_runs_is_small(tmp_path, monkeypatch):
-    """At most POINTS points in all, and 40 bytes for each: 10 MB."""
+def test_a_page_of_many_long_runs_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_module, "POINTS", 4000)
-    text = "".join(json.dumps(step(n, loss=math.sin(n) / 3)) + "\n" for n in range(1, 401))
-    folders = [make(tmp_path / f"{number}", rows=[], tail=text) for number in range(5)]
-    compare(folders, tmp_path / "x.html")
+    rows = [step(n, loss=math.sin(n) / 3) for n in range(1, 401)]
+    compare([make(tmp_path / f"{number}", rows) for number in range(5)], tmp_path / "x.html")
     runs = page_data(tmp_path / "x.html")["runs"]
     points = [len(curve["y"]) for run in runs for curve in run["curves"].values()]
     assert max(points) < 400 and sum(points) <= 4000
-    page_alone = (Path(compare_module.__file__).parent / "page.html").stat().st_size
-    assert (tmp_path / "x.html").stat().st_size < page_alone + 4000 * 40
 
 
 BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")

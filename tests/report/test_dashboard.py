@@ -18,27 +18,20 @@ def logged(key: str) -> str:
     return key.removesuffix(".min").removesuffix(".last")
 
 
-def test_a_dry_run_prints_the_plan(capsys):
-    dashboard.dashboard("p", dry_run=True)
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["project"] == "p"
-    assert {"Context extension", "Throughput", "Memory", "Loss", "Evaluation"} <= {
-        section["name"] for section in plan["sections"]
-    }
-    assert all(section["panels"] for section in plan["sections"])
-
-
-def test_without_a_key_only_the_plan_is_printed(capsys, monkeypatch):
+def test_a_dry_run_or_no_key_prints_the_plan(capsys, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    dashboard.dashboard("p", entity="e")
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["entity"] == "e"
-    assert "nothing was sent" in captured.err
+    for dry_run in (True, False):
+        dashboard.dashboard("p", entity="e", dry_run=dry_run)
+        captured = capsys.readouterr()
+        plan = json.loads(captured.out)
+        assert (plan["project"], plan["entity"]) == ("p", "e")
+        assert all(section["panels"] for section in plan["sections"])
+        assert bool(captured.err) == (not dry_run)
 
 
-def test_what_goes_wrong_is_one_line(monkeypatch):
+def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"\[dashboard\]"):
