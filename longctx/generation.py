@@ -35,9 +35,7 @@ from longctx.distributed.devices import (
 )
 from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
-from longctx.model.decoder import Decoder, continuations
-from longctx.model.kv_cache import KVCache
-from longctx.model.sampling import Sampler
+from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import precision_of
 

@@ -22,8 +22,7 @@ from longctx.data import Data, Tokenizer
 from longctx.distributed import sharding
 from longctx.distributed.parallel import Parallel
 from longctx.evaluation.score import in_eval_mode
-from longctx.model.decoder import Decoder, continuations
-from longctx.model.sampling import Sampler
+from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.planner.overview import count_of
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog

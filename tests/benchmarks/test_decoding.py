@@ -10,7 +10,7 @@ from benchmarks.decoding import bytes_of_token
 from benchmarks.words import main
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
-from longctx.model.kv_cache import KVCache
+from longctx.model.decoder import KVCache
 
 
 def test_both_are_measured_after_each_prompt(tmp_path):
