@@ -28,9 +28,7 @@ from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
-from longctx.model.decoder import Decoder, continuations
-from longctx.model.kv_cache import KVCache
-from longctx.model.sampling import Sampler
+from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
 from longctx.parallel.devices import (
     choose_device,
     dtype_of,

@@ -12,7 +12,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.parallel_config import STRATEGIES
 from longctx.evaluation.load import skeleton
 from longctx.evaluation.passkey import TOKENS_TOGETHER
-from longctx.model.kv_cache import KVCache
+from longctx.model.decoder import KVCache
 from longctx.planner.hardware import CLEARLY, GIB, Machine
 
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones

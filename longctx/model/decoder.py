@@ -13,6 +13,7 @@ token and the keys before keep theirs, as in transformers.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -23,10 +24,45 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.attention.naive import Visible, cached_attention, decode_kernel
 from longctx.config.memory_config import POLICIES
+from longctx.config.model_config import GPTConfig
 from longctx.model.gpt import GPT
-from longctx.model.kv_cache import KVCache
 from longctx.model.recompute import in_tiles
 from longctx.model.rope import Angles, Rope
+
+
+class KVCache:
+    """Keys and values of up to `length` tokens in each of `rows` texts, for every layer.
+
+    The buffers have their full length from the beginning, so a CUDA graph that writes to them stays
+    valid. Text b has its tokens 0 .. lengths[b] - 1; nothing behind them is ever read.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.rows, self.length = rows, length
+        shape = (rows, length, config.kv_heads, config.head_size)
+        # zeros: naive multiplies what is not seen by 0
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self.values = [torch.zeros_like(k) for k in self.keys]
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.starts = length * torch.arange(rows, device=device)  # of the rows, in slots
+
+    @staticmethod
+    def bytes_of(config: GPTConfig, rows: int, length: int, dtype: torch.dtype) -> int:
+        """The memory that such a cache takes."""
+        elements = sum(2 * block.attention.key_size for block in config.blocks())
+        return rows * length * elements * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k, v (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, v)
 
 
 class Decoder:
@@ -241,3 +277,49 @@ def reading(x: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return arrived
+
+
+class Sampler:
+    """Chooses tokens for the texts of these `numbers`; with a `temperature` of 0 the likeliest.
+
+    top_k: only the k likeliest tokens. top_p: only the fewest whose probabilities reach that sum
+    (nucleus sampling, arXiv 1904.09751). As in transformers, temperature comes first, then top_k.
+    Chance depends on the seed and the text's number alone, whatever texts share its batch.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        temperature: float,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.random = [random.Random(f"sample {seed} {number}") for number in numbers]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens (rows,) int64 of logits (rows, V)."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        # 24 bits, which no product with a sum in fp64 rounds up to that sum
+        chance = [row.getrandbits(24) / 2**24 for row in self.random]
+        sums = self.probabilities(logits).double().cumsum(-1)
+        at = torch.tensor(chance, dtype=torch.float64).to(logits.device)[:, None] * sums[:, -1:]
+        chosen = torch.searchsorted(sums, at, right=True)[:, 0]
+        return chosen.clamp(max=logits.shape[-1] - 1)  # of logits that are no numbers
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """(rows, V) fp32; 0 for what top_k and top_p leave out."""
+        logits = logits.float()
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature  # 0 at most: no inf
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        p = logits.softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = p.sort(dim=-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # those before it suffice
+            p = torch.zeros_like(p).scatter_(-1, order, ordered.masked_fill(beyond, 0.0))
+            p = p / p.sum(-1, keepdim=True)
+        return p

@@ -20,7 +20,7 @@ from torch import Tensor
 from longctx import files, untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Piece
-from longctx.model.families import family_of, read_json
+from longctx.model.families import family_of
 from longctx.model.gpt import GPT
 from longctx.runs.checkpoints import not_finite
 
@@ -161,14 +161,14 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     end-of-text tokens.
     """
     if (tokenizers / "generation_config.json").is_file():
-        return read_json(tokenizers / "generation_config.json")
-    described = read_json(tokenizers / "tokenizer.json", untrusted.TOKENIZER_SIZE)
+        return untrusted.read_settings(tokenizers / "generation_config.json")
+    described = untrusted.read_settings(tokenizers / "tokenizer.json", untrusted.TOKENIZER_SIZE)
     vocabulary = described.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     ids |= {token["content"]: token["id"] for token in described.get("added_tokens", [])}
-    settings = tokenizers / "tokenizer_config.json"
+    settings = untrusted.read_settings(tokenizers / "tokenizer_config.json")
     special: dict[str, Any] = {}
-    for kind, token in (read_json(settings) if settings.is_file() else {}).items():
+    for kind, token in settings.items():
         text = token.get("content") if isinstance(token, dict) else token
         if kind in ("bos_token", "eos_token") and isinstance(text, str) and text in ids:
             special[f"{kind}_id"] = ids[text]

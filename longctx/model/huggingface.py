@@ -20,7 +20,7 @@ from torch import Tensor
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig
-from longctx.model.families import read_json, read_model
+from longctx.model.families import read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT
 
@@ -204,7 +204,7 @@ def inventory(folder: Path) -> dict[str, Stored]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor → file, as an index says; only safetensors beside it are accepted."""
-    placed = read_json(index).get("weight_map")
+    placed = untrusted.read_settings(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index}: no weight_map that says which tensor lies in which file")
     for name in placed.values():

@@ -20,8 +20,7 @@ from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, Tokenizer
 from longctx.evaluation.score import in_eval_mode
-from longctx.model.decoder import Decoder, continuations
-from longctx.model.sampling import Sampler
+from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.planner.overview import count_of

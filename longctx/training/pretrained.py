@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.model_config import GPTConfig
@@ -119,9 +119,7 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     sources = [config.data, *(member.config for member in mix.members(config.data).values())]
     if not is_of_init and not any(data.chat for data in sources):
         return
-    settings: dict[str, Any] = {}
-    if os.path.lexists(source / "tokenizer_config.json"):
-        settings = huggingface.read_json(source / "tokenizer_config.json")
+    settings = untrusted.read_settings(source / "tokenizer_config.json")
     template = chat.template_in(settings)
     if template is not None:
         files.write_text(folder / "chat_template.jinja", template)
@@ -131,5 +129,5 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
                 source / name, folder / name, untrusted.SETTINGS_SIZE, within=source
             )
     named = {name: token for name, token in chat.tokens_in(settings).items() if token}
-    written = named | huggingface.read_json(folder / "tokenizer_config.json")
+    written = named | untrusted.read_settings(folder / "tokenizer_config.json")
     files.write_text(folder / "tokenizer_config.json", json.dumps(written, indent=2) + "\n")

@@ -13,7 +13,7 @@ from benchmarks.decoding import bytes_of_token
 from benchmarks.words import main
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
-from longctx.model.kv_cache import KVCache
+from longctx.model.decoder import KVCache
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict

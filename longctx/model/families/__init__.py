@@ -6,11 +6,13 @@ Every file of this folder is imported, so a family that registers itself is know
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from pathlib import Path
 
+from longctx import untrusted
 from longctx.config.model_config import GPTConfig
-from longctx.model.families.config_json import ConfigJson, read_json
+from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import FAMILIES, Family
 
 for _module in pkgutil.iter_modules(__path__):
@@ -24,7 +26,11 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     or FileNotFoundError naming the first key and value that GPT does not cover.
     """
     file = Path(folder) / "config.json"
-    source = ConfigJson(file, read_json(file))
+    if not os.path.lexists(file):
+        raise FileNotFoundError(
+            f"{file}: no such file; give a folder with config.json and safetensors"
+        )
+    source = ConfigJson(file, untrusted.read_settings(file))
     model_type = source.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

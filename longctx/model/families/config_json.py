@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from longctx import untrusted
 from longctx.config.rope_config import ORIGINAL, is_number
 
 # Keys of transformers and tools around it, without effect on what a model computes. Keys that begin
@@ -189,21 +188,6 @@ class ConfigJson:
         if not is_number(value) or value <= 0:
             raise self.error(f"{key}={value!r} must be a number above 0")
         return float(value)
-
-
-def read_json(file: Path, most: int = untrusted.SETTINGS_SIZE) -> dict[str, Any]:
-    """The object in `file`, of at most `most` bytes and really in its folder; ValueError or
-    FileNotFoundError, one line, where there is none.
-    """
-    try:
-        content = untrusted.read_json(file, most, within=file.parent)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{file}: no such file; give a folder with config.json and safetensors"
-        ) from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: not a JSON object")
-    return content
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""Mistral: Llama without biases and with a sliding window in every layer.
+"""Mistral and its relatives: Llama without biases and with sliding windows.
 
-With layer_types in its config.json only the layers named there slide (see ministral.py).
+Mistral has a window in every layer, Ministral in the layers of layer_types, CWM in all but each
+fourth. transformers saves a Mistral folder with layer_types as Ministral.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
+from longctx.config.rope_config import ORIGINAL
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, read_windows, register
+from longctx.model.families.family import Family, read_windows, register, write_windows
 
 
 @register
@@ -36,3 +38,60 @@ class Mistral(Family):
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": config.window, "head_dim": config.head_size}
+
+
+@register
+class Ministral(Mistral):
+    """No biases; a window in some layers."""
+
+    model_type = "ministral"
+    class_name = "Ministral"
+    rank = 2
+    features = ("window", "window_layers")
+
+    def suits(self, config: GPTConfig) -> bool:
+        return config.window_layers is not None and not config.qkv_bias
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {**write_windows(config), "head_dim": config.head_size}
+
+
+CWM_THETA = 1_000_000.0
+CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": CWM_THETA,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    ORIGINAL: 8192,
+}
+
+
+@register
+class Cwm(Family):
+    """A family to read only: Ministral or Llama computes the same, and they write it."""
+
+    model_type = "cwm"
+    class_name = "Cwm"
+    defaults = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": CWM_THETA,
+        "sliding_window": 8192,
+    }
+    keys = ("sliding_window",)
+    harmless = ("use_sliding_window",)
+
+    def suits(self, config: GPTConfig) -> bool:
+        return False
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        if source.get("rope_parameters") is None:
+            source = ConfigJson(source.file, source.keys | {"rope_parameters": CWM_ROPE})
+        return super().read(source)
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        windowed = [n for n in range(layers) if n % 4]
+        return read_windows(source, layers, used=True, otherwise=lambda: windowed)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.export import export
-from longctx.model.families.qwen2 import QWEN2_SPLIT
+from longctx.model.families.qwen import QWEN2_SPLIT
 from longctx.model.huggingface import pretrained, read_config
 
 SIZES: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5: Llama with biases in q, k and v, windows in the layers above the first few,
-and a tokenizer of its own.
+"""Qwen2 and Qwen2.5, with biases in q, k and v and a tokenizer of their own; Qwen3, with norms on q
+and k; Seed-OSS, with biases and heads of any size. Qwen's windows are in the upper layers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from longctx import untrusted
 from longctx.config.model_config import GPTConfig
-from longctx.model.families.config_json import ConfigJson, read_json
+from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import (
     Family,
     read_windows,
@@ -52,7 +52,7 @@ class Qwen2(Family):
         return write_qwen_windows(config)
 
     def check_tokenizer(self, file: Path) -> None:
-        described = read_json(file, untrusted.TOKENIZER_SIZE)
+        described = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE)
         splitting = described.get("pre_tokenizer") or {}
         first = (splitting.get("pretokenizers") or [{}])[0]
         pattern = (first.get("pattern") or {}).get("Regex")
@@ -82,3 +82,78 @@ def write_qwen_windows(config: GPTConfig) -> dict[str, Any]:
     if sliding and sliding == list(range(sliding[0], config.layers)):
         keys["max_window_layers"] = sliding[0]
     return keys
+
+
+@register
+class Qwen3(Family):
+    """Norms on q and k always; biases in all of attention or nowhere."""
+
+    model_type = "qwen3"
+    class_name = "Qwen3"
+    rank = 4
+    defaults = {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "sliding_window": 4096,
+    }
+    keys = ("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers")
+    features = ("qk_norm", "qkv_bias", "out_bias", "window", "window_layers")
+
+    def suits(self, config: GPTConfig) -> bool:
+        return config.qk_norm
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        biased = source.flag("attention_bias")
+        windows = read_qwen_windows(source, layers)
+        return {"qk_norm": True, "qkv_bias": biased, "out_bias": biased, **windows}
+
+    def check_features(self, config: GPTConfig) -> None:
+        if config.out_bias != config.qkv_bias:
+            raise self.cannot(config, "out_bias")
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {
+            **write_qwen_windows(config),
+            "attention_bias": config.qkv_bias,
+            "head_dim": config.head_size,
+        }
+
+
+@register
+class SeedOss(Family):
+    """Biases as config.json says. If heads have channels / heads channels, Qwen2 writes it."""
+
+    model_type = "seed_oss"
+    class_name = "SeedOss"
+    rank = 3
+    defaults = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "head_dim": 128,
+    }
+    keys = ("attention_bias", "attention_out_bias", "mlp_bias")
+    harmless = ("residual_dropout",)
+    features = ("qkv_bias", "out_bias", "mlp_bias")
+
+    def suits(self, config: GPTConfig) -> bool:
+        is_own_size = config.head_size * config.heads != config.channels
+        return is_own_size and config.qkv_bias and not config.out_bias
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        source.layer_types(layers, sliding=False)
+        return {
+            "qkv_bias": source.flag("attention_bias"),
+            "out_bias": source.flag("attention_out_bias"),
+            "mlp_bias": source.flag("mlp_bias"),
+        }
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {
+            "attention_bias": config.qkv_bias,
+            "attention_out_bias": config.out_bias,
+            "mlp_bias": config.mlp_bias,
+            "head_dim": config.head_size,
+            "residual_dropout": 0.0,
+        }
