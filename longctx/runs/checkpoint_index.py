@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
     and lists every file that holds rows.
     """
     if path.is_file():
-        raise Damaged(path, "written by longctx before 1.0; resume it with that version")
+        raise Damaged(path, "not a whole checkpoint, or written by longctx before 1.0")
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]

@@ -18,7 +18,16 @@ from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Sharded
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
+from tests.processes import ROOT, finished
 from tests.written import write
+
+
+def test_heads_that_ranks_cannot_share_are_refused(run: Path) -> None:
+    keys = [f"checkpoint={run}", "devices=4", "context=4", "context.method=ulysses", "device=cpu"]
+    process = finished(SCRIPT, keys, ROOT, LONGCTX_ARRIVAL_SECONDS=500)
+    assert process.returncode == 2
+    errors = [line for line in process.stderr.splitlines() if "error: " in line]
+    assert len(errors) == 1 and errors[0].startswith("error: context=4")
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
@@ -106,7 +115,6 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["context=0"], "context.degree=0"),
     (["context=2"], "context=2: does not divide devices=1"),
     (["devices=4", "context=3"], "context=3: does not divide devices=4"),
-    (["devices=4", "context=4", "context.method=ulysses"], "context=4"),
     (["context.check=true"], "context.check=true"),
     (["passkey.samples=3"], "passkey.samples=3"),
     (["passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]"),

@@ -61,7 +61,6 @@ def test_show_has_the_configs_of_hoppers_kernels(capsys):
         (["show", "kernel=fast"], "kernel=fast"),
         (["show", "dtype=fp8"], "dtype=fp8"),
         (["show", "head_size=8"], "head_size=8"),
-        (["tune"], "python -m benchmarks tune"),
         (["lock"], "longctx kernels show"),
     ],
 )

@@ -335,7 +335,8 @@ def test_the_environment_decides_for_evaluations(
     sent = MagicMock()
     monkeypatch.setattr("longctx.evaluation.results.log_evaluation", sent)
     monkeypatch.setenv("WANDB_MODE", variable)
-    results.send({}, None, "auto", MagicMock(run=None, home=tmp_path))
+    monkeypatch.setattr(results, "draw", lambda content, path: None)
+    results.save({"asked": {}}, "perplexity", MagicMock(run=None, home=tmp_path), "auto")
     assert sent.call_count == copies
 
 
