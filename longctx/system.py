@@ -170,10 +170,15 @@ def exit_with(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def exit_within(seconds: float, code: int) -> None:
+def exit_within(seconds: float, code: int, first: Callable[[], object] = bool) -> None:
     """End this process after `seconds` if something holds its exit up, such as NCCL waiting for
-    lost processes, or wandb for a server.
+    lost processes, or wandb for a server. It calls `first` before.
     """
-    timer = threading.Timer(seconds, os._exit, [code])
+
+    def end() -> None:
+        first()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()

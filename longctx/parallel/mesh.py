@@ -32,7 +32,7 @@ from longctx.model import GPT
 from longctx.parallel import sharding
 from longctx.parallel.devices import choose_device, dtype_of
 from longctx.parallel.fabric import make_fabric
-from longctx.parallel.launch import EXIT, OWN, Launched, launched
+from longctx.parallel.launch import EXIT, OWN, Launched, end_started, launched
 from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
@@ -165,7 +165,8 @@ class Parallel:
         self.has_failed = True
         if not self.meeting.fail(problem, code):
             print(f"error: {problem}", file=sys.stderr, flush=True)
-        exit_within(EXIT, code)
+        # A stopped process started here would outlive this one
+        exit_within(EXIT, code, first=end_started)
 
     def is_lost_connection(self, error: BaseException) -> bool:
         """Return True if another process left a collective, or did not come in time."""
