@@ -6,6 +6,7 @@ the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -13,12 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 STARTED_VARIABLE = "LONGCTX_STARTED"  # set for the processes that rank 0 starts
-UNNEEDED = "unneeded at the end"  # the name of threads that the exit does not wait for
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
 EXIT_CODES = tuple(128 + number for number in SIGNALS)
@@ -156,18 +156,17 @@ def catch_first() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End this process, which is done, with `code`, whatever signals come meanwhile.
-
-    It does not wait for threads whose names begin with UNNEEDED.
-    """
+    """End this process with `code` once it is done. It ignores signals meanwhile."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if any(thread.name.startswith(UNNEEDED) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # else a compiler in such a thread crashes as the interpreter ends
-    gc.freeze()  # or the interpreter looks for garbage in all of torch, which takes a second
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    # The interpreter's own end takes a second to free torch, waits for compiling threads, and ends
+    # threads of C++ that ask for its lock, such as gloo's: "terminate called without an active
+    # exception" (https://github.com/pytorch/pytorch/issues/38228)
+    os._exit(code)
 
 
 def exit_within(seconds: float, code: int, first: Callable[[], object] = bool) -> None:

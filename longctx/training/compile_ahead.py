@@ -20,7 +20,6 @@ from longctx.kernels import HAS_TRITON, relaunch
 from longctx.model import GPT, compile_cache
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
-from longctx.system import UNNEEDED
 
 Task = Callable[[], object]
 TOKENS = 128  # of the compiling step: Triton specializes for multiples of 16
@@ -63,7 +62,7 @@ def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
         sys.setswitchinterval(usual_interval)
 
     sys.setswitchinterval(SWITCH_INTERVAL)
-    pool = ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix=UNNEEDED)
+    pool = ThreadPoolExecutor(max(1, len(tasks)))
     begun: list[Future[None]] = [pool.submit(attempted, task) for task in tasks]
     pool.shutdown(wait=False)
     return end
