@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from longctx import python_child
+from longctx import system
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.system import STARTED_VARIABLE
@@ -94,7 +94,7 @@ def started(processes: Launched) -> Iterator[Launched]:
     with socket.create_server((processes.address, 0)) as free:
         port = free.getsockname()[1]
     # If rank 0 is killed before the ranks have met, the kernel ends the others
-    end = partial(python_child.end_with_parent, os.getpid(), signal.SIGKILL)
+    end = partial(system.end_with_parent, os.getpid(), signal.SIGKILL)
     for rank in range(1, processes.ranks):
         numbers = (rank, processes.ranks, rank, processes.ranks, processes.address, port)
         variables = dict(zip(TORCHRUN, map(str, numbers), strict=True)) | {STARTED_VARIABLE: "1"}

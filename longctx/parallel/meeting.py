@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from longctx import python_child
+from longctx import system
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, OWN, Launched, end_started, ended_early
@@ -173,7 +173,7 @@ def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) ->
             raise ValueError(f"{problem} ({asked(config, launched, arrivals)})")
     elif launched.by == OWN:
         # From now on rank 1 prints a line if rank 0 is killed, so it must live on
-        python_child.end_with_parent(os.getppid(), 0)
+        system.end_with_parent(os.getppid(), 0)
     meeting.watch()
     return meeting
 
@@ -340,7 +340,7 @@ def go_on(folder: Path) -> str:
     # Another machine may not have the folder
     if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
-    return f"{python_child.typed_command()} train resume={folder} goes on"
+    return f"{system.typed_command()} train resume={folder} goes on"
 
 
 def _seconds(variable: str, default: float) -> float:
