@@ -75,10 +75,6 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
-    def deleting(self, size: int) -> None:
-        """Print that the run ends once `size` bytes of older checkpoints are deleted."""
-        self.say(f"deleting   {decimal(size)} of older checkpoints")
-
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
         self.display.bar.stop()

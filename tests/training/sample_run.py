@@ -49,7 +49,7 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
-                tensors[f"optimizer.{number}.{key}"] = x
+                tensors[f"optimizer.{number}.{key}"] = x.clone()
             else:
                 scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)
