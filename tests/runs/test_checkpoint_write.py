@@ -1,8 +1,6 @@
 """Checkpoints are written whole or not at all, also while training changes the tensors."""
 
-import os
 import resource
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longctx import files
@@ -71,16 +68,6 @@ def files_below(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_files_equal_those_of_safetensors(tmp_path: Path) -> None:
-    tensors = {name: x.contiguous() for name, x in odd().items()}
-    write(Saving(tmp_path / "x", {}, whole(odd())))
-    save_file(tensors, tmp_path / "library")
-    (file,) = (tmp_path / "x").glob("*.safetensors")
-    assert file.read_bytes() == (tmp_path / "library").read_bytes()
-    for name, x in load_file(file).items():
-        assert torch.equal(x, tensors[name]) and x.dtype == tensors[name].dtype
 
 
 def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
@@ -171,51 +158,6 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     saving.begin(memory_for(saving))
     saving.cancel()
     assert saving.deleted.done() and not list(tmp_path.iterdir())
-
-
-def test_a_save_cancelled_at_its_end_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal ends a thread's join at once; the thread still completes the folder."""
-    is_whole, may_go_on, to_disk = threading.Event(), threading.Event(), files.to_disk
-
-    def slow(path: Path) -> None:
-        if path.suffix == ".partial":
-            is_whole.set()
-            assert may_go_on.wait(300)
-        to_disk(path)
-
-    def interrupt() -> None:
-        assert is_whole.wait(300) and waits.wait(300)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    monkeypatch.setattr(files, "to_disk", slow)
-    saving = Saving(tmp_path / "x", {}, whole(odd()))
-    waits = threading.Event()
-
-    def wait_to_the_end() -> None:
-        waits.set()
-        saving.end()
-
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    try:
-        saving.begin()
-        threading.Thread(target=interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            wait_to_the_end()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    threading.Timer(0.3, may_go_on.set).start()
-    saving.cancel()
-    assert may_go_on.is_set() and saving.deleted.done()
-    checkpoint_index.verify(tmp_path / "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-def test_a_number_that_json_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="could not be written"):
-        write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
-    assert not list(tmp_path.iterdir())
 
 
 KILLED = """

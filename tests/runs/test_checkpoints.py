@@ -2,7 +2,6 @@
 and older checkpoints are deleted without a reader ever seeing half of one.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -15,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from longctx import files
 from longctx.evaluation.load import load_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Sharded, Writers
-from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
 from tests.written import write
 
@@ -223,45 +220,3 @@ def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
     assert run_folder.checkpoints(run) == [second]
     assert delete([hidden, link, run / "gone"], threading.Event()) is None
     assert names(run) == {second.name} and len(list(second.iterdir())) == 6
-
-
-def test_one_undeletable_file_keeps_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def remove(path: Path) -> None:
-        if path.name.endswith("002.safetensors"):
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-        path.unlink() if path.is_file() else os.rmdir(path)
-
-    first, second = run_folder.checkpoints(run)
-    hidden = set_aside(first)
-    monkeypatch.setattr(files, "remove", remove)
-    problem = delete([hidden], threading.Event())
-    assert problem is not None and "shard-00000-002.safetensors" in problem
-    assert [path.name for path in hidden.iterdir()] == ["shard-00000-002.safetensors"]
-    assert run_folder.checkpoints(run) == [second]
-
-
-KILLED = """
-import sys, threading, time
-from pathlib import Path
-from longctx import files
-from longctx.runs import checkpoint_index
-remove, left = files.remove, [3]
-def slow(path):
-    if not left[0]:
-        print("half", flush=True)
-        time.sleep(60)
-    remove(path)
-    left[0] -= 1
-files.remove = slow
-checkpoint_index.delete([checkpoint_index.set_aside(Path(sys.argv[1]))], threading.Event())
-"""
-
-
-def test_a_kill_while_deleting_leaves_no_half_checkpoint(run: Path) -> None:
-    first, second = run_folder.checkpoints(run)
-    killed_at("half", KILLED, first)
-    assert run_folder.checkpoints(run) == [second]
-    (left,) = (run / "checkpoints").glob(".*")
-    assert len(list(left.iterdir())) == 4
-    files.remove_partial(run / "checkpoints")
-    assert names(run) == {second.name}
