@@ -62,7 +62,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         callbacks.each("validated", step, row)
 
     saver.begin(state, data.fingerprint)
-    log.begin()
+    log.bar.start()
     batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
     if not run.steps_done:
         validated(0)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from longctx.model.offload import pinned
@@ -119,7 +120,8 @@ class Saver:
         if self.saving is None:
             return
         if wait([self.saving.deleted], REPORTED_AFTER).not_done:
-            self.log.deleting(self.saving.deleted_bytes)
+            size = decimal(self.saving.deleted_bytes)
+            self.log.say(f"deleting   {size} of older checkpoints")
             wait([self.saving.deleted])
         self._log_warning()
 
