@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longctx.config.doors import Door
 from longctx.config.fields import check, key
 
-SOURCES: dict[str, Any] = {}  # name → source; longctx.data.sources and plugins fill it
+SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 
 
 @dataclass

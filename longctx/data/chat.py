@@ -29,7 +29,6 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
-from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.sources import Document
 
@@ -263,15 +262,6 @@ class Template:
         self.special = [token["content"] for token in added if token.get("special")]
         digest = hashlib.sha256(json.dumps([_VERSION, learned, source, tokens]).encode())
         self.fingerprint = digest.hexdigest()[:32]
-
-    @classmethod
-    def of(cls, config: DataConfig) -> Template:
-        """Read the chat template in the folder of `config.tokenizer`."""
-        advice = "give its folder with data.tokenizer=, or init="
-        message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
-        refuse((config.tokenizer is None, message))
-        path = Path(config.tokenizer or "").expanduser()
-        return cls(path if path.is_dir() else path.parent, config.turns)
 
     def conversations(
         self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]

@@ -165,7 +165,6 @@ def test_a_mistake_names_the_key_and_the_value(word: str) -> None:
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
-        ("data=text data.path=x data.chat=true data.text_column=body", "data.text_column=body"),
     ],
 )
 def test_a_mistake_tells_what_would_be_right(words: str, message: str) -> None:

@@ -59,7 +59,7 @@ def test_a_mix_is_printed_and_drawn(corpus, tmp_path, capsys) -> None:
         ("data.documents=0", "data.documents=0"),
         ("data=text data.path=x data.errors=ignore", "data.errors=ignore"),
         ("data=text data.path=x data.files=y", "data.files=y"),
-        ("data=needles data.errors=strict", "data.errors=strict: "),
+        ("data.errors=strict", "data.errors=strict: data=embedded"),
         ("data.tokenizer=a/b data.vocab_size=16384", "data.vocab_size=16384: "),
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth: "),
     ],

@@ -252,12 +252,11 @@ def test_a_reader_of_parquet_may_stop_early(tmp_path: Path) -> None:
     assert texts(tmp_path) == expected
 
 
-@pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
-def test_streams_of_xz_follow_one_another(tmp_path: Path, padding: bytes) -> None:
+def test_streams_of_xz_follow_one_another(tmp_path: Path) -> None:
     expected = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
-    packed = padding.join(lzma.compress(text.encode()) for text in expected)
+    packed = b"".join(lzma.compress(text.encode()) for text in expected)
     file = tmp_path / "a.txt.xz"
-    file.write_bytes(packed + padding)
+    file.write_bytes(packed)
     assert texts(file) == ["".join(expected)]
     file.write_bytes(packed[:-1])
     with pytest.raises(ValueError, match=r"a\.txt\.xz: "):

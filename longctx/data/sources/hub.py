@@ -34,7 +34,6 @@ from longctx.data.sources import (
     documents_in,
     register,
 )
-from longctx.data.sources.text import READS_MESSAGES
 from longctx.files import write_text
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class Hub(Source):
     """A data set by name, or a builder (`data.path=json`) and its `data.files`."""
 
     keys = frozenset({"path", "name", "split", "files", "revision", "text_column", "chat"})
-    idle = (READS_MESSAGES,)
 
     def check(self, config: DataConfig) -> None:
         paths = config.paths()

@@ -40,13 +40,6 @@ class Mix(Source):
         refuse((not config.mix, f"data.mix is not set; give sources, such as {example}"))
         members(config)
 
-    def without_effect(self, config: DataConfig) -> dict[str, str]:
-        used: set[str] = set(self.keys)
-        for _, member in members(config).values():
-            source = source_of(member)
-            used |= source.keys_of(member) - source.without_effect(member).keys()
-        return dict.fromkeys(self.keys_of(config) - used, "no source of the mix reads it")
-
     def check_files(self, config: DataConfig) -> None:
         for _, member in members(config).values():
             source_of(member).check_files(member)
@@ -100,6 +93,7 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
     name = own.get("source") or ("text" if own.get("path") else "embedded")
     with untrusted.named(place):
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
+        replace(config, source=name).validate()  # the name
         source = source_of(replace(config, source=name))
         # Conversations are scored differently, so a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}

@@ -23,7 +23,6 @@ from longctx.data.sources import (
     Document,
     Shard,
     Source,
-    WithoutEffect,
     content_key,
     register,
 )
@@ -55,13 +54,6 @@ class Needles(Source):
     """Facts and questions in the text of data.path, or in the embedded one."""
 
     keys = frozenset({"path", "length", "text_column", "errors"})
-    idle = (
-        *Text.idle,
-        *(
-            WithoutEffect(key, lambda config: not config.paths(), "data.path is not set")
-            for key in ("text_column", "errors")
-        ),
-    )
     generated = True
 
     def check_files(self, config: DataConfig) -> None:
