@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from longctx.config.fields import refuse
-from longctx.data.chat import Conversation
 from longctx.data.sources import Corpus, Document, content_key
 from longctx.data.split import near_duplicates, signature
 from longctx.data.tokenizer import Tokenizer
@@ -148,7 +147,7 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
     """Tokenize every document into `folder`, with its near-duplicate group and content hash.
 
     Documents without a token to predict (empty ones) are left out and counted. With `chat` every
-    document is a Conversation, and a column `scored` marks the assistant's tokens. Raises
+    document is a conversation, and a column `scored` marks the assistant's tokens. Raises
     ValueError, which begins with `place`, if no document is left.
     """
     token_type = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
@@ -167,7 +166,7 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
         for batch in _batches(corpus.documents()):
             encoded, scored = _encoded(batch, tokenizer, chat)
             kept = [number for number, ids in enumerate(encoded) if len(ids) >= shortest]
-            shortened += sum(isinstance(item, Conversation) and item.shortened for item in batch)
+            shortened += sum(document.shortened for document in batch)
             for number in kept:
                 keys.append(content_key(batch[number].text))
                 signatures.append(signature(batch[number].text))
@@ -204,10 +203,9 @@ def _encoded(
     """Return the tokens of each document, and with `chat` a mark for each scored token."""
     if not chat:
         return tokenizer.encode_documents([document.text for document in batch]), []
-    pairs = []
-    for document in batch:
-        assert isinstance(document, Conversation)
-        pairs.append(tokenizer.encode_conversation(document.text, document.spans))
+    pairs = [
+        tokenizer.encode_conversation(document.text, document.spans or []) for document in batch
+    ]
     return [ids for ids, _ in pairs], [scored for _, scored in pairs]
 
 

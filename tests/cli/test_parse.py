@@ -187,15 +187,6 @@ def test_words_that_belong_together_compose(words: str) -> None:
     assert isinstance(compose(*words.split()).config, TrainConfig)
 
 
-def test_a_text_column_needs_files_of_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain")
-    argv = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
-    with pytest.raises(ValueError, match=r"data\.text_column=body: "):
-        compose(*argv)
-    (tmp_path / "b.jsonl.gz").write_bytes(b"")
-    assert compose(*argv).config.data.text_column == "body"
-
-
 @pytest.mark.parametrize(
     ("argv", "policies"),
     [

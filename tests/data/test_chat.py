@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from longctx.data import DataConfig, Tokenizer, load
-from longctx.data.chat import Conversation, Renderer, Template
+from longctx.data import DataConfig, Document, Tokenizer, load
+from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
 from longctx.training.run_log import learned_turns
 from tests.data import chat_templates
@@ -73,14 +73,14 @@ def folder(tmp_path: Path) -> Path:
 
 def written(
     folder: Path, template: str, messages: Any, tools: Any = None, learned: str = "auto"
-) -> Conversation:
+) -> Document:
     write(folder, template)
     rows = [("name", "here", {"messages": messages, "tools": tools})]
     (conversation,) = Template(folder, learned, datetime.now()).conversations(rows)
     return conversation
 
 
-def parts(conversation: Conversation) -> list[str]:
+def parts(conversation: Document) -> list[str]:
     return [conversation.text[first:end] for first, end in conversation.spans]
 
 
@@ -228,14 +228,14 @@ def test_long_conversations_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     characters: list[int] = []
-    render = Renderer.render
+    render = Template.render
 
-    def counted(self: Renderer, *arguments: Any, **more: Any) -> Any:
+    def counted(self: Template, *arguments: Any, **more: Any) -> Any:
         rendered = render(self, *arguments, **more)
         characters.append(len(rendered.text))
         return rendered
 
-    monkeypatch.setattr(Renderer, "render", counted)
+    monkeypatch.setattr(Template, "render", counted)
     text = written(folder, getattr(chat_templates, name), PLAIN * 1600).text
     assert sum(characters) < (2 if name == "INST" else 5) * len(text)
 
@@ -243,9 +243,9 @@ def test_long_conversations_take_linear_time(
 def test_generation_renders_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, chat_templates.QWEN3)
     counts: list[int] = []
-    render = Renderer.render
+    render = Template.render
     monkeypatch.setattr(
-        Renderer, "render", lambda *a, **more: counts.append(1) or render(*a, **more)
+        Template, "render", lambda *a, **more: counts.append(1) or render(*a, **more)
     )
     Template(folder).prompt("here", {"messages": [*THINKING, asks("q4")]})
     assert len(counts) == 1

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longctx.data import DataConfig, load, read_documents
+from longctx.data import DataConfig, Document, load, read_documents
 
 TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
 COMPRESS = {
@@ -56,10 +56,10 @@ def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
     file.write_bytes(COMPRESS[suffix](content.get(kind, jsonl(TEXTS))))
     documents = read(str(file))
     if kind in (".txt", ".md"):
-        assert documents == [(file.name, TEXTS[1])]
+        assert documents == [Document(file.name, TEXTS[1])]
     else:
         names = [f"{file.name}:{number}" for number in (1, 2, 3)]
-        assert documents == list(zip(names, TEXTS, strict=True))
+        assert documents == list(map(Document, names, TEXTS))
 
 
 def test_a_folder_is_read_in_order(tmp_path) -> None:

@@ -176,7 +176,7 @@ def facts(tmp_path: Path) -> DataConfig:
 def test_every_question_is_answered_before(facts: DataConfig) -> None:
     documents = list(open_corpus(facts).documents())
     assert len({document.text for document in documents}) == len(documents) == 20
-    for _, text in documents:
+    for text in (document.text for document in documents):
         assert 2000 < len(text) < 3300
         questions = list(QUESTION.finditer(text))
         assert len(questions) > 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from longctx.data.chat import Template
 
 
+Span = tuple[int, int]  # characters first .. end - 1
+
+
 class Document(NamedTuple):
-    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many."""
+    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many.
+
+    spans: the parts of a conversation that are learned; None: all of a plain text.
+    shortened: a conversation learns its last turn alone, since the template rewrites those before.
+    """
 
     name: str
     text: str
+    spans: Sequence[Span] | None = None
+    shortened: bool = False
 
 
 class Shard(NamedTuple):
