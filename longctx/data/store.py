@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -164,24 +165,26 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            encoded, scored = _encoded(batch, tokenizer, chat)
-            kept = [number for number, ids in enumerate(encoded) if len(ids) >= shortest]
-            shortened += sum(document.shortened for document in batch)
-            for number in kept:
-                keys.append(content_key(batch[number].text))
-                signatures.append(signature(batch[number].text))
-            # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
-            offsets = np.cumsum([0, *(len(encoded[number]) for number in kept)]).astype(np.int32)
-            columns: list[Any] = [
-                [batch[number].name for number in kept],
-                _lists(offsets, [encoded[number] for number in kept], token_type),
-                [len(batch[number].text.encode()) for number in kept],
+            encoded = _encoded(batch, tokenizer, chat)
+            kept = [
+                (document, ids.astype(token_type.to_pandas_dtype()), scored.view(np.uint8))
+                for document, (ids, scored) in zip(batch, encoded, strict=True)
+                if len(ids) >= shortest
             ]
-            if chat:
-                columns.append(_lists(offsets, [scored[number] for number in kept], pa.uint8()))
-            writer.write_batch(pa.record_batch(columns, schema=schema))
+            # Groups and hashes come from the text: another tokenizer has the same split.
+            keys += [content_key(document.text) for document, *_ in kept]
+            signatures += [signature(document.text) for document, *_ in kept]
+            columns: list[Any] = [
+                [document.name for document, *_ in kept],
+                [ids for _, ids, _ in kept],
+                [len(document.text.encode()) for document, *_ in kept],
+                [scored for *_, scored in kept],
+            ]
+            # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
+            writer.write_batch(pa.record_batch(columns[: len(schema)], schema=schema))
             documents += len(batch)
-            tokens += int(offsets[-1])
+            tokens += sum(len(ids) for _, ids, _ in kept)
+            shortened += sum(document.shortened for document in batch)
             show(documents, tokens)
     problem = f"{place}: none of {documents:,} documents has a token to predict"
     refuse((not keys, f"{problem}; give longer documents"))
@@ -199,19 +202,12 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
 
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
-) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return the tokens of each document, and with `chat` a mark for each scored token."""
-    if not chat:
-        return tokenizer.encode_documents([document.text for document in batch]), []
-    pairs = [
-        tokenizer.encode_conversation(document.text, document.spans or []) for document in batch
-    ]
-    return [ids for ids, _ in pairs], [scored for _, scored in pairs]
-
-
-def _lists(offsets: np.ndarray, lists: Sequence[np.ndarray], value_type: Any) -> Any:
-    values = np.concatenate([np.zeros(0, np.int32), *(values.astype(np.int32) for values in lists)])
-    return pa.ListArray.from_arrays(offsets, pa.array(values, value_type))
+    if chat:
+        return [tokenizer.encode_conversation(item.text, item.spans or []) for item in batch]
+    ids = tokenizer.encode_documents([document.text for document in batch])
+    return zip(ids, repeat(np.zeros(0, bool)), strict=False)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
