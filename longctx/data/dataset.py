@@ -316,32 +316,31 @@ def _split(
     Near-duplicates in several sources are on one side; generated documents contain no text that
     validates.
     """
-    is_generated = {name: SOURCES[source.source].generated for name, source in sources.items()}
-    stores = {
-        name: _tokenized(name, source, corpora[name], tokenizer)
-        for name, source in sources.items()
-        if not is_generated[name]
-    }
-    parts = _parts(sources, stores, tokenizer) if stores else {}
+    generated = [name for name, source in sources.items() if SOURCES[source.source].generated]
+    read = {name: corpus for name, corpus in corpora.items() if name not in generated}
+    parts = _parts(sources, read, tokenizer) if read else {}
     unseen = {
         key.tobytes()
         for part in parts.values()
         for key in part.store.keys[part.trained < part.store.lengths]
     }
-    for name, source in sources.items():
-        if is_generated[name]:
-            with _named(name):
-                corpus = open_corpus(source, unseen) if unseen else corpora[name]
-            store = _tokenized(name, source, corpus, tokenizer)
-            parts |= _parts(sources, {name: store}, tokenizer)
+    for name in generated:
+        with _named(name):
+            corpus = open_corpus(sources[name], unseen) if unseen else corpora[name]
+        parts |= _parts(sources, {name: corpus}, tokenizer)
     return {name: parts[name] for name in sources}
 
 
 def _parts(
-    sources: Mapping[str, DataConfig], stores: Mapping[str, Store], tokenizer: Tokenizer
+    sources: Mapping[str, DataConfig], corpora: Mapping[str, Corpus], tokenizer: Tokenizer
 ) -> dict[str, Part]:
-    places = {name: f"data.mix.{name}" if name else "data" for name in stores}
-    fractions = {places[name]: sources[name].val_fraction for name in stores}
+    """Tokenize and split `corpora` together."""
+    stores = {
+        name: _tokenized(name, sources[name], corpus, tokenizer) for name, corpus in corpora.items()
+    }
+    fractions = {
+        f"data.mix.{name}" if name else "data": sources[name].val_fraction for name in stores
+    }
     splits = by_bytes(list(stores.values()), fractions, tokenizer)
     return {
         name: Part(sources[name], tokenizer, store, trained)

@@ -150,12 +150,6 @@ def register(name: str) -> Callable[[type[Source]], type[Source]]:
     return add
 
 
-def source_of(config: DataConfig) -> Source:
-    """Return the source that `config` names."""
-    source: Source = SOURCES[config.source]
-    return source
-
-
 def check(config: DataConfig) -> None:
     """Raise ValueError for the first key of `config` that its source cannot use; read nothing."""
     config.validate()
@@ -164,7 +158,7 @@ def check(config: DataConfig) -> None:
         value = getattr(config, item.name)
         if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
-    source_of(config).check(config)
+    SOURCES[config.source].check(config)
 
 
 def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
@@ -184,14 +178,14 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
     """Raise ValueError if `place`.`name`=`value` is a key that only other sources use."""
     users = [f"data={other}" for other, source in SOURCES.items() if name in source.keys]
-    is_foreign = users and name not in source_of(config).keys_of(config)
+    is_foreign = users and name not in SOURCES[config.source].keys_of(config)
     message = f"{place}.{name}={shown(value)}: data={config.source} does not use it"
     refuse((is_foreign, f"{message}; leave it out, or use {' or '.join(users)}"))
 
 
 def check_files(config: DataConfig) -> None:
     """Raise OSError for the first missing path of documents or tokenizer; read no file."""
-    source_of(config).check_files(config)
+    SOURCES[config.source].check_files(config)
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise FileNotFoundError(
             f"data.tokenizer={config.tokenizer}: no such file or folder; give a tokenizer.json, or "
@@ -205,7 +199,7 @@ def pinned(config: DataConfig) -> DataConfig:
     It means the same documents from every folder, and after every push to the Hub.
     """
     own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
-    return source_of(own).pinned(own)
+    return SOURCES[own.source].pinned(own)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -218,7 +212,7 @@ def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus
     Generated documents hold no text whose `content_key` is in `without`.
     """
     check(config)
-    corpus = source_of(config).open(config, without)
+    corpus = SOURCES[config.source].open(config, without)
     limit = config.documents
     if limit is None:
         return corpus

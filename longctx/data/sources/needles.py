@@ -32,7 +32,7 @@ from longctx.data.sources.text import Text
 DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
-MOST_FILLER = 64 << 20  # characters that are read from the other source
+FILLER_LIMIT = 64 << 20  # characters that are read from the other source
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
 _NAMES = (
@@ -80,12 +80,12 @@ def _allowed(shard: Shard, without: Set[bytes]) -> Iterator[Document]:
 
 
 def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
-    text = "\n".join(corpus.sample(MOST_FILLER))
-    for n in range(count):
-        rng = random.Random(f"train {n}")  # seeded by the text, the same in every process
+    text = "\n".join(corpus.sample(FILLER_LIMIT))
+    for index in range(count):
+        rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
         room = int(length * rng.uniform(0.8, 1.0) / (1 + PER_FACT / EVERY))
         first = rng.randrange(max(1, len(text) - room))
-        yield Document(f"needles:{n}", document(text[first : first + room], EVERY, rng))
+        yield Document(f"needles:{index}", document(text[first : first + room], EVERY, rng))
 
 
 class Task(NamedTuple):
