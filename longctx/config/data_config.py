@@ -101,11 +101,9 @@ class DataConfig:
 
     def cache_folder(self) -> Path:
         """Return the folder for everything built from documents, without creating it."""
-        if self.cache:
-            return Path(self.cache).expanduser()
-        if os.environ.get("LONGCTX_CACHE"):
-            return Path(os.environ["LONGCTX_CACHE"]).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longctx"
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        own = self.cache or os.environ.get("LONGCTX_CACHE") or caches / "longctx"
+        return Path(own).expanduser()
 
 
 def _strings(value: Any, name: str) -> list[str]:

@@ -270,6 +270,7 @@ class Template:
 
     def _refuse_special(self, place: str, content: Any) -> None:
         text = json.dumps(content, ensure_ascii=False, default=str)  # a Hub data set has dates
+        # As text of a user it would end the turn, and open one of the assistant's.
         for token in self.special:
             refuse((token in text, f"{place} contains the special token {token}; take it out"))
 
@@ -300,6 +301,7 @@ class Template:
         asked = _asked(messages)
         whole = self.render(messages, tools)
         prompt = self.render(messages[:asked], tools, prompt=True).text
+        # The messages after the prompt keep their spans, moved by what the prompt has more or less.
         before = prompt.removesuffix(self._openings[0])
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
         start = min(later, default=0)
@@ -315,10 +317,12 @@ class Template:
         alone. A rendering for each prompt would take time that is quadratic in the turns.
         """
         answers = _numbers(messages, "assistant")
+        # Mistral Nemo writes the system message before the last question only.
         for count in {answers[0], _asked(messages)} - {0}:
             prompt = self.render(messages[:count], tools, prompt=True)
             if not whole.text.startswith(prompt.text):
                 return False
+        # Qwen3 leaves out the thinking of a turn once another one follows.
         for first, end in pairwise(_numbers(messages, "user")):
             last = max((number for number in answers if first <= number < end), default=None)
             if last is not None:

@@ -57,6 +57,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
             document = int(self.packing.document[piece])
             start = int(self.packing.start[piece])
             length = int(self.packing.length[piece])
+            # One token more than the piece shows: it is the target of the last one.
             following = self.store.tokens(document, start, start + length + 1)
             ids = torch.from_numpy(following.astype(np.int64))
             tokens[position : position + length] = ids[:length]
@@ -122,6 +123,7 @@ class SampleStream(Sampler[int]):
         self.rank = rank
         self.world_size = world_size
         self.consumed = consumed
+        # A hash below bounds[i] draws source i. Floats near 2^64 are 2048 apart.
         share = np.cumsum(np.asarray(weights, dtype=np.float64) / sum(weights))
         self.bounds = np.minimum(share * 2.0**64, float(2**64 - 2048)).astype(np.uint64)
         self.bounds[-1] = np.iinfo(np.uint64).max
@@ -140,6 +142,7 @@ class SampleStream(Sampler[int]):
             for offset, source in enumerate(self.sources(first, _DRAWN).tolist()):
                 rows = self.rows[source]
                 epoch, position = divmod(used[source], rows)
+                # Every rank counts all samples, so each knows the others' without asking.
                 used[source] += 1
                 if (first + offset - self.consumed) % self.world_size != self.rank:
                     continue

@@ -145,6 +145,7 @@ def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[in
         if (size <= np.where(room < enough, 0, room)).all():
             validates[group] = True
             room -= size
+    # Whole groups leave a rest: one group too large may come closer to the share than none.
     in_one_store = (sizes > 0).sum(axis=1) == 1
     for number, total in enumerate(sizes.sum(axis=0).tolist()):
         others = order[(~validates & in_one_store & (sizes[:, number] > 0))[order]]
@@ -238,6 +239,7 @@ def near_duplicates(signatures: np.ndarray) -> np.ndarray:
             document = parent[document]
         return document
 
+    # Comparing all pairs would be quadratic; a bucket has few documents.
     for band in range(0, POSITIONS, _BAND):
         keys = np.zeros(count, np.uint64)
         for position in range(band, band + _BAND):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from longctx.config.fields import refuse
 from longctx.data.sources import Corpus, Document, content_key
@@ -120,28 +120,19 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
     of documents, if known.
     """
     began = time.monotonic()
-    state = ""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("data: {task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
+    line = f"data: {task}"
     with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        row = bar.add_task(task, total=total, state="")
+        bar_task = bar.add_task(line, total=total)
 
         def show(documents: int, tokens: int) -> None:
-            nonlocal state
-            state = f"{documents:,} documents, {tokens:,} tokens"
-            bar.update(row, completed=documents, state=state)
+            nonlocal line
+            line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
+            bar.update(bar_task, completed=documents, description=line)
 
         yield show
-    state = f"{state} in " if state else ""
-    print(f"data: {task}: {state}{time.monotonic() - began:.1f} s", file=sys.stderr)
+    print(f"{line} in {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
 def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: bool) -> None:

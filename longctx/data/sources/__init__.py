@@ -69,6 +69,7 @@ class Corpus:
 
         No shard gives more than an eighth, unless there are fewer than eight.
         """
+        # The first shards alone, such as one folder's, would bias the vocabulary.
         quota = max(characters // len(self.shards), characters // 8)
         for shard in sorted(self.shards, key=lambda shard: _digest(shard.name)):
             left = min(quota, characters)
@@ -156,6 +157,7 @@ def check(config: DataConfig) -> None:
     usual = DataConfig()
     for item in fields(config):
         value = getattr(config, item.name)
+        # A saved configuration spells out every default, also of keys that others use.
         if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
     SOURCES[config.source].check(config)

@@ -48,6 +48,7 @@ class Mix(Source):
         mix = dict(config.mix)
         for name, (_, member) in members(config).items():
             own = SOURCES[member.source].pinned(member)
+            # Only changed keys: config.yaml keeps a mix as short as the user wrote it.
             values = {key: getattr(own, key) for key in _PINNED}
             changed = {key: value for key, value in values.items() if value != getattr(member, key)}
             mix[name] = {**mix[name], **changed}

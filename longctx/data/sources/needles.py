@@ -83,6 +83,7 @@ def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
     text = "\n".join(corpus.sample(FILLER_LIMIT))
     for index in range(count):
         rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
+        # Facts and questions take a third of the document: 125 characters per 250 of text.
         room = int(length * rng.uniform(0.8, 1.0) / (1 + PER_FACT / EVERY))
         first = rng.randrange(max(1, len(text) - room))
         yield Document(f"needles:{index}", document(text[first : first + room], EVERY, rng))
@@ -110,6 +111,7 @@ def task(kind: str, rng: random.Random) -> Task:
     if kind == "passkey":
         answer = number(rng)
         return Task(passkey_fact(answer), [], PASSKEY_QUESTION, f" {answer}")
+    # Numbers of other cities: the question must be matched, not only the form.
     city, *others = rng.sample(CITIES, 1 + DISTRACTORS)
     answer = number(rng)
     facts = [needle_fact(other, number(rng)) for other in others]
