@@ -31,7 +31,7 @@ class Display:
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
         self.console = tables.console()
         self.console.quiet = silent
-        self.steps = steps
+        self.steps, self.steps_done = steps, first_step
         self.bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(16),
@@ -69,7 +69,8 @@ class Display:
             signal.raise_signal(signal.SIGHUP)
 
     def stepped(self, step: int) -> None:
-        """Move the bar."""
+        """Note that `step` is done."""
+        self.steps_done = step
         self.bar.update(self.task, completed=step)
 
     def show(self, row: Row) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from longctx.model.offload import pinned

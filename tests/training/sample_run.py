@@ -16,6 +16,8 @@ from longctx.training.run import Run
 from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
+FAULTY = Path(__file__).with_name("faulty_run.py")
+Trained = Callable[..., Path]  # the fixture `trained`
 
 
 def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
@@ -27,6 +29,11 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics that hold a step's loss."""
     return [row for row in metrics_file.read(folder) if "loss" in row]
+
+
+def losses(folder: Path) -> list[float]:
+    """The logged losses of a run's steps."""
+    return [row["loss"] for row in steps(folder)]
 
 
 def newest(folder: Path) -> dict[str, Any]:
