@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     is_two = two_words in COMMANDS
     name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
     if name in COMMANDS:
-        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name])
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].__call__)
     return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
 
 
