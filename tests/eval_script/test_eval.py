@@ -176,7 +176,7 @@ def test_file_in_the_place_of_the_results_is_refused(
     (other / "eval").write_text("")
     refused(
         script.main([f"checkpoint={other}", "device=cpu"]),
-        f"checkpoint={other}: the result goes into the folder {other}/eval",
+        f"{other}/eval: ",
     )
 
 
