@@ -138,24 +138,24 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
     """
     machine = this_machine()
     is_cpu = device == "cpu" or machine.gpu is None
-    there = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
-    needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
+    available = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
+    weights = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
     problem = f"out of {'memory' if is_cpu else 'GPU memory'}"
     changes = ["precision=bf16"] if source.dtype == torch.float32 else []
     if not sequences:
-        problem += f" while the model loads: its weights take {needs}"
+        problem += f" while the model loads: its weights take {weights}"
         changes.append("a smaller model")
     else:
         cache = KVCache.bytes_of(source.trained.model, sequences, length, source.dtype)
         problem += (
-            f": weights take {needs}, keys and values of {sequences} "
+            f": weights take {weights}, keys and values of {sequences} "
             f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
         )
         has_scores = source.attention.description.score_bytes is not None
         changes += ["attention=flash"] if has_scores else []
         changes += [f"batch_size={sequences // 2}"] if sequences > 1 else []
         changes += ["a smaller max_new_tokens", "shorter prompts"]
-    return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"
+    return f"{problem}, and there are {available / GIB:.1f}; give {' or '.join(changes)}"
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> list[Prompt]:
@@ -309,7 +309,7 @@ def shown(
 def write(text: str) -> None:
     """Print text at once: as it is, on a terminal without control characters."""
     if sys.stdout.isatty():
-        text = "".join(x if x in "\n\t" else files.printable(x) for x in text)
+        text = "".join(letter if letter in "\n\t" else files.printable(letter) for letter in text)
     sys.stdout.write(text)
     sys.stdout.flush()
 

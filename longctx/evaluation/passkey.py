@@ -109,7 +109,7 @@ def filler_of(
     documents: Iterable[Document | EncodedDocument], tokenizer: Tokenizer, tokens: int
 ) -> np.ndarray:
     """Return at least `tokens` tokens of `documents`, or all of them, without special tokens."""
-    special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
+    special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
     parts = [np.zeros(0, np.int64)]
     count = 0
     for document in documents:

@@ -257,6 +257,7 @@ def perplexity(
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     line = Progress("tokens", visible=progress)
+    # A generator: texts larger than the memory are read a few batches ahead.
     windows = _windows(documents, result, line)
     with in_eval_mode(scorer.model), line:
         for window, nats in losses(scorer, windows, context, batch_size, line.advance):
