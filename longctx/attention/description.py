@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from longctx.config.fields import check, key
+from longctx.config.fields import Group, key
 from longctx.config.parts import FP32, Attention
 from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
 
@@ -243,9 +243,10 @@ UNKNOWN = Description()  # of a backend that no imported module has registered
 
 
 @dataclass
-class AttentionConfig:
+class AttentionConfig(Group):
     """Which backend computes attention, and how."""
 
+    prefix = "attention."
     backend: str = key("flash", "set by attention=NAME", choices=DESCRIPTIONS)
     options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
 
@@ -254,9 +255,8 @@ class AttentionConfig:
         """The description of the backend."""
         return DESCRIPTIONS.get(self.backend, UNKNOWN)
 
-    def validate(self) -> None:
-        """Raise ValueError for an unknown backend, or an option that it does not have."""
-        check(self, "attention.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         check_options(self.backend, self.options)
 
     def check_without_gpu(self) -> None:

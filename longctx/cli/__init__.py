@@ -87,7 +87,7 @@ class Command(NamedTuple):
         """Run the command with `argv` and return its exit code."""
         if callable(self.run):
             return self.run(argv)
-        config = options(self.schema, argv)
+        config: Any = options(self.schema, argv)
         if self.check is not None:
             self.check(config)
         with libraries() if self.uses_torch else nullcontext():
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     is_two = two_words in COMMANDS
     name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
     if name in COMMANDS:
-        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name])
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].__call__)
     return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
 
 
