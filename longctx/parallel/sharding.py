@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured, measuring
 from longctx.model import GPT
-from longctx.runs.checkpoint_write import Sharded
+from longctx.runs.checkpoint_files import Sharded
 
 
 def measure_waits() -> None:

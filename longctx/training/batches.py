@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from longctx import python_child
+from longctx import system
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.config.data_config import DataConfig
@@ -325,4 +325,4 @@ def _begin_worker(worker: int) -> None:
     # torch's own look at the parent takes 5 s, and a stopped worker never looks
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
-        python_child.end_with_parent(parent.pid, signal.SIGKILL)
+        system.end_with_parent(parent.pid, signal.SIGKILL)

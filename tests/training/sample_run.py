@@ -10,7 +10,7 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.runs.checkpoint_write import Saving, Sharded
+from longctx.runs.checkpoint_files import Saving, Sharded
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 from tests.written import write
@@ -56,7 +56,7 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
-                tensors[f"optimizer.{number}.{key}"] = x
+                tensors[f"optimizer.{number}.{key}"] = x.clone()
             else:
                 scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)
