@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import machine, save_figure, short, write_json
 from benchmarks.words import decided, training_run
-from longctx.cli import check_backends, check_unused
+from longctx.attention.description import DESCRIPTIONS
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
@@ -54,7 +55,9 @@ SHOWN = (
 class Options:
     """What to measure; keys of train.py may follow, such as model=1b."""
 
-    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+    backends: tuple[str, ...] = key(
+        ("naive", "sdpa", "flash"), "attention backends", choices=DESCRIPTIONS
+    )
     shortest: int = key(4096, "tokens; lengths double from there to the longest")
     longest: str = key(
         "auto",
@@ -69,7 +72,6 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Find, measure, print, write `out`.json and `out`.png; log each point as a run of wandb."""
     import torch
 
-    check_backends(options.backends)
     check_unused(overrides, TAKEN)
     if not torch.cuda.is_available():
         raise ValueError("context: measures what fits a GPU, and there is no CUDA GPU here")

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import machine, save_figure, short, write_json
 from benchmarks.trace import ATTENTION, IDLE, MATRICES, PARTS, marked, time_by_part
 from benchmarks.words import decided, training_run
-from longctx.cli import check_backends, check_unused
+from longctx.attention.description import DESCRIPTIONS
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.tables import grid
 
@@ -38,7 +39,9 @@ class Options:
     """What to profile; every key of train.py may follow, such as model=124m."""
 
     lengths: tuple[int, ...] = key((512, 1024, 2048, 4096, 8192, 16384), "tokens in a row")
-    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+    backends: tuple[str, ...] = key(
+        ("naive", "sdpa", "flash"), "attention backends", choices=DESCRIPTIONS
+    )
     steps: int = key(2, "profiled steps")
     minutes: float = key(60.0, "points not begun by then are left out")
     out: str = key("results/step", "writes .json and .png")
@@ -48,7 +51,6 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every length with every backend, print tables, write `out`.json and `out`.png."""
     import torch
 
-    check_backends(options.backends)
     check_unused(overrides, {"seq_len": "use lengths=", "attention": "use backends="})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     runs = {

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longctx.runs import run_folder
+
 HASH = "@sha256:"  # between the path of a recorded plugin and its hash
 
 
@@ -78,3 +80,9 @@ def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
         path = Path(entry.partition(HASH)[0])
         if path.name in names and entry.partition(HASH)[2] not in str(recorded):
             print(f"warning: plugins={path}: changed since {run} recorded it", file=sys.stderr)
+
+
+def check_run(folder: Path, given: Sequence[str] | None) -> None:
+    """Do as `check_named` for the run in `folder`; a checkpoint elsewhere has no config.yaml."""
+    if (folder / "config.yaml").is_file():
+        check_named(run_folder.read_config(folder).get("plugins"), given, folder)

@@ -19,16 +19,26 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from longctx import files, system
+from longctx import files, plugins, system
 from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
-from longctx.config import command_config, fields, presets
-from longctx.config.command_config import GenerateConfig, PlanOptions
+from longctx.config import fields, presets
+from longctx.config.command_config import (
+    CompareOptions,
+    DashboardOptions,
+    DescribeConfig,
+    ExportOptions,
+    GenerateConfig,
+    PlanOptions,
+    ShowOptions,
+    WatchOptions,
+)
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import CONFIGS, Request, names, with_model
 from longctx.config.train_config import TrainConfig
@@ -58,13 +68,32 @@ class Command(NamedTuple):
     """One command.
 
     schema: the dataclass of its keys. Its docstring is the head of --help.
-    run: called with the arguments after the name; returns the exit code, None for 0.
+    run: called with the arguments after the name, or the path of a function, which is imported and
+        called with the filled schema. It returns the exit code, None for 0.
+    check: called with the filled schema before the function is imported.
+    spreads: the function takes the values of the schema one by one.
+    uses_torch: importing the function takes seconds.
     trains: every key of train may follow its own.
     """
 
     schema: type
-    run: Callable[[list[str]], int | None]
+    run: Callable[[list[str]], int | None] | str
+    check: Callable[[Any], None] | None = None
+    spreads: bool = False
+    uses_torch: bool = False
     trains: bool = False
+
+    def __call__(self, argv: list[str]) -> int | None:
+        """Run the command with `argv` and return its exit code."""
+        if callable(self.run):
+            return self.run(argv)
+        config = options(self.schema, argv)
+        if self.check is not None:
+            self.check(config)
+        with libraries() if self.uses_torch else nullcontext():
+            function = resolve_name(self.run)
+        code: int | None = function(*vars(config).values()) if self.spreads else function(config)
+        return code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     is_two = two_words in COMMANDS
     name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
     if name in COMMANDS:
-        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].run)
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name])
     return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
 
 
@@ -98,7 +127,6 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
-            check_home()
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -125,15 +153,6 @@ def answer(
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
-
-
-def check_home() -> None:
-    """Raise ValueError if this user has no home folder, which holds the caches."""
-    if os.path.expanduser("~") == "~":
-        raise ValueError(
-            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
-            "folder in which this user may write"
-        )
 
 
 @contextmanager
@@ -304,7 +323,7 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    config, _, given = parse.compose("eval", _without_sweep("eval", argv))
+    config, _, given = parse.compose("eval", argv)
     request = EvalRequest.of(config, given)
     early_checks.check_evaluation(request)
     with _processes(request.config) as processes:
@@ -313,22 +332,11 @@ def _evaluate(argv: list[str]) -> int:
         return evaluate(request, processes)
 
 
-def _generate(argv: list[str]) -> int:
-    chosen = options(GenerateConfig, argv)
-    chosen.checkpoint = early_checks.with_commit(chosen.checkpoint, chosen.plugins)
-    if chosen.device != "cpu":
-        hardware.start_gpu(0)
-    with libraries():
-        from longctx.generation import generate
-    return generate(chosen)
-
-
 def _plan(argv: list[str]) -> None:
-    own, training = split_own(PlanOptions, _without_sweep("plan", argv))
+    own, training = split_own(PlanOptions, argv)
     check_unused(training, {"device": "it is a GPU"})
     request = with_model(parse.compose("train", training), gpu=True)
     chosen = options(PlanOptions, own)
-    check_backends(chosen.backends)
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
@@ -353,14 +361,6 @@ def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
     return dataclasses.replace(request.config, attention=attention)
 
 
-def check_backends(backends: Iterable[str]) -> None:
-    """Raise ValueError for a name that attention= does not have."""
-    known = names("attention")
-    for name in backends:
-        if name not in known:
-            raise ValueError(f"backends={name}: choose from {', '.join(known)}")
-
-
 def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
     """Raise ValueError for an argument whose key is in `set_here`: key → what to use instead."""
     for argument in arguments:
@@ -369,68 +369,30 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
             raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
-def _without_sweep(command: str, argv: list[str]) -> list[str]:
-    """Return `argv`; ValueError if it asks for a sweep."""
-    for argument in argv:
-        if argument in ("-m", "--multirun"):
-            raise ValueError(f"{argument}: only train sweeps; call {command} once for each")
-    return argv
+def _prepare_generation(config: GenerateConfig) -> None:
+    config.checkpoint = early_checks.with_commit(config.checkpoint, config.plugins)
+    if config.device != "cpu":
+        hardware.start_gpu(0)
 
 
-def _describe(argv: list[str]) -> int:
-    config = parse.compose("data", _without_sweep("data", argv)).config
-    from longctx.data.describe import describe
-
-    return describe(config)
-
-
-def _compare(argv: list[str]) -> None:
-    chosen = options(command_config.CompareOptions, argv)
-    from longctx.report.compare import compare
-
-    compare([Path(path) for path in chosen.runs], Path(chosen.out))
-
-
-def _watch(argv: list[str]) -> None:
-    chosen = options(command_config.WatchOptions, argv)
-    from longctx.report.watch import watch
-
-    watch(Path(chosen.run))
-
-
-def _dashboard(argv: list[str]) -> None:
-    chosen = options(command_config.DashboardOptions, argv)
-    from longctx.report.dashboard import dashboard
-
-    dashboard(**vars(chosen))
-
-
-def _export(argv: list[str]) -> None:
-    chosen = options(command_config.ExportOptions, argv)
-    early_checks.check_plugins(run_folder.checkpoint_of(Path(chosen.run), "run"), chosen.plugins)
-    with libraries():
-        from longctx.model.export_checkpoint import run
-
-    run(chosen)
-
-
-def _show_kernels(argv: list[str]) -> None:
-    chosen = options(command_config.ShowOptions, argv)
-    with libraries():
-        from longctx.training.kernel_lock import show
-
-    show(chosen)
+def _check_export(config: ExportOptions) -> None:
+    checkpoint = run_folder.checkpoint_of(Path(config.run), "run")
+    plugins.check_run(checkpoint.resolve().parent.parent, config.plugins)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "eval": Command(EvalConfig, _evaluate),
-    "generate": Command(GenerateConfig, _generate),
+    "generate": Command(
+        GenerateConfig, "longctx.generation:generate", _prepare_generation, uses_torch=True
+    ),
     "plan": Command(PlanOptions, _plan, trains=True),
-    "data": Command(command_config.DescribeConfig, _describe),
-    "compare": Command(command_config.CompareOptions, _compare),
-    "watch": Command(command_config.WatchOptions, _watch),
-    "dashboard": Command(command_config.DashboardOptions, _dashboard),
-    "export": Command(command_config.ExportOptions, _export),
-    "kernels show": Command(command_config.ShowOptions, _show_kernels),
+    "data": Command(DescribeConfig, "longctx.data.describe:describe"),
+    "compare": Command(CompareOptions, "longctx.report.compare:compare", spreads=True),
+    "watch": Command(WatchOptions, "longctx.report.watch:watch", spreads=True),
+    "dashboard": Command(DashboardOptions, "longctx.report.dashboard:dashboard", spreads=True),
+    "export": Command(
+        ExportOptions, "longctx.model.export_checkpoint:run", _check_export, uses_torch=True
+    ),
+    "kernels show": Command(ShowOptions, "longctx.training.kernel_lock:show", uses_torch=True),
 }

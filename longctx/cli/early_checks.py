@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ def check_training(config: TrainConfig) -> None:
     A model of the Hub in `config.init` gets its commit.
     """
     check_device(config)
-    check_semaphores(config.workers)
     config.runs = str(Path(config.runs).expanduser())
     if config.graphs == "true":
         has_gpu = config.device != "cpu" and hardware.may_be_here()
@@ -70,15 +68,8 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
     path = Path(checkpoint)
     if hub_snapshot.model_name(checkpoint) is None and not run_folder.is_hugging_face(path):
-        check_plugins(run_folder.checkpoint_of(path), named)
+        plugins.check_run(run_folder.checkpoint_of(path).resolve().parent.parent, named)
     return checkpoint
-
-
-def check_plugins(checkpoint: Path, named: Sequence[str] | None) -> None:
-    """Raise ValueError if the run of `checkpoint` recorded plugins and none are `named`."""
-    folder = checkpoint.resolve().parent.parent
-    if (folder / "config.yaml").is_file():
-        plugins.check_named(run_folder.read_config(folder).get("plugins"), named, folder)
 
 
 def check_init(path: Path) -> None:
@@ -92,20 +83,6 @@ def check_init(path: Path) -> None:
             f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
             "run, such as runs/NAME"
         )
-
-
-def check_semaphores(workers: int) -> None:
-    """Raise ValueError if /dev/shm, which may be small or read-only in a container, has no room
-    for the semaphores of `workers` data workers: a page of memory each.
-    """
-    try:
-        # As many as torch's DataLoader makes: 3 a queue, 5 an event
-        _ = [multiprocessing.Lock() for _ in range(3 * workers + 8 if workers else 0)]
-    except OSError as error:
-        raise ValueError(
-            f"workers={workers}: /dev/shm has no room for their semaphores ({error.strerror}); "
-            "make it larger, as with docker run --shm-size=64m, or set workers=0"
-        ) from error
 
 
 def check_device(config: TrainConfig | EvalConfig) -> None:

@@ -53,35 +53,53 @@ for tag, pattern in (
 
 
 def compose(command: str, arguments: Iterable[str]) -> Request[Any]:
-    """Return the configuration of train, eval or data: defaults, then presets, then `arguments`.
+    """Return the configuration of train, eval or data, as `composed` does."""
+    return composed(SCHEMAS[command], arguments)
+
+
+def options(schema: type[Options], arguments: Iterable[str]) -> Options:
+    """Return the configuration `schema` of a command, as `composed` does."""
+    config: Options = composed(schema, arguments).config
+    return config
+
+
+def composed(schema: type, arguments: Iterable[str]) -> Request[Any]:
+    """Return a checked `schema`: defaults, then presets, then `arguments`.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
     ValueError, one line, names the key that is wrong.
     """
-    schema = SCHEMAS[command]
-    given = given_values(schema, arguments)
+    key_values, positional = split_positional(schema, arguments)
+    given = given_values(schema, key_values) | positional
+    for name, declared in keys(schema).items():
+        if declared.rules.positional and name not in given:
+            raise ValueError(f"{name.upper()} is missing: {declared.rules.meaning}")
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
+    request = filled(schema, values, given)
+    if "data" in choices:
+        check_overrides(request.config.data, request.overrides)
+    return request._replace(choices=choices)
+
+
+def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Request[Any]:
+    """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
-    config.validate()
+    config.validate() if hasattr(config, "validate") else check(config)
     overrides = {name: shown(value) for name, value in given.items()}
     check_needed(config, overrides)
-    check_overrides(config.data, overrides)
-    return Request(config, choices, overrides)
+    return Request(config, {}, overrides)
 
 
 def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     """Return the configuration of the run that saved it at `path`, changed by `arguments`."""
     given = given_values(TrainConfig, arguments)
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
-    values = untrusted.load_yaml(path)
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not the configuration of a run; it should hold key: value lines")
+    values = file_values(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
     try:
-        build(TrainConfig, values).validate()
+        filled(TrainConfig, values, {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if given.get("max_tokens") is not None:
@@ -90,48 +108,40 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     if "memory.policy" in given:
         values["memory"] = {}
     assign(values, given)
-    config: TrainConfig = build(TrainConfig, values)
-    config.validate()
-    overrides = {name: shown(value) for name, value in given.items()}
-    check_needed(config, overrides)
-    return Request(config, {}, overrides)
+    return filled(TrainConfig, values, given)
 
 
-def options(schema: type[Options], arguments: Iterable[str]) -> Options:
-    """Fill the dataclass `schema` of a smaller command; ValueError names the wrong argument.
+def split_positional(
+    schema: type, arguments: Iterable[str]
+) -> tuple[list[str], dict[str, list[str] | str]]:
+    """Separate key=value arguments from values without a key, such as the paths of runs.
 
-    Lists may be written a,b as well as [a,b]. Paths are taken as they are, without a key.
+    Lists may be written a,b as well as [a,b], except those of train, which sweeps.
     """
-    known = keys(typing.cast(Any, schema))
-    key_values: list[str] = []
-    paths: list[str] = []
-    fields = [name for name, declared in known.items() if declared.rules.positional]
+    known, key_values, paths = keys(schema), list[str](), list[str]()
+    names = [name for name, declared in known.items() if declared.rules.positional]
     for argument in arguments:
         name, equals, text = argument.partition("=")
         # A path may hold a "=" too, as runs/lr=1 does
         is_path = name not in known and ("/" in name or os.path.lexists(argument))
-        if fields and not argument.startswith("-") and (is_path or not equals):
+        is_list = schema is not TrainConfig and name in known and known[name].is_list
+        if names and not argument.startswith("-") and (is_path or not equals):
             paths.append(argument)
-        elif name in known and known[name].is_list and text[:1] != "[" and text not in ("", "null"):
+        elif is_list and text[:1] != "[" and text not in ("", "null"):
             key_values.append(f"{name}=[{text}]")
         else:
             key_values.append(argument)
-    values: dict[str, Any] = {}
-    assign(values, given_values(schema, key_values))
-    for name in (field for field in fields if field not in values):
-        if not paths:
-            raise ValueError(f"{name.upper()} is missing: {known[name].rules.meaning}")
+    named = {argument.partition("=")[0] for argument in key_values}
+    values: dict[str, list[str] | str] = {}
+    for name in names:
+        if name in named or not paths:
+            continue
         values[name] = paths if known[name].is_list else paths[0]
         paths = [] if known[name].is_list else paths[1:]
     if paths:
-        needed = " ".join(fields).upper()
+        needed = " ".join(names).upper()
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
-    filled: Any = build(schema, values)
-    check(filled)
-    if hasattr(filled, "validate"):
-        filled.validate()
-    result: Options = filled
-    return result
+    return key_values, values
 
 
 def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -224,6 +234,8 @@ def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) 
     known, result = keys(schema), dict[str, str]()
     for argument in arguments:
         name, equals, text = argument.partition("=")
+        if argument in ("-m", "--multirun"):
+            raise ValueError(f"{argument}: only train sweeps; call this command once for each")
         if argument.startswith("-"):
             option = argument.strip("-").replace("-", "_")
             advice = f"write {option}{'' if equals else '=VALUE'}" if option else "see --help"
@@ -275,7 +287,7 @@ def value_of(text: str, declared: Key | None) -> Any:
     if declared is not None and declared.is_group:
         return text
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_text = declared is not None and declared.type is str and not is_quoted
+    is_text = declared is not None and declared.type in (str, Path) and not is_quoted
     if is_text or (declared is not None and declared.rules.literal):
         return None if text.lower() == "null" else text
     try:
@@ -307,12 +319,7 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     Defaults are left out too, since another preset may refuse them. A model keeps its defaults: a
     run does not record its preset.
     """
-    try:
-        values = untrusted.load_yaml(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{path}: no configuration; it should hold key: value lines")
+    values = file_values(path)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
@@ -345,6 +352,17 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
         for name, value in full.items()
         if name not in without and name.partition(".")[0] not in without
     }
+
+
+def file_values(path: Path) -> dict[str, Any]:
+    """Return the nested values of the file at `path`; OSError or ValueError if it has none."""
+    try:
+        values = untrusted.load_yaml(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path}: no configuration; it should hold key: value lines")
+    return values
 
 
 def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:

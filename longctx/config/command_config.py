@@ -141,7 +141,9 @@ class PlanOptions:
         8, "beyond them, GPUs reach each other by network", between=(1, 4096)
     )
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
-    backends: tuple[str, ...] = key(("naive", "sdpa", "flash"), "attention backends")
+    backends: tuple[str, ...] = key(
+        ("naive", "sdpa", "flash"), "attention backends", choices=DESCRIPTIONS
+    )
 
 
 @dataclass
@@ -152,8 +154,8 @@ class CompareOptions:
     longctx compare runs/a runs/b out=page.html
     """
 
-    runs: list[str] = key([], "folders of runs, such as runs/*", positional=True)
-    out: str = key("compare.html", "page with their curves; needs no network")
+    runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
+    out: Path = key(Path("compare.html"), "page with their curves; needs no network")
 
 
 @dataclass
@@ -163,7 +165,7 @@ class WatchOptions:
     longctx watch runs/NAME
     """
 
-    run: str = key("", "the folder of one run, such as runs/NAME", positional=True)
+    run: Path = key(Path(), "the folder of one run, such as runs/NAME", positional=True)
 
 
 @dataclass

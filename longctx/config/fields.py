@@ -14,11 +14,18 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
-ITEMS = {int: "whole numbers", float: "numbers", str: "text"}
+ITEMS = {int: "whole numbers", float: "numbers", str: "text", Path: "paths"}
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
-TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+}
 
 
 class Rules(NamedTuple):
@@ -176,8 +183,8 @@ def _converted(value: Any, target: Any) -> Any:
         return origin(_converted(item, items[0]) for item in value)
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
-    if target is str and isinstance(value, str | int | float):
-        return str(value).lower() if isinstance(value, bool) else str(value)
+    if target in (str, Path) and isinstance(value, str | int | float):
+        return target(str(value).lower() if isinstance(value, bool) else str(value))
     # Python counts True as 1, and rounds 4.5 to 4
     is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     if is_number and (target is float or (target is int and not isinstance(value, float))):

@@ -80,7 +80,9 @@ def read(group: str, name: str) -> dict[str, Any]:
 
 def groups(schema: type) -> dict[str, str]:
     """Return the groups of `schema` that have presets, each with its default choice."""
-    defaults = {group: first_key(group).default for group in GROUPS if group in keys(schema)}
+    known = keys(schema)
+    present = [group for group in GROUPS if group in known and known[group].is_group]
+    defaults = {group: first_key(group).default for group in present}
     return {
         group: default if default in files(group) else "auto" for group, default in defaults.items()
     }

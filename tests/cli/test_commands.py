@@ -104,7 +104,9 @@ def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
     strange = tmp_path / "lr=1, (a) {b}"
     strange.mkdir()
     runs = [str(strange), "runs/lr=2", "runs/lr=3", "runs/out=3"]
-    assert cli.options(CompareOptions, [*runs, "out=x.html"]) == CompareOptions(runs, "x.html")
+    assert cli.options(CompareOptions, [*runs, "out=x.html"]) == CompareOptions(
+        [Path(run) for run in runs], Path("x.html")
+    )
     exported = cli.options(ExportOptions, ["dtype=bf16", "runs/a", "out/"])
     assert (exported.run, exported.out, exported.dtype) == ("runs/a", "out/", "bf16")
 
