@@ -97,7 +97,7 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
 def sweep_table(jobs: list[Job]) -> Table:
     """Return a line per job: the overrides in which jobs differ, its results, how it ended."""
     results = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
-    known = set().union(*results)
+    known = {key for result in results for key in result}
     columns = [metric for metric in metrics.shown(Shown.CLOSING) if metric.key in known]
     table = Table("job", *(metric.label for metric in columns), "ended", "run", box=None)
     shared = set.intersection(*(set(job.overrides) for job in jobs))
