@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.process_group import ROOT
 from benchmarks.report import machine, save_figure, write_json
-from longctx import cli, python_child
+from longctx import cli, system
 from longctx.config.fields import key
 from longctx.tables import show
 
@@ -67,7 +67,7 @@ def run(options: Options, command: str) -> dict[str, Any]:
         began = time.perf_counter()
         print(f"\n$ python {' '.join(arguments)}", flush=True)
         if subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=python_child.environment()
+            [sys.executable, *arguments], cwd=ROOT, env=system.child_environment()
         ).returncode:
             raise ValueError(f"{what} failed: see above")
         seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began

@@ -15,7 +15,7 @@ from pathlib import Path
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PROBE = ".longctx-"  # begins the name of a folder that is made to see whether that is possible
+PROBE = ".longctx-"  # prefix of a folder made to test that the parent is writable
 PARTIAL = re.compile(
     rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
 )
@@ -27,7 +27,7 @@ def atomic(path: Path) -> Iterator[Path]:
     `path` at the end of the block.
 
     If the block raises, its files are removed and `path` stays as it was. An OSError without a file
-    name, such as that of a full disk, then has that of `path`. A folder replaces only an empty one.
+    name, such as of a full disk, gets the name of `path`. A folder replaces only an empty one.
     """
     as_given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
@@ -106,6 +106,7 @@ def is_full(error: BaseException | None) -> bool:
 
 def silence_stdout() -> None:
     """Let what this process prints from now on be lost, since nobody reads it."""
+    # Python flushes at exit: a closed pipe would then end the command with an error.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -118,13 +119,6 @@ def exit_code(error: BaseException) -> int:
     if not isinstance(error, ValueError | OSError):
         return 1
     return FULL_DISK if is_full(error) else 2
-
-
-def by_step(path: Path) -> tuple[int, str]:
-    """Return the sort key of a checkpoint: names hold at least eight digits, so a longer name is of
-    a later step.
-    """
-    return len(path.name), path.name
 
 
 def check_utf8(text: str, problem: str) -> None:

@@ -93,6 +93,7 @@ def folder(text: str, key: str, weights: Iterable[str] = ()) -> Path:
     # Another machine than this one may have pinned it.
     if not (snapshot / "config.json").exists():
         _download(name, text, key, SETTINGS)
+    # Settings come first: their index names the shards.
     missing = [file for file in weights if not (snapshot / file).exists()]
     if missing:
         _download(name, text, key, missing)

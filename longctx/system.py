@@ -1,4 +1,5 @@
-"""The process of a command: signals that end it in good order, exit codes, garbage. Torch-free.
+"""The process of a command and its children: signals that end it in good order, exit codes,
+garbage, and commands that run this package in a child. Torch-free.
 
 SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a lost terminal. SLURM sends SIGUSR1 before
 the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.
@@ -7,14 +8,18 @@ the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -181,3 +186,42 @@ def exit_within(seconds: float, code: int, first: Callable[[], object] = bool) -
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return `python -m module arguments`; modules of the current folder are not imported."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Return this process's environment with `variables`; the child finds this package first."""
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path} | variables
+
+
+def typed_command() -> str:
+    """Return the command that starts longctx in the user's shell, from the current folder: without
+    an activated environment the shell finds no `longctx`, or another one.
+    """
+    script = Path(sys.executable).parent / "longctx"
+    if not script.exists():  # a checkout that is not installed
+        return f"{shlex.quote(_shown(Path(sys.executable)))} -m longctx"
+    found = shutil.which("longctx")
+    is_found = found is not None and os.path.samefile(found, script)
+    return "longctx" if is_found else shlex.quote(_shown(script))
+
+
+def _shown(path: Path) -> str:
+    """Return a path as short as it can be typed from the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send this process `number` when its parent ends, even by kill -9."""
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), number)

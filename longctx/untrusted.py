@@ -26,7 +26,7 @@ TOKENIZER_SIZE = 40 * MIB
 YAML_SIZE = MIB
 YAML_DEPTH = 32
 # PyYAML raises these for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
-WRONG_VALUE = (ValueError, IndexError, KeyError, AttributeError, TypeError)
+WRONG_VALUE = (ValueError, LookupError, AttributeError, TypeError)
 
 
 @contextmanager

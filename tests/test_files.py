@@ -15,9 +15,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path.write_text("old")
     with files.atomic(path) as partial:
         partial.write_text("new")
-        assert (
-            partial.parent == tmp_path and partial.suffix == ".json" and path.read_text() == "old"
-        )
+        assert (partial.parent, partial.suffix, path.read_text()) == (tmp_path, ".json", "old")
     files.write_text(tmp_path / "ü", "→")
     assert path.read_text() == "new" and (tmp_path / "ü").read_bytes() == "→".encode()
     assert path.stat().st_mode == usual.stat().st_mode
@@ -62,16 +60,10 @@ def test_folders_and_links_are_replaced_too(tmp_path: Path) -> None:
 
 def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
     hidden = (
-        ".config.77.yaml",
-        ".kernel.lock.12.json",
-        ".last.3.ckpt",
-        ".metrics.9.jsonl",
-        ".step-00000001.77.ckpt",
-        ".step-00000002.ckpt.partial",
-        ".step-00000002.ckpt.removed",
-        f"{files.PROBE}ab_c1",
+        *(".config.77.yaml", ".kernel.lock.12.json", ".last.3.ckpt", ".step-00000001.77.ckpt"),
+        *(".step-00000002.ckpt.partial", ".step-00000002.ckpt.removed", f"{files.PROBE}ab_c1"),
     )
-    stays = (".git", ".hidden", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
+    stays = (".git", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
     for name in (*hidden, *stays):
         (tmp_path / name).touch()
     (tmp_path / ".step-00000003.ckpt.partial").mkdir()
@@ -89,5 +81,5 @@ def test_a_full_disk_is_known_behind_other_errors() -> None:
     assert files.is_full(full) and files.is_full(last)
     assert files.is_full(OSError("on rank 1: No space left on device (os error 28)"))
     assert not files.is_full(OSError(errno.EACCES, "Permission denied"))
-    codes = [files.exit_code(one) for one in (full, OSError("x"), ValueError(), RuntimeError())]
+    codes = [files.exit_code(error) for error in (full, OSError("x"), ValueError(), RuntimeError())]
     assert codes == [files.FULL_DISK, 2, 2, 1]

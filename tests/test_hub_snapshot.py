@@ -8,10 +8,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -35,7 +34,6 @@ ERRORS = {  # model → status and code, as the Hub answers
     "me/missing": (401, "RepoNotFound"),
     "me/broken": (500, ""),
     "me/often": (429, ""),
-    "me/slow": (408, ""),
 }
 SCRIPT = """
 import sys
@@ -53,7 +51,6 @@ class Hub(BaseHTTPRequestHandler):
     """The part of the Hub's protocol that downloads need."""
 
     commit = NEW
-    failing = 200
     requests: list[str] = []
 
     def log_message(self, *_: object) -> None:
@@ -67,8 +64,6 @@ class Hub(BaseHTTPRequestHandler):
         self.requests.append(path)
         parts = path.removeprefix("api/models/").split("/")
         status, code = ERRORS.get("/".join(parts[:2]), (200, ""))
-        if self.failing != 200:
-            status = self.failing
         if status == 200 and "nosuch" in parts:
             status, code = 404, "RevisionNotFound"
         if status != 200:
@@ -96,39 +91,29 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-class Answer(NamedTuple):
-    """What a process said."""
-
-    code: int
-    lines: list[str]
-    err: str
-
-
-class Machine:
-    """Processes with a cache of their own, and the Hub at `endpoint`."""
-
-    def __init__(self, cache: Path, endpoint: str) -> None:
-        self.cache, self.endpoint = cache, endpoint
-
-    def __call__(self, *words: str, script: str = SCRIPT, **variables: str) -> Answer:
-        settings = {"HF_HUB_CACHE": str(self.cache), "HF_ENDPOINT": self.endpoint}
-        environ = os.environ | settings | {"HF_TOKEN": TOKEN} | variables
-        process = subprocess.run(
-            [sys.executable, "-c", script, *words], env=environ, capture_output=True, text=True
-        )
-        assert TOKEN not in process.stdout + process.stderr
-        return Answer(process.returncode, process.stdout.splitlines(), process.stderr)
+# Words → exit code, lines of stdout, stderr
+Machine = Callable[..., tuple[int, list[str], str]]
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
+    """Run a script in a process with a cache of its own, and the Hub on this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     Hub.commit = NEW
-    Hub.failing = 200
     Hub.requests.clear()
-    yield Machine(tmp_path / "hub", f"http://127.0.0.1:{server.server_port}")
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    settings = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN}
+
+    def run(*words: str, script: str = SCRIPT, **variables: str) -> tuple[int, list[str], str]:
+        command = [sys.executable, "-c", script, *words]
+        environ = os.environ | settings | variables
+        process = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert TOKEN not in process.stdout + process.stderr
+        return process.returncode, process.stdout.splitlines(), process.stderr
+
+    yield run
     server.shutdown()
     thread.join()
     server.server_close()
@@ -155,39 +140,39 @@ def test_a_folder_of_the_cache_is_known_on_another_machine() -> None:
     assert not is_snapshot("me/small", "me/small") and not is_snapshot(None, "runs/a")
 
 
-def test_only_settings_and_the_weights_that_are_named_are_downloaded(machine: Machine) -> None:
+def test_only_settings_and_named_weights_arrive(machine: Machine, tmp_path: Path) -> None:
     code, (name, place), err = machine("me/small", "model.safetensors")
     assert code == 0, err
     assert name == f"me/small@{NEW}"
-    assert Path(place) == machine.cache / "models--me--small" / "snapshots" / NEW
+    assert Path(place) == tmp_path / "models--me--small" / "snapshots" / NEW
     there = {str(file.relative_to(place)) for file in Path(place).rglob("*")}
     assert there == SETTINGS | {"model.safetensors"}
-    assert all((Path(place) / one).read_bytes() == FILES[one] for one in there)
+    assert all((Path(place) / name).read_bytes() == FILES[name] for name in there)
     assert not any(".bin" in path or ".py" in path for path in Hub.requests)
 
     Hub.commit = OLD  # the branch moves on; what a run has recorded does not
     Hub.requests.clear()
-    assert machine(name, "model.safetensors").lines == [name, place]
+    assert machine(name, "model.safetensors")[1] == [name, place]
     assert not Hub.requests
-    assert machine("me/small@old").lines[0] == f"me/small@{OLD}"
+    assert machine("me/small@old")[1][0] == f"me/small@{OLD}"
 
 
-def test_the_cache_answers_where_the_hub_does_not(machine: Machine) -> None:
-    name, place = machine("me/small", "model.safetensors").lines
+def test_the_cache_answers_without_the_hub(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = machine("me/small", "model.safetensors")[1]
     Hub.requests.clear()
-    code, lines, err = machine("me/small", "model.safetensors", HF_HUB_OFFLINE="1")
-    assert (code, lines, err) == (0, [name, place], "")
+    offline = machine("me/small", "model.safetensors", HF_HUB_OFFLINE="1")
+    assert offline == (0, lines, "")
     assert not Hub.requests
-    code, lines, err = machine("me/small", HF_ENDPOINT="http://127.0.0.1:9")
-    assert (code, lines) == (0, [name, place])
-    assert "using the cache" in err
-    Hub.failing = 429
-    code, lines, err = machine("me/small")
-    assert (code, lines) == (0, [name, place])
-    assert "using the cache" in err
+    unreachable = machine("me/small", HF_ENDPOINT="http://127.0.0.1:9")
+    monkeypatch.setitem(ERRORS, "me/small", (429, ""))
+    for code, cached, err in (unreachable, machine("me/small")):
+        assert (code, cached) == (0, lines)
+        assert "using the cache" in err
 
 
-def test_the_jobs_of_a_sweep_begin_with_one_commit_that_is_asked_for_once(machine: Machine) -> None:
+def test_a_sweep_asks_for_one_commit_once(machine: Machine) -> None:
     script = """
         import json, sys
         from longctx.cli import checked_jobs
@@ -209,7 +194,6 @@ def test_the_jobs_of_a_sweep_begin_with_one_commit_that_is_asked_for_once(machin
         ("me/small@nosuch", {}, ["revision"]),
         ("me/broken", {}, ["500", "try again later"]),
         ("me/often", {}, ["429", "HF_TOKEN"]),
-        ("me/slow", {}, ["408", "try again"]),
         ("me/small", {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE"]),
         (f"me/small@{NEW}", {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE"]),
         ("me/small", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["cannot be reached", "local path"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GROUND = {"files", "hub_snapshot", "untrusted", "tables", "python_child", "system"}
+GROUND = {"files", "hub_snapshot", "untrusted", "tables", "system"}
 GROUND |= {"config", "plugins", "runs"}
 MAY_IMPORT = {
     "config": {"config"},

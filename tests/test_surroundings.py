@@ -41,42 +41,40 @@ def train_in(
     )
 
 
-def test_workers_need_no_shared_memory(tmp_path: Path) -> None:
-    """A step's batch is larger than the 64 KB."""
-    done = train_in(with_shared_memory("size=64k"), tmp_path, "workers=2")
+LONG = "t" * 100  # the path of a socket has at most 108 letters
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "workers", "variables"),
+    [
+        (with_shared_memory("size=64k"), 2, {}),  # less than a step's batch
+        (with_shared_memory("ro,size=64k"), 0, {}),
+        ([], 2, {"TMPDIR": LONG}),
+        (STRANGER, 0, {"HOME": "."}),
+    ],
+)
+def test_a_run_takes_its_surroundings(
+    surroundings: Sequence[str], workers: int, variables: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / LONG).mkdir()
+    paths = {name: str(tmp_path / path) for name, path in variables.items()}
+    done = train_in(surroundings, tmp_path, f"workers={workers}", **paths)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_read_only_shared_memory_is_one_line(tmp_path: Path) -> None:
-    done = train_in(with_shared_memory("ro,size=64k"), tmp_path, "workers=2")
+@pytest.mark.parametrize(
+    ("surroundings", "variables", "message"),
+    [
+        (with_shared_memory("ro,size=64k"), {}, "workers=2: /dev/shm"),
+        ([*STRANGER, "env", "--unset=HOME"], {"LONGCTX_CACHE": ""}, "HOME: "),
+    ],
+)
+def test_surroundings_that_fail_are_one_line(
+    surroundings: Sequence[str], variables: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    done = train_in(surroundings, tmp_path, "workers=2", **variables)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: workers=2: /dev/shm")
+    assert done.stderr.startswith(f"error: {message}")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
-
-
-def test_read_only_shared_memory_without_workers(tmp_path: Path) -> None:
-    done = train_in(with_shared_memory("ro,size=64k"), tmp_path, "workers=0")
-    assert done.returncode == 0, done.stderr
-
-
-def test_workers_take_a_long_path_of_temporary_files(tmp_path: Path) -> None:
-    """The path of a socket has at most 108 letters."""
-    folder = tmp_path / ("t" * 100)
-    folder.mkdir()
-    done = train_in([], tmp_path, "workers=2", TMPDIR=str(folder))
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_user_without_a_home_is_told_to_set_it(tmp_path: Path) -> None:
-    done = train_in([*STRANGER, "env", "--unset=HOME"], tmp_path, LONGCTX_CACHE="")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: HOME: ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_unknown_user_with_a_home_trains(tmp_path: Path) -> None:
-    done = train_in(STRANGER, tmp_path, HOME=str(tmp_path))
-    assert done.returncode == 0, done.stderr

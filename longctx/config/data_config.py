@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longctx.config.doors import Door
 from longctx.config.fields import Group, key
 
-SOURCES: dict[str, Any] = {}  # name → source; longctx.data.sources and plugins fill it
+SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 
 
 @dataclass
@@ -100,11 +101,9 @@ class DataConfig(Group):
 
     def cache_folder(self) -> Path:
         """Return the folder for everything built from documents, without creating it."""
-        if self.cache:
-            return Path(self.cache).expanduser()
-        if os.environ.get("LONGCTX_CACHE"):
-            return Path(os.environ["LONGCTX_CACHE"]).expanduser()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longctx"
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        own = self.cache or os.environ.get("LONGCTX_CACHE") or caches / "longctx"
+        return Path(own).expanduser()
 
 
 def _strings(value: Any, name: str) -> list[str]:

@@ -100,6 +100,7 @@ def _described(file: Path) -> dict[str, Any]:
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
     partial = folder.parent / f"{folder.name}.partial"
+    # A killed build left the first, a changed file the second.
     files.remove(partial)
     files.remove(folder)
     partial.mkdir()

@@ -29,9 +29,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
-from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import Document
+from longctx.data.sources import Document, Span
 
 _VERSION = 2  # raised when the same conversation would become other text or spans
 # Training always writes this day, so that the same conversation is always the same text. Llama's
@@ -39,25 +38,6 @@ _VERSION = 2  # raised when the same conversation would become other text or spa
 _DAY = datetime(2024, 7, 26)
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # characters first .. end - 1
-
-
-class Conversation(Document):
-    """A conversation as a document: its text, and `spans`, the parts that are to be learned.
-
-    shortened: only its last turn is learned, since the template rewrites the turns before.
-    """
-
-    spans: Sequence[Span]
-    shortened: bool
-
-    def __new__(
-        cls, name: str, text: str, spans: Sequence[Span], shortened: bool = False
-    ) -> Conversation:
-        conversation = super().__new__(cls, name, text)
-        conversation.spans = spans
-        conversation.shortened = shortened
-        return conversation
 
 
 class Rendered(NamedTuple):
@@ -75,62 +55,6 @@ class Rendered(NamedTuple):
         """Return the text of a message."""
         first, end = self.turns.get(number, (0, 0))
         return self.text[first:end]
-
-
-class Renderer:
-    """Writes conversations by the chat template `source` of `folder`, on the day `today`."""
-
-    def __init__(
-        self, folder: Path, source: str, tokens: Mapping[str, str], today: datetime
-    ) -> None:
-        self.folder = folder
-        self.tokens = tokens
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Tracker]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
-        tracker = environment.extensions[_Tracker.identifier]
-        assert isinstance(tracker, _Tracker)
-        self.tracker = tracker
-        problem = "its chat template is not one ({})"
-        with untrusted.named(folder, problem, (jinja2.TemplateError, RecursionError)):
-            tree = environment.parse(source)
-            tracker.report_turns(tree)
-            code = environment.compile(tree)
-        # As Environment.from_string does with a source
-        shared = environment.make_globals(None)
-        self.template = environment.template_class.from_code(environment, code, shared)
-
-    @property
-    def has_marks(self) -> bool:
-        """Return True if the template marks the assistant's text itself."""
-        return self.tracker.has_marks
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False
-    ) -> Rendered:
-        """Write `messages`; with `prompt` up to the text of the assistant's next message.
-
-        Raises ValueError, one line, for whatever the template raises.
-        """
-        messages = [_as_templates_expect(message) for message in messages]
-        tracker = self.tracker
-        tracker.begin(messages)
-        blocks = []
-        # An untrusted program can raise anything.
-        place = f"the chat template of {self.folder}"
-        with untrusted.named(place, "does not take it ({})", (Exception,)):
-            for block in self.template.generate(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.tokens,
-            ):
-                blocks.append(block)
-                tracker.written += len(block)
-        return Rendered("".join(blocks), tracker.marked, tracker.turns())
 
 
 class _Tracker(Extension):
@@ -243,7 +167,7 @@ def _raise(message: str) -> None:
 class Template:
     """The chat template in a tokenizer's folder; ValueError, one line, if it has none.
 
-    learned: the turns that are learned, as `data.turns` says.
+    learned: the turns that are learned, as `data.turns` says. today: the day that it may write.
     """
 
     def __init__(self, folder: str | Path, learned: str = "auto", today: datetime = _DAY) -> None:
@@ -251,9 +175,9 @@ class Template:
         self.learned = learned
         settings = untrusted.read_settings(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
-        tokens = tokens_in(settings)
-        self.renderer = Renderer(self.folder, source, tokens, today)
-        if learned != "auto" and self.renderer.has_marks:
+        self.tokens = tokens_in(settings)
+        self._compile(source, today)
+        if learned != "auto" and self.tracker.has_marks:
             raise ValueError(
                 f"data.turns={learned}: the generation marks in the chat template of {self.folder} "
                 "say what is learned; leave data.turns out, or take the marks out"
@@ -261,21 +185,55 @@ class Template:
         file = self.folder / "tokenizer.json"
         added = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE).get("added_tokens", [])
         self.special = [token["content"] for token in added if token.get("special")]
-        digest = hashlib.sha256(json.dumps([_VERSION, learned, source, tokens]).encode())
+        digest = hashlib.sha256(json.dumps([_VERSION, learned, source, self.tokens]).encode())
         self.fingerprint = digest.hexdigest()[:32]
 
-    @classmethod
-    def of(cls, config: DataConfig) -> Template:
-        """Read the chat template in the folder of `config.tokenizer`."""
-        advice = "give its folder with data.tokenizer=, or init="
-        message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
-        refuse((config.tokenizer is None, message))
-        path = Path(config.tokenizer or "").expanduser()
-        return cls(path if path.is_dir() else path.parent, config.turns)
+    def _compile(self, source: str, today: datetime) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Tracker]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
+        tracker = environment.extensions[_Tracker.identifier]
+        assert isinstance(tracker, _Tracker)
+        self.tracker = tracker
+        problem = "its chat template is not one ({})"
+        with untrusted.named(self.folder, problem, (jinja2.TemplateError, RecursionError)):
+            tree = environment.parse(source)
+            tracker.report_turns(tree)
+            code = environment.compile(tree)
+        # As Environment.from_string does with a source
+        shared = environment.make_globals(None)
+        self.template = environment.template_class.from_code(environment, code, shared)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, prompt: bool = False
+    ) -> Rendered:
+        """Write `messages`; with `prompt` up to the text of the assistant's next message.
+
+        Raises ValueError, one line, for whatever the template raises.
+        """
+        messages = [_as_templates_expect(message) for message in messages]
+        tracker = self.tracker
+        tracker.begin(messages)
+        blocks = []
+        # An untrusted program can raise anything.
+        problem = "does not take it ({})"
+        with untrusted.named(f"the chat template of {self.folder}", problem, (Exception,)):
+            for block in self.template.generate(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.tokens,
+            ):
+                blocks.append(block)
+                tracker.written += len(block)
+        return Rendered("".join(blocks), tracker.marked, tracker.turns())
 
     def conversations(
         self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]
-    ) -> Iterator[Conversation]:
+    ) -> Iterator[Document]:
         """Write row["messages"] of each (name, place, row) as text, with the assistant's spans.
 
         Raises ValueError, which begins with the place, if a row is no conversation, or if the
@@ -291,7 +249,7 @@ class Template:
     def prompt(self, place: str, row: Mapping[str, Any]) -> str:
         """Write row["messages"] up to the beginning of the assistant's next message."""
         with untrusted.named(place):
-            return self.renderer.render(self._checked(row), row.get("tools"), prompt=True).text
+            return self.render(self._checked(row), row.get("tools"), prompt=True).text
 
     def _checked(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the messages of `row`; a template would take most mistakes as they are."""
@@ -311,17 +269,16 @@ class Template:
         return messages
 
     def _refuse_special(self, place: str, content: Any) -> None:
-        # TypeError: dates of a Hub data set
-        with untrusted.named(place, "not plain text and numbers ({})", (TypeError, ValueError)):
-            text = json.dumps(content, ensure_ascii=False)
+        text = json.dumps(content, ensure_ascii=False, default=str)  # a Hub data set has dates
+        # As text of a user it would end the turn, and open one of the assistant's.
         for token in self.special:
             refuse((token in text, f"{place} contains the special token {token}; take it out"))
 
-    def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Conversation:
-        whole = self.renderer.render(messages, tools)
+    def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Document:
+        whole = self.render(messages, tools)
         answers = _numbers(messages, "assistant")
         shortened = False
-        if self.renderer.has_marks:
+        if self.tracker.has_marks:
             text, spans = whole.text, whole.marked
         elif self.learned == "all" or (
             self.learned == "auto" and self._keeps_turns(messages, tools, whole)
@@ -332,7 +289,7 @@ class Template:
             shortened = self.learned == "auto" and len(spans) < len(answers)
         spans = [(first, end) for first, end in spans if first < end]
         refuse((not spans, "the chat template writes nothing of the assistant's; leave it out"))
-        return Conversation(name, text, spans, shortened)
+        return Document(name, text, spans, shortened)
 
     def _last_turn(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         """Write the prompt of the last turn as the model will be given it, then the text of the
@@ -342,8 +299,9 @@ class Template:
         message in prompts alone.
         """
         asked = _asked(messages)
-        whole = self.renderer.render(messages, tools)
-        prompt = self.renderer.render(messages[:asked], tools, prompt=True).text
+        whole = self.render(messages, tools)
+        prompt = self.render(messages[:asked], tools, prompt=True).text
+        # The messages after the prompt keep their spans, moved by what the prompt has more or less.
         before = prompt.removesuffix(self._openings[0])
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
         start = min(later, default=0)
@@ -359,14 +317,16 @@ class Template:
         alone. A rendering for each prompt would take time that is quadratic in the turns.
         """
         answers = _numbers(messages, "assistant")
+        # Mistral Nemo writes the system message before the last question only.
         for count in {answers[0], _asked(messages)} - {0}:
-            prompt = self.renderer.render(messages[:count], tools, prompt=True)
+            prompt = self.render(messages[:count], tools, prompt=True)
             if not whole.text.startswith(prompt.text):
                 return False
+        # Qwen3 leaves out the thinking of a turn once another one follows.
         for first, end in pairwise(_numbers(messages, "user")):
             last = max((number for number in answers if first <= number < end), default=None)
             if last is not None:
-                alone = self.renderer.render(messages[first : last + 1])
+                alone = self.render(messages[first : last + 1])
                 if not alone.turn(last - first).startswith(whole.turn(last)):
                     return False
         return True
@@ -389,8 +349,8 @@ class Template:
         answer. The prompt may have more of it, such as the mark at which thinking begins.
         """
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
-        prompt = self.renderer.render([question], prompt=True).text
-        both = self.renderer.render([question, answer])
+        prompt = self.render([question], prompt=True).text
+        both = self.render([question, answer])
         first, end = both.turns.get(1, (0, 0))
         if first == end or not prompt.startswith(both.text[:first]):
             raise ValueError(

@@ -76,6 +76,7 @@ class Part:
         self.packings: dict[str, Packing] = {}
         validates = trained < store.lengths
         self.split = {"train": np.flatnonzero(trained), "val": np.flatnonzero(validates)}
+        # A resumed run compares this: it covers all that decides a sequence but its length.
         content = [store.content(), tokenizer.fingerprint, self.split["val"].tolist()]
         if (validates & (trained > 0)).any():
             content.append(trained[validates].tolist())
@@ -132,6 +133,7 @@ class Part:
         ):
             ids = self.store.tokens(document, start, stop).astype(np.int64)
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
+            # A part has fewer bytes than its document; perplexity per byte needs them.
             if len(ids) < self.store.lengths[document]:
                 name += " (end)" if start else " (before its end)"
                 ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
@@ -249,6 +251,7 @@ class Data:
         each = [part.summary() for part in self.parts.values()]
         if not self.config.mix:
             return each[0]
+        # Counts add up over the sources; names and shares do not.
         whole = {key: value for key, value in each[0].items() if isinstance(value, int)}
         counts: dict[str, Any] = {"source": "mix"}
         counts |= {key: sum(part[key] for part in each) for key in whole}
@@ -300,6 +303,7 @@ def _tokenizer(
         with progress(f"training a tokenizer of {config.vocab_size:,} tokens"):
             train(texts, config.vocab_size).save(folder / "tokenizer.json")
 
+    # Every source of a mix has an equal part in the vocabulary, whatever its weight.
     size = SAMPLE // len(corpora)
     identities: list[Any] = [_MIX, [corpus.identity for corpus in corpora.values()]]
     if not config.mix:
@@ -316,32 +320,32 @@ def _split(
     Near-duplicates in several sources are on one side; generated documents contain no text that
     validates.
     """
-    is_generated = {name: SOURCES[source.source].generated for name, source in sources.items()}
-    stores = {
-        name: _tokenized(name, source, corpora[name], tokenizer)
-        for name, source in sources.items()
-        if not is_generated[name]
-    }
-    parts = _parts(sources, stores, tokenizer) if stores else {}
+    generated = [name for name, source in sources.items() if SOURCES[source.source].generated]
+    read = {name: corpus for name, corpus in corpora.items() if name not in generated}
+    parts = _parts(sources, read, tokenizer) if read else {}
     unseen = {
         key.tobytes()
         for part in parts.values()
         for key in part.store.keys[part.trained < part.store.lengths]
     }
-    for name, source in sources.items():
-        if is_generated[name]:
-            with _named(name):
-                corpus = open_corpus(source, unseen) if unseen else corpora[name]
-            store = _tokenized(name, source, corpus, tokenizer)
-            parts |= _parts(sources, {name: store}, tokenizer)
+    # Their text comes from another source, so they are made once its split is known.
+    for name in generated:
+        with _named(name):
+            corpus = open_corpus(sources[name], unseen) if unseen else corpora[name]
+        parts |= _parts(sources, {name: corpus}, tokenizer)
     return {name: parts[name] for name in sources}
 
 
 def _parts(
-    sources: Mapping[str, DataConfig], stores: Mapping[str, Store], tokenizer: Tokenizer
+    sources: Mapping[str, DataConfig], corpora: Mapping[str, Corpus], tokenizer: Tokenizer
 ) -> dict[str, Part]:
-    places = {name: f"data.mix.{name}" if name else "data" for name in stores}
-    fractions = {places[name]: sources[name].val_fraction for name in stores}
+    """Tokenize and split `corpora` together."""
+    stores = {
+        name: _tokenized(name, sources[name], corpus, tokenizer) for name, corpus in corpora.items()
+    }
+    fractions = {
+        f"data.mix.{name}" if name else "data": sources[name].val_fraction for name in stores
+    }
     splits = by_bytes(list(stores.values()), fractions, tokenizer)
     return {
         name: Part(sources[name], tokenizer, store, trained)

@@ -52,26 +52,30 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         targets = torch.full((self.seq_len,), IGNORED)
         doc_ids = torch.empty(self.seq_len, dtype=torch.int64)
         first, last = self.packing.row_starts[row : row + 2].tolist()
-        at = 0
+        position = 0
         for number, piece in enumerate(range(first, last)):
             document = int(self.packing.document[piece])
             start = int(self.packing.start[piece])
             length = int(self.packing.length[piece])
+            # One token more than the piece shows: it is the target of the last one.
             following = self.store.tokens(document, start, start + length + 1)
             ids = torch.from_numpy(following.astype(np.int64))
-            tokens[at : at + length] = ids[:length]
-            targets[at : at + len(ids) - 1] = ids[1:]
+            tokens[position : position + length] = ids[:length]
+            predicted = targets[position : position + len(ids) - 1]  # a view
+            predicted[:] = ids[1:]
             scored = self.store.scored(document, start + 1, start + length + 1)
             if scored is not None:
-                targets[at : at + len(ids) - 1][~torch.from_numpy(scored.copy())] = IGNORED
-            doc_ids[at : at + length] = number
-            at += length
-        doc_ids[at:] = last - first + padding_ids(self.seq_len - at)
+                targets[position : position + len(ids) - 1][~torch.from_numpy(scored.copy())] = (
+                    IGNORED
+                )
+            doc_ids[position : position + length] = number
+            position += length
+        doc_ids[position:] = last - first + padding_ids(self.seq_len - position)
         return {
             "tokens": tokens,
             "targets": targets,
             "doc_ids": doc_ids,
-            "padding": torch.tensor(self.seq_len - at),
+            "padding": torch.tensor(self.seq_len - position),
         }
 
 
@@ -119,6 +123,7 @@ class SampleStream(Sampler[int]):
         self.rank = rank
         self.world_size = world_size
         self.consumed = consumed
+        # A hash below bounds[i] draws source i. Floats near 2^64 are 2048 apart.
         share = np.cumsum(np.asarray(weights, dtype=np.float64) / sum(weights))
         self.bounds = np.minimum(share * 2.0**64, float(2**64 - 2048)).astype(np.uint64)
         self.bounds[-1] = np.iinfo(np.uint64).max
@@ -137,6 +142,7 @@ class SampleStream(Sampler[int]):
             for offset, source in enumerate(self.sources(first, _DRAWN).tolist()):
                 rows = self.rows[source]
                 epoch, position = divmod(used[source], rows)
+                # Every rank counts all samples, so each knows the others' without asking.
                 used[source] += 1
                 if (first + offset - self.consumed) % self.world_size != self.rank:
                     continue

@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 SHARE = 0.02  # of the bytes, if data.val_fraction is null
 # Bytes, about 32,000 tokens: the standard error of their mean loss is some 0.02 nats. Of a small
-# corpus at most MOST.
+# corpus at most SMALL_CORPUS_SHARE.
 ENOUGH = 128 << 10
-MOST = 0.1
+SMALL_CORPUS_SHARE = 0.1
 NEARLY = 0.98  # of the wanted bytes, at which no more documents are looked for
 SHORTEST = 2  # tokens of a part: one to show and one to predict
 
-PLACES = 64  # of a signature, each the smallest of one hash over all shingles
-# Places per bucket key: documents alike by 0.8 share one of 16 keys with probability 0.9998.
+POSITIONS = 64  # of a signature, each the smallest of one hash over all shingles
+# Positions per bucket key: documents alike by 0.8 share one of 16 keys with probability 0.9998.
 _BAND = 4
 _SHINGLE = 5  # words
-SIMILAR = 0.6  # share of equal places that makes two documents one group
+SIMILAR = 0.6  # share of equal positions that makes two documents one group
 
 _ODD = np.random.Generator(np.random.PCG64(20)).integers(
-    0, 2**64, PLACES, dtype=np.uint64
+    0, 2**64, POSITIONS, dtype=np.uint64
 ) | np.uint64(1)
-_ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, PLACES, dtype=np.uint64)
+_ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, POSITIONS, dtype=np.uint64)
 
-# Place of the keys, such as data, → val_fraction of each store.
+# Prefix of the keys, such as data, → val_fraction of each store.
 Fractions = Mapping[str, float | None]
 
 
@@ -126,7 +126,7 @@ def _wanted(total: int, fraction: float | None) -> int:
     """Return how many of `total` bytes are to validate."""
     if fraction is not None:
         return 0 if fraction == 0 else min(max(1, total - 1), max(1, round(fraction * total)))
-    return max(1, round(max(SHARE * total, min(ENOUGH, MOST * total))))
+    return max(1, round(max(SHARE * total, min(ENOUGH, SMALL_CORPUS_SHARE * total))))
 
 
 def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
@@ -145,6 +145,7 @@ def _validating_groups(order: np.ndarray, sizes: np.ndarray, wanted: Sequence[in
         if (size <= np.where(room < enough, 0, room)).all():
             validates[group] = True
             room -= size
+    # Whole groups leave a rest: one group too large may come closer to the share than none.
     in_one_store = (sizes > 0).sum(axis=1) == 1
     for number, total in enumerate(sizes.sum(axis=0).tolist()):
         others = order[(~validates & in_one_store & (sizes[:, number] > 0))[order]]
@@ -168,9 +169,9 @@ def _members_are_copies(stores: Sequence[Store], group: np.ndarray) -> np.ndarra
     keys = np.concatenate([store.keys for store in stores])
     first = np.zeros(int(group.max()) + 1, np.int64)
     first[group[::-1]] = np.arange(len(group))[::-1]
-    same = np.ones(len(first), bool)
-    np.logical_and.at(same, group, (keys == keys[first[group]]).all(axis=1))
-    return same
+    are_copies = np.ones(len(first), bool)
+    np.logical_and.at(are_copies, group, (keys == keys[first[group]]).all(axis=1))
+    return are_copies
 
 
 def _cut_ends(
@@ -202,31 +203,31 @@ def _between_characters(store: Store, tokenizer: Tokenizer, document: int, cut: 
 
 
 def signature(text: str) -> np.ndarray:
-    """Return the MinHash of a text, (PLACES,) uint32.
+    """Return the MinHash of a text, (POSITIONS,) uint32.
 
-    Two texts agree in about the same share of places as of shingles.
+    Two texts agree in about the same share of positions as of shingles.
     """
     words = text.lower().encode("utf-8", "replace").split()
     if not words:
-        return np.zeros(PLACES, np.uint32)
+        return np.zeros(POSITIONS, np.uint32)
     hashes = np.fromiter(map(zlib.crc32, words), np.uint64, len(words))
     width = min(_SHINGLE, len(words))
     shingles = np.zeros(len(words) - width + 1, np.uint64)
-    for at in range(width):
+    for word in range(width):
         shingles *= np.uint64(0x100000001B3)
-        shingles += hashes[at : at + len(shingles)]
+        shingles += hashes[word : word + len(shingles)]
     shingles ^= shingles >> np.uint64(29)
     shingles *= np.uint64(0xBF58476D1CE4E5B9)
     shingles ^= shingles >> np.uint64(32)
-    smallest = np.full(PLACES, 2**64 - 1, np.uint64)
-    for first in range(0, len(shingles), 256):  # (PLACES, 256) stays in the cache
+    smallest = np.full(POSITIONS, 2**64 - 1, np.uint64)
+    for first in range(0, len(shingles), 256):  # (POSITIONS, 256) stays in the cache
         block = shingles[first : first + 256] * _ODD[:, None] + _ADD[:, None]
         np.minimum(smallest, block.min(axis=1), out=smallest)
     return (smallest >> np.uint64(32)).astype(np.uint32)
 
 
 def near_duplicates(signatures: np.ndarray) -> np.ndarray:
-    """Group near-duplicates: (documents, PLACES) uint32 -> (documents,) int64, the first of each
+    """Group near-duplicates: (documents, POSITIONS) uint32 -> (documents,) int64, the first of each
     document's group.
     """
     count = len(signatures)
@@ -238,13 +239,15 @@ def near_duplicates(signatures: np.ndarray) -> np.ndarray:
             document = parent[document]
         return document
 
-    for band in range(0, PLACES, _BAND):
+    # Comparing all pairs would be quadratic; a bucket has few documents.
+    for band in range(0, POSITIONS, _BAND):
         keys = np.zeros(count, np.uint64)
-        for place in range(band, band + _BAND):
-            keys = keys * np.uint64(0x9E3779B97F4A7C15) + signatures[:, place]
+        for position in range(band, band + _BAND):
+            keys = keys * np.uint64(0x9E3779B97F4A7C15) + signatures[:, position]
         order = np.argsort(keys, kind="stable")
-        meet = np.flatnonzero(keys[order][1:] == keys[order][:-1])
-        left, right = order[meet], order[meet + 1]
+        # Documents of one bucket are neighbors in the order of its key.
+        neighbors = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+        left, right = order[neighbors], order[neighbors + 1]
         alike = (signatures[left] == signatures[right]).mean(axis=1) >= SIMILAR
         for pair in zip(left[alike].tolist(), right[alike].tolist(), strict=True):
             first, second = sorted(map(root, pair))

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from longctx.config.fields import refuse
-from longctx.data.chat import Conversation
 from longctx.data.sources import Corpus, Document, content_key
 from longctx.data.split import near_duplicates, signature
 from longctx.data.tokenizer import Tokenizer
@@ -120,35 +120,26 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
     of documents, if known.
     """
     began = time.monotonic()
-    state = ""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("data: {task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
+    line = f"data: {task}"
     with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
-        row = bar.add_task(task, total=total, state="")
+        bar_task = bar.add_task(line, total=total)
 
         def show(documents: int, tokens: int) -> None:
-            nonlocal state
-            state = f"{documents:,} documents, {tokens:,} tokens"
-            bar.update(row, completed=documents, state=state)
+            nonlocal line
+            line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
+            bar.update(bar_task, completed=documents, description=line)
 
         yield show
-    state = f"{state} in " if state else ""
-    print(f"data: {task}: {state}{time.monotonic() - began:.1f} s", file=sys.stderr)
+    print(f"{line} in {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
 def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: bool) -> None:
     """Tokenize every document into `folder`, with its near-duplicate group and content hash.
 
     Documents without a token to predict (empty ones) are left out and counted. With `chat` every
-    document is a Conversation, and a column `scored` marks the assistant's tokens. Raises
+    document is a conversation, and a column `scored` marks the assistant's tokens. Raises
     ValueError, which begins with `place`, if no document is left.
     """
     token_type = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
@@ -165,24 +156,26 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            encoded, scored = _encoded(batch, tokenizer, chat)
-            kept = [number for number, ids in enumerate(encoded) if len(ids) >= shortest]
-            shortened += sum(isinstance(item, Conversation) and item.shortened for item in batch)
-            for number in kept:
-                keys.append(content_key(batch[number].text))
-                signatures.append(signature(batch[number].text))
-            # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
-            offsets = np.cumsum([0, *(len(encoded[number]) for number in kept)]).astype(np.int32)
-            columns: list[Any] = [
-                [batch[number].name for number in kept],
-                _lists(offsets, [encoded[number] for number in kept], token_type),
-                [len(batch[number].text.encode()) for number in kept],
+            encoded = _encoded(batch, tokenizer, chat)
+            kept = [
+                (document, ids.astype(token_type.to_pandas_dtype()), scored.view(np.uint8))
+                for document, (ids, scored) in zip(batch, encoded, strict=True)
+                if len(ids) >= shortest
             ]
-            if chat:
-                columns.append(_lists(offsets, [scored[number] for number in kept], pa.uint8()))
-            writer.write_batch(pa.record_batch(columns, schema=schema))
+            # Groups and hashes come from the text: another tokenizer has the same split.
+            keys += [content_key(document.text) for document, *_ in kept]
+            signatures += [signature(document.text) for document, *_ in kept]
+            columns: list[Any] = [
+                [document.name for document, *_ in kept],
+                [ids for _, ids, _ in kept],
+                [len(document.text.encode()) for document, *_ in kept],
+                [scored for *_, scored in kept],
+            ]
+            # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
+            writer.write_batch(pa.record_batch(columns[: len(schema)], schema=schema))
             documents += len(batch)
-            tokens += int(offsets[-1])
+            tokens += sum(len(ids) for _, ids, _ in kept)
+            shortened += sum(document.shortened for document in batch)
             show(documents, tokens)
     problem = f"{place}: none of {documents:,} documents has a token to predict"
     refuse((not keys, f"{problem}; give longer documents"))
@@ -200,20 +193,12 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
 
 def _encoded(
     batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
-) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return the tokens of each document, and with `chat` a mark for each scored token."""
-    if not chat:
-        return tokenizer.encode_documents([document.text for document in batch]), []
-    pairs = []
-    for document in batch:
-        assert isinstance(document, Conversation)
-        pairs.append(tokenizer.encode_conversation(document.text, document.spans))
-    return [ids for ids, _ in pairs], [scored for _, scored in pairs]
-
-
-def _lists(offsets: np.ndarray, lists: Sequence[np.ndarray], value_type: Any) -> Any:
-    values = np.concatenate([np.zeros(0, np.int32), *(values.astype(np.int32) for values in lists)])
-    return pa.ListArray.from_arrays(offsets, pa.array(values, value_type))
+    if chat:
+        return [tokenizer.encode_conversation(item.text, item.spans or []) for item in batch]
+    ids = tokenizer.encode_documents([document.text for document in batch])
+    return zip(ids, repeat(np.zeros(0, bool)), strict=False)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

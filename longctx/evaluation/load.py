@@ -235,8 +235,8 @@ def of_source(
     texts = islice(read_documents(config), limit)
     scored = empty = 0
     while group := list(islice(texts, TOGETHER)):
-        encoded = tokenizer.encode_documents([text for _, text in group])
-        for (name, text), ids in zip(group, encoded, strict=True):
+        encoded = tokenizer.encode_documents([document.text for document in group])
+        for (name, text, *_), ids in zip(group, encoded, strict=True):
             if len(ids) < tokenizer.shortest:
                 empty += 1
                 continue

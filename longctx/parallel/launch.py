@@ -13,12 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from longctx import python_child
+from longctx import system
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.system import STARTED_VARIABLE
@@ -68,7 +68,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     variables = [name for name in NUMBERS if name in environ]
     if variables and (len(variables) == len(NUMBERS) or not in_step):
         processes = _of_torchrun(environ)
-    elif in_step and _number(environ, *TASKS, default=1) > 1:
+    elif in_step and _number(environ, TASKS, 1) > 1:
         processes = _of_srun(environ)
     else:
         _check_allocation(config.devices, environ)
@@ -94,7 +94,7 @@ def started(processes: Launched) -> Iterator[Launched]:
     with socket.create_server((processes.address, 0)) as free:
         port = free.getsockname()[1]
     # If rank 0 is killed before the ranks have met, the kernel ends the others
-    end = partial(python_child.end_with_parent, os.getpid(), signal.SIGKILL)
+    end = partial(system.end_with_parent, os.getpid(), signal.SIGKILL)
     for rank in range(1, processes.ranks):
         numbers = (rank, processes.ranks, rank, processes.ranks, processes.address, port)
         variables = dict(zip(TORCHRUN, map(str, numbers), strict=True)) | {STARTED_VARIABLE: "1"}
@@ -133,11 +133,7 @@ def number_here(environ: Mapping[str, str] = os.environ) -> int:
     The others are silent, so a number alone, such as RANK=7, must not silence the only process.
     """
     is_torchrun = all(name in environ for name in TORCHRUN)
-    name, totals = ("RANK", ("WORLD_SIZE",)) if is_torchrun else ("SLURM_PROCID", TASKS)
-    rank = environ.get(name, "")
-    count = next((environ[total] for total in totals if total in environ), "")
-    is_known = rank.isdecimal() and count.isdecimal()
-    return int(rank) if is_known and int(rank) < int(count) else 0
+    return int(environ["RANK"] if is_torchrun else environ.get("SLURM_PROCID", 0))
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -157,16 +153,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
             f"{', '.join(missing)}: not set, but {present} is; start with torchrun, which sets all "
             f"of {', '.join(TORCHRUN)}, or set none of them"
         )
-    rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in NUMBERS)
-    for name, value, count in (("RANK", rank, ranks), ("LOCAL_RANK", local_rank, local_ranks)):
-        if value >= count:
-            total = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
-            raise ValueError(f"{name}={value}: of {total}={count} processes; count from 0")
-    if ranks % local_ranks:
-        raise ValueError(
-            f"WORLD_SIZE={ranks}: no multiple of LOCAL_WORLD_SIZE={local_ranks}; start as many "
-            "processes on every node"
-        )
+    rank, ranks, local_rank, local_ranks = (int(environ[name]) for name in NUMBERS)
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return Launched(
         OWN if STARTED_VARIABLE in environ else by,
@@ -175,12 +162,12 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
         rank,
         local_rank,
         environ["MASTER_ADDR"],
-        _number(environ, "MASTER_PORT"),
+        int(environ["MASTER_PORT"]),
     )
 
 
 def _of_srun(environ: Mapping[str, str]) -> Launched:
-    ranks, nodes = _number(environ, *TASKS), _number(environ, *NODES, default=1)
+    ranks, nodes = (_number(environ, names, 1) for names in (TASKS, NODES))
     spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2) or 4,3
     if "," in spread or ranks % nodes:
         raise ValueError(
@@ -190,26 +177,22 @@ def _of_srun(environ: Mapping[str, str]) -> Launched:
     hosts = next((environ[name] for name in NODE_LISTS if name in environ), "")
     first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
     address = environ.get("MASTER_ADDR", first_host if nodes > 1 else "127.0.0.1")
-    if not address:
-        raise ValueError(
-            "MASTER_ADDR: not set, and no list of SLURM's nodes either; set it to the first node"
-        )
     # All tasks of a step know its numbers, and so agree on a port
-    step = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID")
+    step = int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])
     return Launched(
         by="srun",
         ranks=ranks,
         local_ranks=ranks // nodes,
-        rank=_number(environ, "SLURM_PROCID"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
+        rank=int(environ["SLURM_PROCID"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
         address=address,
-        port=_number(environ, "MASTER_PORT", default=15000 + step % 10_000),
+        port=int(environ.get("MASTER_PORT", 15000 + step % 10_000)),
     )
 
 
 def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
     """Raise ValueError if SLURM has allocated more than this one process starts."""
-    nodes, tasks = (_number(environ, *names, default=1) for names in (NODES, TASKS))
+    nodes, tasks = (_number(environ, names, 1) for names in (NODES, TASKS))
     if nodes > 1:
         raise ValueError(
             f"SLURM: {nodes} nodes, and one process on one of them; start one for each device with "
@@ -223,14 +206,6 @@ def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
+def _number(environ: Mapping[str, str], names: Sequence[str], default: int) -> int:
     """Return the value of the first of `names` that is set."""
-    name = next((name for name in names if name in environ), names[0])
-    if name not in environ and default is not None:
-        return default
-    text = environ.get(name, "")
-    # Counts and ports begin at 1
-    if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "PORT"))):
-        shown = f"{name}={text}" if name in environ else f"{name}: not set"
-        raise ValueError(f"{shown}; not a number that torchrun or srun would set")
-    return int(text)
+    return next((int(environ[name]) for name in names if name in environ), default)

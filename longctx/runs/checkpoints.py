@@ -19,16 +19,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from longctx import files
-from longctx.files import by_step
-from longctx.runs import checkpoint_index, run_folder
-from longctx.runs.checkpoint_index import INDEX, Damaged
-from longctx.runs.checkpoint_index import verify as verify
-from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
+from longctx.runs import checkpoint_files, run_folder
+from longctx.runs.checkpoint_files import ALONE, INDEX, Saving, Sharded, Writers
+from longctx.runs.checkpoint_files import Damaged as Damaged
+from longctx.runs.checkpoint_files import verify as verify
 
-FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
+FORMAT = 2  # of the content of a checkpoint; checkpoint_files.FORMAT is that of the folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
-FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
 
 
 class Rows:
@@ -124,12 +122,12 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    content = checkpoint_index.read(path)
+    content = checkpoint_files.read_index(path)
     formats = content["format"], content["longctx"].get("format")
-    if formats != (checkpoint_index.FORMAT, FORMAT):
+    if formats != (checkpoint_files.FORMAT, FORMAT):
         raise ValueError(
             f"{path}: written in format {formats} by another version of longctx; this one reads "
-            f"{(checkpoint_index.FORMAT, FORMAT)}"
+            f"{(checkpoint_files.FORMAT, FORMAT)}"
         )
     states: dict[int, dict[str, Any]] = {
         int(number): {key: torch.tensor(value) for key, value in values.items()}
@@ -188,39 +186,20 @@ def check_states(
                 raise ValueError(f"{problem} of the model: {key} of weight {number} is {wrong}")
 
 
-def check_finite(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Raise Damaged if a weight or a state of the optimizer is NaN or infinite."""
-    (optimizer,) = checkpoint["optimizer_states"]
-    states = {
-        f"{key} of the optimizer for weight {number}": tensor
-        for number, values in optimizer["state"].items()
-        for key, tensor in values.items()
-    }
-    name = not_finite(checkpoint["state_dict"] | states)
-    if name is not None:
-        raise Damaged(path, f"{name} is not finite")
-
-
-def not_finite(tensors: Mapping[str, Any]) -> str | None:
-    """Return the name of the first tensor, or `Rows`, with NaN or infinity in it, None if all are
-    finite.
-    """
+def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor with NaN or infinity in it, None if all are finite."""
     # All are queued before the first is waited for
     checks = {name: is_finite(tensor) for name, tensor in tensors.items()}
     return next((name for name, finite in checks.items() if not finite), None)
 
 
 @torch.no_grad()
-def is_finite(tensor: Any) -> Tensor:
+def is_finite(tensor: Tensor) -> Tensor:
     """Return, on its device, whether every number of `tensor` is finite.
 
     The least and the greatest number tell, in one pass: torch.isfinite().all() takes 50 times as
     long on a CPU.
     """
-    if isinstance(tensor, Rows):
-        step = max(1, FINITE_CHUNK // max(1, tensor.shape[1:].numel()))
-        parts = [tensor[start : start + step] for start in range(0, tensor.shape[0], step)]
-        return torch.stack([is_finite(part) for part in parts]).all()
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.isfinite(torch.stack(torch.aminmax(tensor))).all()
@@ -229,20 +208,17 @@ def is_finite(tensor: Any) -> Tensor:
 def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
     it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
-    of killed processes, for `checkpoint_index.delete`.
-
-    Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
+    of killed processes, for `checkpoint_files.delete`.
     """
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
-    earlier = [path for path in run_folder.checkpoints(folder) if by_step(path) <= by_step(saved)]
-    paths = [path for path in earlier if checkpoint_index.is_intact(path, reads=False)]
+    paths = run_folder.checkpoints(folder)
     _link("last.ckpt", saved)
     if best in paths:
         _link("best.ckpt", best)
     else:
         files.remove(saved.with_name("best.ckpt"))
     leftovers = list(saved.parent.glob(".step-*.ckpt*"))
-    hidden = [checkpoint_index.set_aside(path) for path in paths[:-keep] if path != best]
+    hidden = [checkpoint_files.set_aside(path) for path in paths[:-keep] if path != best]
     files.to_disk(saved.parent)  # or a power failure could bring names back
     return hidden + [path for path in leftovers if path not in hidden]
 

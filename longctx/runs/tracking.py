@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from longctx import python_child
+from longctx import system
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
@@ -111,8 +111,8 @@ class Copy:
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
             self.send(request)
             self.process = subprocess.Popen(
-                python_child.command("longctx.runs.wandb_process"),
-                env=python_child.environment(),
+                system.python_command("longctx.runs.wandb_process"),
+                env=system.child_environment(),
                 stdin=self._commands,
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from statistics import fmean
 from threading import Thread
 from typing import Any, NoReturn
 
-from longctx import python_child, system
+from longctx import system
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
@@ -66,9 +66,9 @@ def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoRetur
             shutil.rmtree(leftover, ignore_errors=True)
     uploads = f"wandb sync {folder / 'wandb'}/offline-run-*"
     print(f"wandb      {reason}; all is copied offline; upload: {uploads}", flush=True)
-    environment = python_child.environment()
+    environment = system.child_environment()
     environment.pop("WANDB_SERVICE", None)  # the core of the first attempt, which may be gone
-    command = python_child.command("longctx.runs.wandb_process", AGAIN)
+    command = system.python_command("longctx.runs.wandb_process", AGAIN)
     os.execve(command[0], command, environment)
 
 

@@ -80,32 +80,16 @@ CALLBACKS: Door[Callable[[Parts], Callback]] = Door("callback", __name__)
 register = CALLBACKS.register
 
 
-class Callbacks(Callback):
-    """Call `first`, then every registered callback, as one; checkpoints hold the registered."""
+class Callbacks:
+    """Every callback of a run: `first`, then the registered ones, whose states checkpoints hold."""
 
     def __init__(self, first: Sequence[Callback], parts: Parts) -> None:
         self.registered = {name: build(parts) for name, build in CALLBACKS.items()}
         self.all = [*first, *self.registered.values()]
 
-    def logged(self, row: dict[str, Any]) -> None:
-        for callback in self.all:
-            callback.logged(row)
-
-    def validated(self, step: int, row: dict[str, Any]) -> None:
-        for callback in self.all:
-            callback.validated(step, row)
-
-    def stepped(self, step: int) -> None:
-        for callback in self.all:
-            callback.stepped(step)
-
-    def ends(self) -> bool:
-        # A list: every callback is asked, on every rank
-        return any([callback.ends() for callback in self.all])
-
-    def ended(self) -> None:
-        for callback in self.all:
-            callback.ended()
+    def each(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` of every callback; return the results."""
+        return [getattr(callback, method)(*arguments) for callback in self.all]
 
     def state(self) -> dict[str, Any]:
         states = {name: callback.state() for name, callback in self.registered.items()}

@@ -14,7 +14,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from longctx import files, python_child, tables
+from longctx import files, system, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Metric, Row, Shown, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
@@ -31,7 +31,7 @@ class Display:
     def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
         self.console = tables.console()
         self.console.quiet = silent
-        self.steps = steps
+        self.steps, self.steps_done = steps, first_step
         self.bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(16),
@@ -69,7 +69,8 @@ class Display:
             signal.raise_signal(signal.SIGHUP)
 
     def stepped(self, step: int) -> None:
-        """Move the bar."""
+        """Note that `step` is done."""
+        self.steps_done = step
         self.bar.update(self.task, completed=step)
 
     def show(self, row: Row) -> None:
@@ -130,7 +131,7 @@ def closing_table(
     if checkpoints(folder):
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         more += " patience=null" if out_of_patience else ""
-        longctx, path = python_child.typed_command(), shlex.quote(str(folder))
+        longctx, path = system.typed_command(), shlex.quote(str(folder))
         table.add_row("evaluate", f"{longctx} eval checkpoint={path}")
         table.add_row("write text", f"{longctx} generate {path} prompt='Once upon a time'")
         table.add_row("train on", f"{longctx} train resume={path}{more}")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from longctx import attention, plugins, python_child
+from longctx import attention, plugins, system
 from longctx.attention.communication import Laps
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
@@ -157,8 +157,8 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
         request_file.write_text(json.dumps(request))
         try:
             process = subprocess.run(
-                python_child.command(module, str(request_file), str(out)),
-                env=without_launcher(python_child.environment()),
+                system.python_command(module, str(request_file), str(out)),
+                env=without_launcher(system.child_environment()),
                 capture_output=True,
                 text=True,
                 timeout=seconds,

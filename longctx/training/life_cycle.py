@@ -13,13 +13,10 @@ import gc
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,7 +32,7 @@ from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
 from longctx.system import StopSignal
 from longctx.training import memory
-from longctx.training.batches import is_lost_worker, lost_worker
+from longctx.training.batches import DataDiffers, is_lost_worker, lost_worker
 from longctx.training.context_check import CheckFailed
 from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.loop import loop
@@ -44,7 +41,6 @@ from longctx.training.resume import continue_folder
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
-from longctx.training.sequences import DataDiffers
 from longctx.training.sweep import RESULT_VARIABLE
 
 AGREE_EVERY = 10.0  # seconds between two looks at the other ranks' signals; SLURM gives 60
@@ -66,7 +62,6 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
 
     Raises ValueError or OSError, one line, if the request cannot be trained.
     """
-    sys.excepthook = without_lost_connections(sys.excepthook)
     machine = this_machine()
     parallel = parallel_of(request.config, machine, processes)
     with system.caught() as stop:
@@ -236,16 +231,3 @@ class LifeCycle:
         is_untrained = self.phase is Phase.STARTING and run is not None and run.checkpoint is None
         if run is not None and is_untrained and self.parallel.is_first:
             shutil.rmtree(run.folder, ignore_errors=True)
-
-
-def without_lost_connections(show: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the excepthook `show`, silent for threads that served a lost data worker: the run
-    prints a line of its own.
-    """
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        in_thread = threading.current_thread() is not threading.main_thread()
-        if not (in_thread and isinstance(error, ConnectionError | EOFError)):
-            show(kind, error, trace)
-
-    return hook

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training import context_check, memory
-from longctx.training.batches import step_batches
+from longctx.training.batches import Sequences, shared_data, step_batches
 from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts, Spikes
 from longctx.training.learning_rate import learning_rate
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
-from longctx.training.sequences import Sequences, shared_data
 from longctx.training.throughput import Meter, StepSplit
 from longctx.training.train_step import TrainState, optimizer_step, require_finite
 from longctx.training.validation import pass_keys_found, validate
@@ -38,7 +37,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     drops = spikes.drops if run.config.spike == "skip" else None
 
     # Whatever has a state is registered here, by its name in checkpoints
-    stateful: dict[str, Meter | Callback] = {
+    stateful: dict[str, Meter | Callback | Callbacks] = {
         "meter": meter,
         "best": early_stopping,
         "callbacks": callbacks,
@@ -60,10 +59,10 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             row |= pass_keys_found(state.module, data, run)
         log.record(row)
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
-        callbacks.validated(step, row)
+        callbacks.each("validated", step, row)
 
     saver.begin(state, data.fingerprint)
-    log.begin()
+    log.bar.start()
     batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
     if not run.steps_done:
         validated(0)
@@ -87,7 +86,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             row["memory_predicted_gib"] = predicted
             row["lr"] = learning_rate(step - 1, run)
             row["epoch"] = sequences.epoch(step)
-            callbacks.logged(row)
+            callbacks.each("logged", row)
             log.record(row)
             require_finite("loss", row.get("loss", 0.0), step, run)
 
@@ -96,11 +95,11 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         with meter.set_aside():
             if last or step % run.val_every == 0:
                 validated(step)
-            callbacks.stepped(step)
+            callbacks.each("stepped", step)
 
         # Save, stop
         stopped = life.stops(step - run.steps_done, waits_anyway=run.logs(step))
-        ends = last or stopped or callbacks.ends()
+        ends = any([last, stopped, *callbacks.each("ends")])
         is_best = step == early_stopping.kept_step
         if ends or is_best or step % run.config.checkpoint_every == 0:
             if not spikes.lost:
@@ -112,4 +111,4 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         if ends:
             break
         meter.waits()
-    callbacks.ended()
+    callbacks.each("ended")

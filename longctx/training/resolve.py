@@ -29,9 +29,9 @@ from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
+from longctx.training.batches import data_config
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
-from longctx.training.sequences import data_config
 from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_validation
 

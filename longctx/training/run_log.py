@@ -24,13 +24,12 @@ from longctx.training.run import Run
 FEW_TOKENS = 10_000  # to validate on; the standard error of their mean loss is some 0.03 nats
 
 
-class RunLog:
+class RunLog(Display):
     """The log of `run`, silent on ranks other than 0."""
 
     def __init__(self, run: Run, parallel: Parallel) -> None:
-        self.run, self.steps_done = run, run.steps_done
-        self.display = Display(run.max_steps, run.steps_done, silent=not parallel.is_first)
-        self.say = self.display.say
+        super().__init__(run.max_steps, run.steps_done, silent=not parallel.is_first)
+        self.run = run
         self.tracker = Tracker(run.folder, run.config.wandb) if parallel.is_first else None
         self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
@@ -44,20 +43,11 @@ class RunLog:
         self.say(f"check      {finding}")
         self.figures = finding.figures()
 
-    def begin(self) -> None:
-        """Show the progress bar."""
-        self.display.bar.start()
-
-    def stepped(self, step: int) -> None:
-        """Note that `step` is done."""
-        self.steps_done = step
-        self.display.stepped(step)
-
     def record(self, row: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl and wandb, and show it."""
         self._write(row | self.figures)
         self.figures = {}
-        self.display.show(row)
+        self.show(row)
 
     def sample(self, step: int, tokens_seen: int, text: str) -> None:
         """Write a sample of text to metrics.jsonl and wandb, and show it."""
@@ -75,16 +65,12 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
-    def deleting(self, size: int) -> None:
-        """Print that the run ends once `size` bytes of older checkpoints are deleted."""
-        self.say(f"deleting   {decimal(size)} of older checkpoints")
-
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
-        self.display.bar.stop()
+        self.bar.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
-            self._report_wandb()
+            self._report_wandb(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
         """Print the loss curve, the results and the next commands."""
@@ -96,7 +82,7 @@ class RunLog:
             self.say(line)
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
-        self.display.print(
+        self.print(
             closing_table(
                 self.run.folder,
                 attention.kernels_run(),
@@ -109,11 +95,11 @@ class RunLog:
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
             self.tracker.log(row)
-            self._report_wandb()
+            self._report_wandb(self.tracker)
 
-    def _report_wandb(self) -> None:
+    def _report_wandb(self, tracker: Tracker) -> None:
         """Print, once, that the copy at wandb has failed."""
-        if self.tracker is not None and (problem := self.tracker.problem()):
+        if problem := tracker.problem():
             self.say(problem)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from longctx.model.offload import pinned
@@ -19,7 +20,7 @@ from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_write import ALONE, Saving, Writers
+from longctx.runs.checkpoint_files import ALONE, Saving, Writers
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState
@@ -38,10 +39,10 @@ class Saver:
 
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
-        self.is_sharded = parallel.strategy == "fsdp"
+        self.is_sharded = parallel.strategy.shards_weights
         self.writers = ALONE
         if self.is_sharded:
-            self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
+            self.writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
         self.memory: list[Tensor] = []  # on the host, for a copy of each part
         self.no_copy = ""  # why there is no memory for it
         self.step = 0  # of the newest checkpoint
@@ -96,7 +97,7 @@ class Saver:
     def check(self) -> None:
         """Log the checkpoint under way when it is written; OSError if it cannot be."""
         if self.saving is not None and self.saving.written.done() and not self.is_agreed:
-            self.saving.check()
+            self.saving.end()
             self._log()
         self._log_warning()
 
@@ -119,7 +120,7 @@ class Saver:
         if self.saving is None:
             return
         if wait([self.saving.deleted], REPORTED_AFTER).not_done:
-            self.log.deleting(self.saving.deleted_bytes)
+            self.log.say("deleting   older checkpoints")
             wait([self.saving.deleted])
         self._log_warning()
 

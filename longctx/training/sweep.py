@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from longctx import python_child, system, tables
+from longctx import system, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Shown, figures
 
@@ -57,7 +57,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     tables.show(sweep_table(jobs), output=out)
     folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder and job.folder.exists()]
     if len(folders) > 1:
-        text = f"compare    {python_child.typed_command()} compare {' '.join(folders)}"
+        text = f"compare    {system.typed_command()} compare {' '.join(folders)}"
         out.print(text, soft_wrap=True)
     stopped = jobs[-1].code in system.EXIT_CODES
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
@@ -76,10 +76,10 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
-        command = python_child.command("longctx", "train", *overrides)
+        command = system.python_command("longctx", "train", *overrides)
         variables = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
-        env = python_child.environment(**variables)
-        end = partial(python_child.end_with_parent, os.getpid(), signal.SIGTERM)
+        env = system.child_environment(**variables)
+        end = partial(system.end_with_parent, os.getpid(), signal.SIGTERM)
         process = subprocess.Popen(command, env=env, preexec_fn=end)  # it saves first
 
         def pass_on(number: int, frame: Any) -> None:

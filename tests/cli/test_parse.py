@@ -165,7 +165,6 @@ def test_a_mistake_names_the_key_and_the_value(word: str) -> None:
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
-        ("data=text data.path=x data.chat=true data.text_column=body", "data.text_column=body"),
     ],
 )
 def test_a_mistake_tells_what_would_be_right(words: str, message: str) -> None:
@@ -186,15 +185,6 @@ def test_a_mistake_tells_what_would_be_right(words: str, message: str) -> None:
 )
 def test_words_that_belong_together_compose(words: str) -> None:
     assert isinstance(compose(*words.split()).config, TrainConfig)
-
-
-def test_a_text_column_needs_files_of_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain")
-    argv = ("data=text", f"data.path={tmp_path}", "data.text_column=body")
-    with pytest.raises(ValueError, match=r"data\.text_column=body: "):
-        compose(*argv)
-    (tmp_path / "b.jsonl.gz").write_bytes(b"")
-    assert compose(*argv).config.data.text_column == "body"
 
 
 @pytest.mark.parametrize(

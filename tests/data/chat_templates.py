@@ -24,20 +24,10 @@ INST = (
 )
 # Tools stand in the first question, the day in the system message
 LLAMA3 = """\
-{{- bos_token }}
 {%- set day = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}
-{{- '<|start|>system<|end|>\\n\\nToday: ' + day + '\\n\\n' + system + '<|eot|>' }}
+{{- bos_token + '<|start|>system<|end|>\\n\\nToday: ' + day + '<|eot|>' }}
 {%- if tools is not none %}
-    {{- '<|start|>user<|end|>\\n\\nFunctions:\\n\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson(indent=4) + '\\n\\n' }}
-    {%- endfor %}
+    {{- '<|start|>user<|end|>\\n\\n' + tools | tojson(indent=4) }}
     {{- messages[0]['content'] | trim + '<|eot|>' }}
     {%- set messages = messages[1:] %}
 {%- endif %}
@@ -46,8 +36,6 @@ LLAMA3 = """\
         {%- set call = message.tool_calls[0].function %}
         {{- '<|start|>assistant<|end|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
         {{- call.arguments | tojson + '}<|eot|>' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|start|>ipython<|end|>\\n\\n' + message.content | tojson + '<|eot|>' }}
     {%- else %}
         {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim }}
         {{- '<|eot|>' }}
@@ -58,15 +46,7 @@ LLAMA3 = """\
 {%- endif %}"""
 # Thinking only after the last question, and an empty one if there is none
 QWEN3 = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- '# Tools\\n<tools>' }}
-    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-    {{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
+{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}
 {%- set ns = namespace(searching=true, last_question=messages | length - 1) %}
 {%- for message in messages[::-1] %}
     {%- if ns.searching and message.role == 'user' %}
@@ -76,9 +56,9 @@ QWEN3 = """\
 {%- endfor %}
 {%- for message in messages %}
     {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+    {%- if message.role != 'assistant' %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == 'assistant' %}
+    {%- else %}
         {%- set thinking = message.reasoning_content or '' %}
         {%- if '</think>' in content %}
             {%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
@@ -90,27 +70,13 @@ QWEN3 = """\
             {{- '<|im_start|>assistant\\n' + content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {%- if not loop.first or content %}{{- '\\n' }}{%- endif %}
             {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 # The system message and the tools stand before the last question: of a prompt the system message
 NEMO = """\
 {%- if messages[0].role == 'system' %}
@@ -120,15 +86,6 @@ NEMO = """\
     {%- set rest = messages %}
 {%- endif %}
 {%- set questions = rest | selectattr('role', 'equalto', 'user') | list %}
-{%- set ns = namespace(index=0) %}
-{%- for message in rest %}
-    {%- if message.role != 'tool' and not message.tool_calls %}
-        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
-            {{- raise_exception('user and assistant must alternate') }}
-        {%- endif %}
-        {%- set ns.index = ns.index + 1 %}
-    {%- endif %}
-{%- endfor %}
 {{- bos_token }}
 {%- for message in rest %}
     {%- if message.role == 'user' %}
@@ -179,17 +136,6 @@ GPT_OSS = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
-# A token that ends the text, but not a prompt
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-# A prompt that begins the thinking, which a conversation leaves out
-R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
-    "{% else %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
 # A prompt that ends in a space, which the first token of an answer may take
 SPACE = (
     "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}"

@@ -5,23 +5,21 @@ templates in a sandbox. The assistant's part is found without a rendering for ea
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from longctx.data import DataConfig, Tokenizer, load
-from longctx.data.chat import Conversation, Renderer, Template
+from longctx.data import DataConfig, Document, Tokenizer, load
+from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
 from longctx.training.run_log import learned_turns
 from tests.data import chat_templates
 from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
 
-MODELS = ("CHATML", "LLAMA3", "QWEN3", "NEMO", "GPT_OSS", "PHI", "R1", "SPACE")
+MODELS = ("CHATML", "LLAMA3", "QWEN3", "NEMO", "GPT_OSS", "SPACE")
 
 
 def asks(content: str) -> dict[str, Any]:
@@ -73,22 +71,21 @@ def folder(tmp_path: Path) -> Path:
 
 def written(
     folder: Path, template: str, messages: Any, tools: Any = None, learned: str = "auto"
-) -> Conversation:
+) -> Document:
     write(folder, template)
     rows = [("name", "here", {"messages": messages, "tools": tools})]
     (conversation,) = Template(folder, learned, datetime.now()).conversations(rows)
     return conversation
 
 
-def parts(conversation: Conversation) -> list[str]:
+def parts(conversation: Document) -> list[str]:
     return [conversation.text[first:end] for first, end in conversation.spans]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
     template = getattr(chat_templates, name)
-    talks = [(PLAIN, None), (PLAIN[:2], None), (THINKING, None)]
-    for messages, tools in [*talks, (CALLING, TOOLS)] if name != "R1" else talks:
+    for messages, tools in ((PLAIN, None), (PLAIN[:2], None), (THINKING, None), (CALLING, TOOLS)):
         ours = written(folder, template, messages, tools)
         theirs = AutoTokenizer.from_pretrained(folder)
         assert ours.text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
@@ -103,26 +100,16 @@ def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
     ("name", "messages", "tools", "learned"),
     [
         ("CHATML", PLAIN, None, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
-        ("CHATML", [says("hi"), *PLAIN[2:]], None, ["hi<|im_end|>\n", "a2<|im_end|>\n"]),
-        ("LLAMA3", [SYSTEM, *PLAIN], None, ["a1<|eot|>", "a2<|eot|>"]),
         (
             "LLAMA3",
             CALLING,
             TOOLS,
             ["a1<|eot|>", '{"name": "f", "parameters": {"x": 1}}<|eot|>', "a2<|eot|>"],
         ),
-        ("PHI", PLAIN, None, ["a1<|end|>\n", "a2<|end|>\n<|im_end|>"]),
         ("SPACE", PLAIN, None, ["a1\n", "a2\n"]),
         ("NEMO", PLAIN, None, ["a1<|im_end|>", "a2<|im_end|>"]),
         # Earlier turns are written differently than they were asked for
         ("NEMO", [SYSTEM, *PLAIN], None, ["a2<|im_end|>"]),
-        (
-            "NEMO",
-            CALLING,
-            TOOLS,
-            [f"[TOOL_CALLS][{json.dumps(CALL)}]<|im_end|>", "a2<|im_end|>"],
-        ),
-        ("QWEN3", PLAIN[:2], None, ["<think>\n\n</think>\n\na1<|im_end|>\n"]),
         ("QWEN3", PLAIN, None, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
         ("QWEN3", THINKING, None, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
         ("QWEN3", THINKING[:5], None, ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
@@ -145,7 +132,6 @@ def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
                 "<|start|>assistant<|channel|>final<|message|>a2<|return|>",
             ],
         ),
-        ("R1", PLAIN, None, ["a2<|im_end|>"]),
     ],
 )
 def test_answers_of_known_templates_are_learned(
@@ -217,38 +203,21 @@ def test_the_word_after_a_prompts_space_is_learned(folder: Path) -> None:
     assert tokenizer.decode(ids[learned]) == " a rose\n"
 
 
-def test_a_token_counts_if_a_span_reaches_into_it(folder: Path) -> None:
-    text = "a rose is a rose"
-    _, learned = Tokenizer.load(folder).encode_conversation(text, [(3, 4), (6, 7), (12, 16)])
-    assert np.flatnonzero(learned).tolist() == [1, 2, 4]
-
-
-@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3", "GPT_OSS", "NEMO"])
+@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3"])
 def test_long_conversations_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     characters: list[int] = []
-    render = Renderer.render
+    render = Template.render
 
-    def counted(self: Renderer, *arguments: Any, **more: Any) -> Any:
+    def counted(self: Template, *arguments: Any, **more: Any) -> Any:
         rendered = render(self, *arguments, **more)
         characters.append(len(rendered.text))
         return rendered
 
-    monkeypatch.setattr(Renderer, "render", counted)
+    monkeypatch.setattr(Template, "render", counted)
     text = written(folder, getattr(chat_templates, name), PLAIN * 1600).text
     assert sum(characters) < (2 if name == "INST" else 5) * len(text)
-
-
-def test_generation_renders_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(folder, chat_templates.QWEN3)
-    counts: list[int] = []
-    render = Renderer.render
-    monkeypatch.setattr(
-        Renderer, "render", lambda *a, **more: counts.append(1) or render(*a, **more)
-    )
-    Template(folder).prompt("here", {"messages": [*THINKING, asks("q4")]})
-    assert len(counts) == 1
 
 
 @pytest.mark.parametrize(
@@ -319,7 +288,6 @@ SPECIAL = "x<|im_end|>"
         ({}, r"chats.jsonl:1: .*null"),
         ({"messages": []}, "'messages'"),
         ({"messages": [3]}, "message 1 .*role"),
-        ({"messages": [{"role": "user"}]}, "message 1 .*'content'"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),
         ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
         ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
@@ -337,11 +305,9 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
     [
         ("{% for", "chat template"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chats.jsonl:1: .*unsafe"),
-        ("{{ messages.append(1) }}", "chats.jsonl:1: .*unsafe"),
         ("{% for x in range(10**9) %}{% endfor %}", "chats.jsonl:1: .*too big"),
         ("{{ 1 / 0 }}", "chats.jsonl:1: .*division"),
         (None, "no chat template.*data.tokenizer="),
-        ([{"name": "other", "template": CHATML}], "no chat template.*data.tokenizer="),
     ],
 )
 def test_templates_are_not_trusted(folder: Path, template: Any, message: str) -> None:
@@ -376,18 +342,6 @@ def test_keys_without_conversations_are_refused(
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         load(chats(folder, {"messages": TALK}, **changes), 64)
-
-
-def test_a_conversation_differs_from_its_plain_text(folder: Path) -> None:
-    answer = says("a rose " * 40)
-    chat = load(chats(folder, *({"messages": [asks(f"rose {n}"), answer]} for n in range(9))), 32)
-    text = [chat.tokenizer.decode(document.ids) for document in chat.documents("train")]
-    (folder / "plain.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in text))
-    plain = load(replace(chat.config, path=str(folder / "plain.jsonl"), chat=False), 32)
-    assert plain.fingerprint != chat.fingerprint
-    for data in (chat, plain):
-        packing = data.parts[""].packings["train"]
-        assert int(packing.length.sum()) == data.summary()["train_tokens"]
 
 
 def test_half_of_a_surrogate_pair_is_an_error(folder: Path) -> None:

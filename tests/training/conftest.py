@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import train
+
 WORDS = "the row of a long text holds many words some names such as ada bert cleo come again"
 
 
@@ -69,3 +71,14 @@ def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
 def overrides(overrides_in: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
     """The command line of a tiny run in tmp_path/runs; see `overrides_in`."""
     return functools.partial(overrides_in, tmp_path / "runs")
+
+
+@pytest.fixture
+def trained(overrides: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Path]:
+    """Trains a tiny run to its end, `r` if no name is given, and returns its folder."""
+
+    def train_to_end(name: str = "r", **changes: object) -> Path:
+        assert train.main(overrides(name=name, **changes)) == 0
+        return tmp_path / "runs" / name
+
+    return train_to_end

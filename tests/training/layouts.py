@@ -28,11 +28,10 @@ from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.planner.workload import workload_of
 from longctx.training.batches import StepBatch, micro_batch
-from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
+from tests.training.sample_run import sample_run
 
 MEMORIES = (
     MemoryConfig("fast"),
@@ -170,12 +169,6 @@ class Case(NamedTuple):
     step: dict[str, Any]
 
 
-def run_of(config: TrainConfig) -> Run:
-    """`config` with its nulls filled in."""
-    assert isinstance(config.seq_len, int)
-    return scheduled(config, workload_of(config, "cpu", config.seq_len))
-
-
 def difference(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest value."""
     return float((x - y).abs().max() / y.abs().max().clamp(min=1e-3))
@@ -191,7 +184,7 @@ def spread(config: TrainConfig, draw: random.Random) -> Case:
     """The step of `config` on all ranks."""
     parallel = Parallel(config, "cpu")
     parallel.launch()
-    run = run_of(replace(config, devices=parallel.ranks))
+    run = sample_run(replace(config, devices=parallel.ranks))
     parallel.init_mesh(run.workload)
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
@@ -209,7 +202,7 @@ def compared(case: Case) -> dict[str, float]:
         strategy=StrategyConfig(),
         context=ContextConfig(),
     )
-    theirs = step_of(run_of(single), case.parallel.alone(), case.rows)
+    theirs = step_of(sample_run(single), case.parallel.alone(), case.rows)
     return {
         "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
         "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),

@@ -10,12 +10,14 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.runs.checkpoint_write import Saving, Sharded
+from longctx.runs.checkpoint_files import Saving, Sharded
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
+FAULTY = Path(__file__).with_name("faulty_run.py")
+Trained = Callable[..., Path]  # the fixture `trained`
 
 
 def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
@@ -27,6 +29,11 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics that hold a step's loss."""
     return [row for row in metrics_file.read(folder) if "loss" in row]
+
+
+def losses(folder: Path) -> list[float]:
+    """The logged losses of a run's steps."""
+    return [row["loss"] for row in steps(folder)]
 
 
 def newest(folder: Path) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
-                tensors[f"optimizer.{number}.{key}"] = x
+                tensors[f"optimizer.{number}.{key}"] = x.clone()
             else:
                 scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)

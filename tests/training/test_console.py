@@ -9,8 +9,8 @@ from rich.table import Table
 
 from longctx import tables
 from longctx.config.train_config import TrainConfig
-from longctx.python_child import typed_command
 from longctx.runs.metrics import figures
+from longctx.system import typed_command
 from longctx.training.console import Display, brief, closing_table, loss_curve
 from longctx.training.run_log import validated_documents, warnings
 from longctx.training.sweep import Job, sweep_table

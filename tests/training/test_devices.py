@@ -1,20 +1,27 @@
-"""Runs over several devices: rows and weights shared, resumed on other numbers of them."""
+"""Several devices: loss and gradients are those of one, all ranks train on the same documents, and
+a run resumes on other numbers of devices.
+"""
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 import eval as evaluate
 import train
 from longctx.cli import main
 from longctx.runs import checkpoints, metrics_file, run_folder
-from tests.processes import ROOT, finished
-from tests.training.sample_run import Overrides, steps
+from longctx.training import life_cycle
+from tests.processes import ROOT, finished, run_on
+from tests.training.sample_run import FAULTY, Overrides, Trained, losses, steps
 
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
+LAYOUTS = Path(__file__).with_name("layouts.py")
 Refused = Callable[[int, str], str]
 
 
@@ -40,16 +47,16 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
 
 @pytest.mark.slow
 def test_two_devices_share_each_row_in_compiled_blocks(
-    overrides: Overrides, tmp_path: Path
+    trained: Trained, overrides: Overrides, tmp_path: Path
 ) -> None:
     """63 tokens and 3 heads, which two devices cannot share evenly, validated by position too; by
     ulysses and not compiled see test_context_check.py.
     """
     shape = SHAPE | {"model.heads": 3, "model.kv_heads": 1, "model.head_dim": 16, "accumulate": 2}
-    assert train.main(overrides(name="one", **shape)) == 0
+    one = trained("one", **shape)
     shared = {"devices": 2, "context": 2, "context.method": "allgather", "compile": True}
     run(tmp_path, overrides(name="two", **shape | shared))
-    close(tmp_path / "runs" / "two", tmp_path / "runs" / "one")
+    close(tmp_path / "runs" / "two", one)
 
 
 @pytest.mark.slow
@@ -105,9 +112,11 @@ def test_what_cannot_be_shared_is_refused(
     refused(train.main(overrides(name="r", **changes)), message)
 
 
-def test_processes_that_have_begun_end_with_a_mistake(overrides: Overrides, tmp_path: Path) -> None:
+def test_processes_that_have_begun_end_with_a_mistake(
+    trained: Trained, overrides: Overrides, tmp_path: Path
+) -> None:
     """Rank 0 finds it once it knows the model, or the run that is resumed."""
-    assert train.main(overrides(name="r", batch_size=2, accumulate=2, max_steps=1)) == 0
+    trained(batch_size=2, accumulate=2, max_steps=1)
     heads = {"devices": 3, "context": 3, "context.method": "ulysses"}
     for words, message in (
         (overrides(**heads), "context=3: context.method=ulysses divides the model's"),
@@ -117,3 +126,121 @@ def test_processes_that_have_begun_end_with_a_mistake(overrides: Overrides, tmp_
         assert process.returncode == 2, process.stderr
         [error] = process.stderr.splitlines()
         assert message in error
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases", "seed"),
+    [
+        (2, 8, 0),
+        pytest.param(1, 115, 1000, marks=pytest.mark.slow),
+        pytest.param(2, 150, 2000, marks=pytest.mark.slow),
+        pytest.param(4, 30, 3000, marks=pytest.mark.slow),
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_device(
+    ranks: int, cases: int, seed: int, tmp_path: Path
+) -> None:
+    """However sequences and weights are spread; every fourth case multiplies in FP8."""
+    run_on(ranks, LAYOUTS, cases, seed, out := tmp_path / "out.json")
+    results: list[dict[str, float]] = json.loads(out.read_text())
+    assert len(results) == cases
+    for result in results:
+        for name in ("loss", "grad_norm", "gradients", "validation"):
+            assert result[name] < result["limit"], (name, result)
+
+
+@pytest.fixture
+def growing(corpus: Path, tmp_path: Path) -> Path:
+    """A copy of the corpus that a test may change."""
+    return Path(shutil.copytree(corpus, tmp_path / "growing"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"context": 2}, pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow)],
+    ids=["context", "fsdp"],
+)
+@pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_documents_must_be_equal_on_all_ranks(
+    layout: dict[str, Any],
+    new: bool,
+    overrides: Overrides,
+    trained: Trained,
+    growing: Path,
+    tmp_path: Path,
+) -> None:
+    keys = overrides(name="r", data__path=growing, devices=2, **layout)
+    folder, before = tmp_path / "runs" / "r", ""
+    if not new:
+        trained(data__path=growing)
+        before = (folder / "metrics.jsonl").read_text()
+        devices = [f"{key}={value}" for key, value in layout.items()]
+        keys = [f"resume={folder}", "max_steps=8", "devices=2", *devices]
+    process = finished(FAULTY, ["grow", *keys], tmp_path, FAULTY_RUN=growing)
+    assert process.returncode == 2, process.stderr
+    [error] = [line for line in process.stderr.splitlines() if "error" in line.lower()]
+    assert error.startswith("error: data=text: ranks do not have the same documents: ")
+    assert "rank 0 has 60 " in error and "rank 1 has 61 " in error
+    assert "Traceback" not in process.stderr
+    if new:
+        assert not folder.exists()
+    else:
+        assert (folder / "metrics.jsonl").read_text() == before
+        assert [path.name for path in run_folder.checkpoints(folder)] == ["step-00000006.ckpt"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_stages_train_on_the_same_documents(
+    mixed: bool,
+    trained: Trained,
+    growing: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape: dict[str, Any] = {"seq_len_schedule": "[[32,3]]", "data__path": growing}
+    if mixed:
+        shape |= {"data": "mix", "data__path": None, "data__mix__a__path": growing}
+    still = trained("still", **shape)
+    resolve: Callable[..., Any] = life_cycle.resolve
+
+    def resolve_before_growth(*arguments: Any) -> Any:
+        run = resolve(*arguments)
+        (growing / "new.txt").write_text("many words that rank 0 has not seen " * 20)
+        return run
+
+    monkeypatch.setattr(life_cycle, "resolve", resolve_before_growth)
+    grown = trained("grown", **shape)
+    assert losses(grown) == losses(still)
+    assert [row["epoch"] for row in steps(grown)] == [row["epoch"] for row in steps(still)]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_push_to_the_hub_leaves_a_run_resumable(
+    mixed: bool, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams stand in for the two commits that the data set has, one after the other."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    began, pushed = "a" * 40, "b" * 40
+    commits = [began]
+    streams: list[str] = []
+
+    def stream(*_: Any, revision: str, **__: Any) -> Iterator[dict[str, str]]:
+        streams.append(revision)
+        return iter([{"text": f"{revision[0]} {n * n} of many words " * 9} for n in range(30)])
+
+    def newest(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(sha=commits[-1])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", newest)
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    place = "data.mix.far" if mixed else "data"
+    keys = {"data": "mix" if mixed else "hub", "data.path": None, f"{place}.path": "me/texts"}
+    keys |= {f"{place}.source": "hub"} if mixed else {}
+    cache = {"data__cache": tmp_path / "cache"}
+    folder = trained(max_steps=2, **keys, **cache)
+    assert run_folder.read_config(folder)[f"{place}.revision"] == began
+    commits.append(pushed)
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+    assert set(streams) == {began}
+    trained("new", max_steps=1, **keys, **cache)
+    assert streams[-1] == pushed

@@ -1,19 +1,23 @@
-"""Runs that fail: mistakes leave nothing behind, and losses that are no numbers, too little memory
-and failing jobs end with advice.
+"""Runs that fail: mistakes leave nothing behind; losses that are no numbers, little memory, full
+disks and failing jobs end with advice.
 """
 
 import json
 import re
 import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from longctx.runs import run_folder
+from longctx.files import FULL_DISK
+from longctx.runs import metrics_file, run_folder
 from tests.processes import finished
-from tests.training.sample_run import Overrides
+from tests.training.sample_run import Overrides, Trained, steps
 
 SCRIPT = Path(train.__file__)
 
@@ -25,10 +29,7 @@ SCRIPT = Path(train.__file__)
         *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device=cuda")]),
         ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
         ({"data.path": "EMPTY"}, "data.path"),
-        (
-            {"data.path": "SHORT"},
-            "none of 5 documents has",
-        ),
+        ({"data.path": "SHORT"}, "none of 5 documents has"),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
         (
@@ -58,8 +59,10 @@ def test_a_mistake_leaves_no_run_behind(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_name_is_not_used_twice(overrides: Overrides, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(overrides(name="mine", max_steps=1)) == 0
+def test_a_name_is_not_used_twice(
+    trained: Trained, overrides: Overrides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained("mine", max_steps=1)
     assert train.main(overrides(name="mine", max_steps=1)) == 2
     assert "resume=" in capsys.readouterr().err
 
@@ -176,3 +179,71 @@ def test_a_sweep_survives_a_job_that_fails(
     assert "mistake" in failed
     assert "well" in finished
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, of 1.5 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounts a small disk and fills it; mounting one takes root on Linux")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def hidden(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob(".*")]
+
+
+def test_a_full_disk_costs_no_checkpoint(
+    overrides: Overrides, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"max_steps": 30, "checkpoint_every": 1, "keep_checkpoints": 99}
+    assert train.main(overrides(name="r", runs=disk, **changes)) == FULL_DISK
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert str(disk) in line
+    paths = run_folder.checkpoints(disk / "r")
+    assert paths and not hidden(disk)
+    subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+    assert train.main([f"resume={disk / 'r'}", f"max_steps={len(paths) + 2}"]) == 0
+    assert [row["step"] for row in steps(disk / "r")] == list(range(1, len(paths) + 3))
+
+
+def test_read_only_checkpoints_stop_a_resume(
+    trained: Trained, disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained(max_steps=2)
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", disk / "checkpoints", symlinks=True)
+    (folder / "checkpoints").symlink_to(disk / "checkpoints")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    rows = metrics_file.read(folder)
+    capsys.readouterr()
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder / 'checkpoints'}: no file can be made there" in line
+    assert metrics_file.read(folder) == rows
+
+
+def test_what_a_killed_run_left_goes_at_the_next_start(trained: Trained) -> None:
+    folder = trained(max_steps=2)
+    for name in (".config.77.yaml", ".metrics.77.jsonl", "checkpoints/.step-00000003.77.ckpt"):
+        (folder / name).touch()
+    (folder / "checkpoints" / ".step-00000003.ckpt.partial").mkdir()
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+    assert not hidden(folder)
+
+
+@pytest.mark.parametrize("content", ["", "null\n"])
+def test_an_empty_configuration_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "r"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-00000001.ckpt").touch()
+    (folder / "config.yaml").write_text(content)
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.yaml" in line and str(folder) in line

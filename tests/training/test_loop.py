@@ -24,10 +24,9 @@ from longctx.planner.hardware import Machine
 from longctx.runs import metrics_file, run_folder
 from longctx.system import StopSignal
 from longctx.training import resolve
-from longctx.training.batches import micro_batch, step_batches
+from longctx.training.batches import Sequences, micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from longctx.training.sequences import Sequences
 from tests.training.sample_run import Overrides, steps, weights
 
 

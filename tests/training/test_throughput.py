@@ -1,11 +1,12 @@
-"""The arithmetic of a logged row, and the parts of a step."""
+"""The arithmetic of a logged row, the parts of a step, and which rank the others wait for."""
 
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
 
-import train
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
@@ -13,7 +14,17 @@ from longctx.planner.workload import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.callbacks import Spikes
 from longctx.training.throughput import Meter, StepSplit
-from tests.training.sample_run import Overrides, steps
+from tests.processes import finished
+from tests.training.faulty_run import HOUR
+from tests.training.sample_run import FAULTY, Overrides, Trained, steps
+
+OF_SEVERAL = {
+    "busy_ms/0",
+    "communication_ms",
+    "imbalance",
+    "slowest_rank",
+    "tokens_per_second_per_device",
+}
 
 
 def meter_of(model: GPTConfig | None = None) -> Meter:
@@ -42,9 +53,15 @@ def test_a_row_is_the_mean_over_its_target_tokens() -> None:
     assert meter.row(torch.tensor(0.0))["loss"] == pytest.approx(7.0)
 
 
-def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the meter reads."""
+    now = [100.0]
+    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_time_set_aside_is_not_a_steps(clock: list[float]) -> None:
     meter = meter_of()
     clock[0] += 2.0
     meter.add(batch(10, 100, 100, 1), torch.tensor(1.0))
@@ -56,9 +73,7 @@ def test_time_set_aside_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["seconds"] == pytest.approx(52)
 
 
-def test_a_restored_window_ends_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
+def test_a_restored_window_ends_the_same(clock: list[float]) -> None:
     straight, first, second = (meter_of() for _ in range(3))
     for meter in (straight, first):
         meter.begin()
@@ -75,12 +90,10 @@ def test_a_restored_window_ends_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     assert one["ms_per_step"] == pytest.approx(1500)
 
 
-def test_mfu_counts_visible_pairs_of_real_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("longctx.training.throughput.time.perf_counter", lambda: clock[0])
+def test_mfu_counts_visible_pairs_of_real_tokens(clock: list[float]) -> None:
     model = GPTConfig(vocab_size=64, layers=2)
     meter = meter_of(model)
-    clock[0] = 4.0
+    clock[0] += 4.0
     meter.flops_of_device = 1e9
     meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
     flops = 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
@@ -100,11 +113,32 @@ def test_parts_are_summed_over_micro_batches(device: str) -> None:
     assert split.row() == {}
 
 
-def test_every_row_of_a_run_has_the_parts_of_its_step(overrides: Overrides, tmp_path: Path) -> None:
-    assert train.main(overrides(name="r", max_steps=7, log_every=3, val_every=2)) == 0
-    rows = steps(tmp_path / "runs" / "r")
+def test_every_row_of_a_run_has_the_parts_of_its_step(trained: Trained) -> None:
+    rows = steps(trained(max_steps=7, log_every=3, val_every=2))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6, 7]
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]
         assert min(parts) > 0
+        assert not row.keys() & OF_SEVERAL
     assert sum(parts) <= rows[-1]["ms_per_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"strategy": "fsdp"}, {"context": 2}], ids=["fsdp", "context"])
+def test_the_slowest_rank_is_named(
+    layout: dict[str, Any], overrides: Overrides, tmp_path: Path
+) -> None:
+    every = {"max_steps": 5, "log_every": 2, "checkpoint_every": 3, "val_every": 3, "devices": 2}
+    process = finished(FAULTY, ["lag", *overrides(name="r", **every, **layout)], tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "slowest rank 1" in process.stdout
+    for row in (rows := steps(tmp_path / "runs" / "r")):
+        assert row.keys() >= OF_SEVERAL
+        busy = [row["busy_ms/0"], row["busy_ms/1"]]
+        assert min(busy) > 0  # the others' validation and start are no part of a step
+        assert row["imbalance"] == pytest.approx(max(busy) / fmean(busy))
+        assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+    for row in rows[1:]:  # the first warms up
+        assert row["slowest_rank"] == 1
+        assert row["busy_ms/1"] == pytest.approx(1000 * HOUR, rel=0.1), row
+        assert row["communication_ms"] > 0

@@ -24,11 +24,20 @@ if TYPE_CHECKING:
     from longctx.data.chat import Template
 
 
+Span = tuple[int, int]  # characters first .. end - 1
+
+
 class Document(NamedTuple):
-    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many."""
+    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many.
+
+    spans: the parts of a conversation that are learned; None: all of a plain text.
+    shortened: a conversation learns its last turn alone, since the template rewrites those before.
+    """
 
     name: str
     text: str
+    spans: Sequence[Span] | None = None
+    shortened: bool = False
 
 
 class Shard(NamedTuple):
@@ -60,6 +69,7 @@ class Corpus:
 
         No shard gives more than an eighth, unless there are fewer than eight.
         """
+        # The first shards alone, such as one folder's, would bias the vocabulary.
         quota = max(characters // len(self.shards), characters // 8)
         for shard in sorted(self.shards, key=lambda shard: _digest(shard.name)):
             left = min(quota, characters)
@@ -74,40 +84,21 @@ class Corpus:
                 return
 
 
-class WithoutEffect(NamedTuple):
-    """A key that changes nothing if `applies` is true of the configuration, and the reason."""
-
-    key: str
-    applies: Callable[[DataConfig], bool]
-    reason: str
-
-
 class Source(ABC):
     """The description of a source, and how to open it.
 
     keys: the keys of `data` that this source uses. Keys that no source lists, such as
     `data.tokenizer`, go with all of them; keys that only others list are refused.
-    idle: cases in which one of `keys` has no effect. They are asked only about keys that the user
-    gave, and may look at the names of files.
     generated: its documents are made from those of another source. A mix opens it last, without
     the texts that validate.
     """
 
     keys: Set[str] = frozenset()
-    idle: Sequence[WithoutEffect] = ()
     generated: bool = False
 
     def keys_of(self, config: DataConfig) -> Set[str]:
         """Return the keys used with this configuration; a mix asks its members."""
         return self.keys
-
-    def without_effect(self, config: DataConfig) -> dict[str, str]:
-        """Return the keys that change nothing with this configuration, each with the reason."""
-        reasons: dict[str, str] = {}
-        for case in self.idle:
-            if case.key not in reasons and case.applies(config):
-                reasons[case.key] = case.reason
-        return reasons
 
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
@@ -154,29 +145,22 @@ def register(name: str) -> Callable[[type[Source]], type[Source]]:
     def add(source: type[Source]) -> type[Source]:
         unknown = set(source.keys) - {item.name for item in fields(DataConfig)}
         assert not unknown, f"{source.__name__}.keys: no fields of DataConfig: {unknown}"
-        SOURCES[name] = source()
+        SOURCES.register(name, source())
         return source
 
     return add
 
 
-def source_of(config: DataConfig) -> Source:
-    """Return the source that `config` names; raise ValueError for an unknown name."""
-    message = f"data.source={config.source}: not a source; use one of {', '.join(SOURCES)}"
-    refuse((config.source not in SOURCES, message))
-    source: Source = SOURCES[config.source]
-    return source
-
-
 def check(config: DataConfig) -> None:
     """Raise ValueError for the first key of `config` that its source cannot use; read nothing."""
     config.validate()
-    source, usual = source_of(config), DataConfig()
+    usual = DataConfig()
     for item in fields(config):
         value = getattr(config, item.name)
+        # A saved configuration spells out every default, also of keys that others use.
         if value not in (getattr(usual, item.name), None, "", []):
             check_used(config, item.name, value)
-    source.check(config)
+    SOURCES[config.source].check(config)
 
 
 def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
@@ -188,35 +172,22 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
     vocab_size = overrides.get("data.vocab_size")
     problem = f"data.vocab_size={vocab_size}: data.tokenizer={config.tokenizer} has its own"
     refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
-    given = {
-        name.removeprefix("data."): value
-        for name, value in overrides.items()
-        if name.startswith("data.")
-    }
-    _check_effect("data", config, given)
-    for name, member in mix.members(config).items():
-        _check_effect(f"data.mix.{name}", member.config, config.mix[name])
-
-
-def _check_effect(place: str, config: DataConfig, given: Mapping[str, Any]) -> None:
-    reasons = source_of(config).without_effect(config)
-    for name, value in given.items():
-        check_used(config, name, value, place)
-        message = f"{place}.{name}={value}: has no effect, because {reasons.get(name)}"
-        refuse((name in reasons, f"{message}; leave it out"))
+    for name, value in overrides.items():
+        if name.startswith("data."):
+            check_used(config, name.removeprefix("data."), value)
 
 
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
     """Raise ValueError if `place`.`name`=`value` is a key that only other sources use."""
     users = [f"data={other}" for other, source in SOURCES.items() if name in source.keys]
-    is_foreign = users and name not in source_of(config).keys_of(config)
+    is_foreign = users and name not in SOURCES[config.source].keys_of(config)
     message = f"{place}.{name}={shown(value)}: data={config.source} does not use it"
     refuse((is_foreign, f"{message}; leave it out, or use {' or '.join(users)}"))
 
 
 def check_files(config: DataConfig) -> None:
     """Raise OSError for the first missing path of documents or tokenizer; read no file."""
-    source_of(config).check_files(config)
+    SOURCES[config.source].check_files(config)
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise FileNotFoundError(
             f"data.tokenizer={config.tokenizer}: no such file or folder; give a tokenizer.json, or "
@@ -230,7 +201,7 @@ def pinned(config: DataConfig) -> DataConfig:
     It means the same documents from every folder, and after every push to the Hub.
     """
     own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
-    return source_of(own).pinned(own)
+    return SOURCES[own.source].pinned(own)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -243,7 +214,7 @@ def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus
     Generated documents hold no text whose `content_key` is in `without`.
     """
     check(config)
-    corpus = source_of(config).open(config, without)
+    corpus = SOURCES[config.source].open(config, without)
     limit = config.documents
     if limit is None:
         return corpus
@@ -258,12 +229,16 @@ def read_documents(config: DataConfig) -> Iterator[Document]:
 
 
 def chat_template(config: DataConfig) -> Template | None:
-    """Return the template of data.chat=true, None for plain text."""
+    """Return the template of data.chat=true, in the folder of the tokenizer; None for text."""
     if not config.chat:
         return None
-    from longctx.data.chat import Template  # tokenizers, jinja2
+    from longctx.data.chat import Template  # jinja2
 
-    return Template.of(config)
+    advice = "give its folder with data.tokenizer=, or init="
+    message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
+    refuse((config.tokenizer is None, message))
+    path = Path(config.tokenizer or "").expanduser()
+    return Template(path if path.is_dir() else path.parent, config.turns)
 
 
 def documents_in(
@@ -312,5 +287,5 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-# Each registers itself, with the names above; needles and hub import `text`.
+# Each registers itself, with the names above; needles imports `text`.
 from longctx.data.sources import embedded, hub, mix, needles  # noqa: E402, F401

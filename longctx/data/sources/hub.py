@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import huggingface_hub
@@ -34,7 +33,6 @@ from longctx.data.sources import (
     documents_in,
     register,
 )
-from longctx.data.sources.text import READS_MESSAGES
 from longctx.files import write_text
 
 if TYPE_CHECKING:
@@ -48,7 +46,6 @@ class Hub(Source):
     """A data set by name, or a builder (`data.path=json`) and its `data.files`."""
 
     keys = frozenset({"path", "name", "split", "files", "revision", "text_column", "chat"})
-    idle = (READS_MESSAGES,)
 
     def check(self, config: DataConfig) -> None:
         paths = config.paths()
@@ -65,7 +62,7 @@ class Hub(Source):
         dataset = _dataset(config)
         if not dataset.is_local:
             return replace(config, revision=_revision(dataset.path, config))
-        path = os.path.abspath(dataset.path) if dataset.is_folder else dataset.path
+        path = dataset.path if dataset.path in _BUILDERS else os.path.abspath(dataset.path)
         files = [file if "://" in file else os.path.abspath(file) for file in dataset.files]
         return replace(config, path=path, files=files or None)
 
@@ -93,35 +90,35 @@ class _Dataset(NamedTuple):
     path: str
     files: list[str]
     is_local: bool
-    is_folder: bool
 
     def local_files(self) -> list[tuple[str, int, int]]:
         """Return (file, bytes, time) of every file on this machine; raise FileNotFoundError for
         one that is missing.
         """
-        names: list[str] = []
-        if self.is_folder and not self.files:
-            names = sorted(str(file) for file in Path(self.path).rglob("*") if file.is_file())
-        for pattern in self.files if self.is_local else []:
-            if "://" in pattern:
-                continue
-            matches = sorted(glob.glob(pattern, recursive=True))
-            if not matches:
-                raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
-            names += matches
-        return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
+        patterns = self.files or [f"{glob.escape(self.path)}/**"]
+        found: list[str] = []
+        for pattern in patterns if self.is_local else []:
+            if "://" not in pattern:
+                matches = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+                if not matches:
+                    raise FileNotFoundError(
+                        f"data.files={pattern}: no such file; give one that exists"
+                    )
+                found += matches
+        return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
 
 
 def _dataset(config: DataConfig) -> _Dataset:
     path = os.path.expanduser(config.paths()[0])
     files = [os.path.expanduser(file) for file in config.data_files()]
-    is_builder = path in _BUILDERS
-    problem = f"data.path={path}: a builder of local files; name them with data.files="
-    refuse((is_builder and not files, problem))
-    is_folder = not is_builder and os.path.isdir(path)
+    if path in _BUILDERS:
+        problem = f"data.path={path}: a builder of local files; name them with data.files="
+        refuse((not files, problem))
+        return _Dataset(path, files, is_local=True)
+    is_folder = os.path.isdir(path)
     if is_folder:
         files = [file if "://" in file else os.path.join(path, file) for file in files]
-    return _Dataset(path, files, is_builder or is_folder, is_folder)
+    return _Dataset(path, files, is_folder)
 
 
 def _read(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import Key, Rules, keys, refuse, typed
-from longctx.data.sources import SOURCES, Corpus, Source, check_used, register, source_of
+from longctx.data.sources import SOURCES, Corpus, Source, check_used, register
 
 _ONCE = ("mix", "tokenizer", "vocab_size", "cache")  # keys of the mix, not of a member
 _OWN = ("path", "files")  # keys of a member, not of the mix
@@ -32,7 +32,7 @@ class Mix(Source):
     keys = frozenset({"mix"})
 
     def keys_of(self, config: DataConfig) -> Set[str]:
-        inner = [source_of(member).keys_of(member) for _, member in members(config).values()]
+        inner = [SOURCES[member.source].keys_of(member) for _, member in members(config).values()]
         return self.keys | frozenset().union(*inner).difference(_OWN)
 
     def check(self, config: DataConfig) -> None:
@@ -40,21 +40,15 @@ class Mix(Source):
         refuse((not config.mix, f"data.mix is not set; give sources, such as {example}"))
         members(config)
 
-    def without_effect(self, config: DataConfig) -> dict[str, str]:
-        used: set[str] = set(self.keys)
-        for _, member in members(config).values():
-            source = source_of(member)
-            used |= source.keys_of(member) - source.without_effect(member).keys()
-        return dict.fromkeys(self.keys_of(config) - used, "no source of the mix reads it")
-
     def check_files(self, config: DataConfig) -> None:
         for _, member in members(config).values():
-            source_of(member).check_files(member)
+            SOURCES[member.source].check_files(member)
 
     def pinned(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, member) in members(config).items():
-            own = source_of(member).pinned(member)
+            own = SOURCES[member.source].pinned(member)
+            # Only changed keys: config.yaml keeps a mix as short as the user wrote it.
             values = {key: getattr(own, key) for key in _PINNED}
             changed = {key: value for key, value in values.items() if value != getattr(member, key)}
             mix[name] = {**mix[name], **changed}
@@ -100,7 +94,8 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
     name = own.get("source") or ("text" if own.get("path") else "embedded")
     with untrusted.named(place):
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
-        source = source_of(replace(config, source=name))
+        replace(config, source=name).validate()  # an unknown name
+        source = SOURCES[name]
         # Conversations are scored differently, so a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}
         unused = {key: getattr(DataConfig(), key) for key in others}

@@ -23,7 +23,6 @@ from longctx.data.sources import (
     Document,
     Shard,
     Source,
-    WithoutEffect,
     content_key,
     register,
 )
@@ -33,7 +32,7 @@ from longctx.data.sources.text import Text
 DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
-MOST_FILLER = 64 << 20  # characters that are read from the other source
+FILLER_LIMIT = 64 << 20  # characters that are read from the other source
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
 _NAMES = (
@@ -55,13 +54,6 @@ class Needles(Source):
     """Facts and questions in the text of data.path, or in the embedded one."""
 
     keys = frozenset({"path", "length", "text_column", "errors"})
-    idle = (
-        *Text.idle,
-        *(
-            WithoutEffect(key, lambda config: not config.paths(), "data.path is not set")
-            for key in ("text_column", "errors")
-        ),
-    )
     generated = True
 
     def check_files(self, config: DataConfig) -> None:
@@ -88,12 +80,13 @@ def _allowed(shard: Shard, without: Set[bytes]) -> Iterator[Document]:
 
 
 def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
-    text = "\n".join(corpus.sample(MOST_FILLER))
-    for n in range(count):
-        rng = random.Random(f"train {n}")  # seeded by the text, the same in every process
+    text = "\n".join(corpus.sample(FILLER_LIMIT))
+    for index in range(count):
+        rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
+        # Facts and questions take a third of the document: 125 characters per 250 of text.
         room = int(length * rng.uniform(0.8, 1.0) / (1 + PER_FACT / EVERY))
         first = rng.randrange(max(1, len(text) - room))
-        yield Document(f"needles:{n}", document(text[first : first + room], EVERY, rng))
+        yield Document(f"needles:{index}", document(text[first : first + room], EVERY, rng))
 
 
 class Task(NamedTuple):
@@ -118,6 +111,7 @@ def task(kind: str, rng: random.Random) -> Task:
     if kind == "passkey":
         answer = number(rng)
         return Task(passkey_fact(answer), [], PASSKEY_QUESTION, f" {answer}")
+    # Numbers of other cities: the question must be matched, not only the form.
     city, *others = rng.sample(CITIES, 1 + DISTRACTORS)
     answer = number(rng)
     facts = [needle_fact(other, number(rng)) for other in others]

@@ -30,7 +30,6 @@ from longctx.data.sources import (
     Document,
     Shard,
     Source,
-    WithoutEffect,
     chat_template,
     documents_in,
     encodable,
@@ -48,52 +47,6 @@ BATCH = 256  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
-READS_MESSAGES = WithoutEffect(
-    "text_column", lambda config: config.chat, "data.chat=true reads `messages`"
-)
-
-
-class _Reader(io.RawIOBase):
-    """A binary file whose bytes `read_piece(most)` returns, b"" at the end."""
-
-    def __init__(self, read_piece: Callable[[int], bytes]) -> None:
-        self.read_piece = read_piece
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self.read_piece(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-
-def _open_xz(file: IO[bytes]) -> Any:
-    """Read every stream of an .xz file.
-
-    lzma.open stops at padding between streams and drops the rest of the file.
-    """
-    stream = lzma.LZMADecompressor()
-
-    def read(limit: int) -> bytes:
-        nonlocal stream
-        while True:
-            packed = b""
-            if stream.eof:
-                packed = stream.unused_data
-                while not (packed := packed.lstrip(b"\0")):  # padding
-                    packed = file.read(io.DEFAULT_BUFFER_SIZE)
-                    if not packed:
-                        return b""
-                stream = lzma.LZMADecompressor()
-            elif stream.needs_input:
-                packed = file.read(io.DEFAULT_BUFFER_SIZE)
-                if not packed:
-                    raise EOFError("its end is missing")
-            if piece := stream.decompress(packed, limit):
-                return piece
-
-    return io.BufferedReader(_Reader(read))
 
 
 def _open_zst(file: IO[bytes]) -> Any:
@@ -105,23 +58,28 @@ def _open_zst(file: IO[bytes]) -> Any:
 _COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".xz": _open_xz,
+    ".xz": lzma.open,
     ".zst": _open_zst,
 }
 
 
-def _capped(file: Path, unpacked: Any) -> IO[bytes]:
-    """Read the unpacked bytes of a compressed file; raise ValueError after its limit."""
-    left = _limit(file)
+class _Unpacked(io.RawIOBase):
+    """The unpacked bytes of a compressed file; more than its limit are a ValueError."""
 
-    def read(limit: int) -> bytes:
-        nonlocal left
-        piece: bytes = unpacked.read(limit)
-        left -= len(piece)
-        _check_left(file, left)
-        return piece
+    def __init__(self, file: Path, unpacked: Any) -> None:
+        self.file = file
+        self.unpacked = unpacked
+        self.left = _limit(file)
 
-    return io.BufferedReader(_Reader(read), 1 << 20)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self.unpacked.read(len(buffer))
+        self.left -= len(piece)
+        _check_left(self.file, self.left)
+        buffer[: len(piece)] = piece
+        return len(piece)
 
 
 def _limit(file: Path) -> int:
@@ -136,21 +94,11 @@ def _check_left(file: Path, left: int) -> None:
         )
 
 
-def _has_no_rows(config: DataConfig) -> bool:
-    # Of a missing path there is no file; `check_files` reports it.
-    files = [file for path in config.paths() for _, file in _find(path)]
-    return bool(files) and not any(_format(file)[0] in OF_ROWS for file in files)
-
-
 @register("text")
 class Text(Source):
     """The files that data.path names."""
 
     keys = frozenset({"path", "text_column", "chat", "errors"})
-    idle = (
-        READS_MESSAGES,
-        WithoutEffect("text_column", _has_no_rows, "no file of data.path has rows with fields"),
-    )
 
     def check(self, config: DataConfig) -> None:
         example = "data=text reads a file, folder or glob, data.path=..."
@@ -264,7 +212,7 @@ def _read(
     ):
         opened: IO[bytes] = stream
         if compression:
-            opened = _capped(file, _COMPRESSIONS[compression](stream))
+            opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
         if ending not in OF_ROWS:
             yield Document(name, _decode(opened.read(), str(file), config))
             return

@@ -1,12 +1,15 @@
-"""Runs that start from a Hugging Face folder or from another run, and need nothing of it
-afterwards.
+"""Runs that start from a Hugging Face folder, a model of the Hub or another run, and need nothing
+of it afterwards; weights that are refused.
 """
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -22,11 +25,17 @@ from longctx.evaluation.load import load_model
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.resolve import default_learning_rate, scheduled
-from tests.training.sample_run import Overrides, check_equal_weights, weights
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
+
+TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
 
 
 def test_a_run_needs_the_folder_of_init_only_once(
-    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides,
+    tuned: Trained,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
     straight = tmp_path / "straight" / "Small-1.5-flash-64-text-001"
@@ -40,14 +49,12 @@ def test_a_run_needs_the_folder_of_init_only_once(
     sizes = {"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96}
     expected = {**sizes, "tied": False}
     assert {key: config["model"][key] for key in expected} == expected
-    assert train.main(start(max_steps=1, lr=0.0, name="still")) == 0
-    still, tokenizer, _ = load_model(tmp_path / "runs" / "still")
+    still, tokenizer, _ = load_model(tuned("still", max_steps=1, lr=0.0))
     tokens = torch.randint(320, (1, 50))
     torch.testing.assert_close(still(tokens), theirs(tokens).logits)
     assert tokenizer.vocab_size == 310
 
-    assert train.main(start(max_steps=4, checkpoint_every=2, keep_checkpoints=9, name="cut")) == 0
-    cut = tmp_path / "runs" / "cut"
+    cut = tuned("cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9)
     files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     shutil.rmtree(folder)
     assert train.main([f"resume={cut}"]) == 0
@@ -56,28 +63,23 @@ def test_a_run_needs_the_folder_of_init_only_once(
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_a_run_begins_with_the_weights_of_another(
-    overrides: Overrides, tmp_path: Path, rank: int | None
+    trained: Trained, tuned: Trained, rank: int | None
 ) -> None:
-    runs = tmp_path / "runs"
-    assert train.main(overrides(name="first", max_steps=2, lr=0.01)) == 0
-    chosen = {"model": None, "model__layers": None, "model__channels": None, "model__ffn": None}
-    chosen |= {"data__vocab_size": None, "lora__rank": rank, "max_steps": 1}
-    assert train.main(overrides(init=runs / "first", name="second", **chosen)) == 0
-    first, second = (metrics_file.read(runs / name) for name in ("first", "second"))
-    before, after = first[-1], second[0]
+    first = trained("first", max_steps=2, lr=0.01)
+    second = tuned("second", init=first, lora__rank=rank, max_steps=1)
+    before, after = metrics_file.read(first)[-1], metrics_file.read(second)[0]
     assert after["step"] == 0
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
-    saved = run_folder.read_config(runs / "second")
+    saved = run_folder.read_config(second)
     assert saved["model.channels"] == 32 and saved["lr"] != 0.01
-    tokenizers = [(runs / name / "tokenizer.json").read_text() for name in ("first", "second")]
+    tokenizers = [(run / "tokenizer.json").read_text() for run in (first, second)]
     assert tokenizers[0] == tokenizers[1]
-    assert train.main([f"resume={runs / 'second'}", "max_steps=2"]) == 0
+    assert train.main([f"resume={second}", "max_steps=2"]) == 0
 
 
-def test_what_the_weights_leave_open_can_be_said(start: Overrides, tmp_path: Path) -> None:
-    changes = {"memory": "balanced", "memory__loss_chunk": 50, "model__vocab_size": 384}
-    assert train.main(start(name="r", **changes)) == 0
-    model, _, config = load_model(tmp_path / "runs" / "r")
+def test_what_the_weights_leave_open_can_be_said(tuned: Trained) -> None:
+    run = tuned(memory="balanced", memory__loss_chunk=50, model__vocab_size=384)
+    model, _, config = load_model(run)
     assert model.config.vocab_size == 384
     assert (config["memory"]["recompute"], config["memory"]["loss_chunk"]) == ("block", 50)
 
@@ -86,37 +88,25 @@ def test_what_the_weights_leave_open_can_be_said(start: Overrides, tmp_path: Pat
     ("seq_len", "rope", "warns"), [(96, "keep", False), (192, "keep", True), (192, "auto", False)]
 )
 def test_positions_beyond_the_trained_ones_warn(
-    start: Overrides, capsys: pytest.CaptureFixture[str], seq_len: int, rope: str, warns: bool
+    tuned: Trained, capsys: pytest.CaptureFixture[str], seq_len: int, rope: str, warns: bool
 ) -> None:
-    chosen = {} if rope == "keep" else {"rope": rope}
-    assert train.main(start(name="r", seq_len=seq_len, max_steps=1, **chosen)) == 0
+    tuned(seq_len=seq_len, max_steps=1, **({} if rope == "keep" else {"rope": rope}))
     assert ("2.0 times the 96 tokens" in (said := capsys.readouterr().out)) == warns
     assert ("rope=auto" in said) == warns
 
 
 def test_conversations_by_the_folders_own_template(
-    start: Overrides, folder: Path, tmp_path: Path
+    tuned: Trained, folder: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     named = [{"name": "default", "template": template}, {"name": "tools", "template": "x"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
-    talk = [
-        {"role": "user", "content": "the row?"},
-        {"role": "assistant", "content": "a long text"},
-    ]
-    (tmp_path / "talks.jsonl").write_text(
-        "\n".join(json.dumps({"messages": talk * n}) for n in range(1, 12))
-    )
-    changes = {
-        "data__path": tmp_path / "talks.jsonl",
-        "data__chat": "true",
-        "max_steps": 4,
-        "checkpoint_every": 2,
-    }
-    assert train.main(start(name="r", keep_checkpoints=9, **changes)) == 0
-    run = tmp_path / "runs" / "r"
+    lines = (json.dumps({"messages": TALK * n}) for n in range(1, 12))
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    every = {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    run = tuned(data__path=tmp_path / "talks.jsonl", data__chat="true", **every)
     straight = weights(run)
     assert (run / "chat_template.jinja").read_text() == template
     files.remove(run_folder.checkpoints(run)[-1])
@@ -142,8 +132,7 @@ def test_conversations_by_the_template_of_another(
     )
     about = json.dumps(settings | special | {"chat_template": template})
     (tuned / "tokenizer_config.json").write_text(about)
-    talk = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
-    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": talk})] * 40))
+    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": TALK})] * 40))
     begun = (start if with_weights else overrides)(
         name="r",
         data="text",
@@ -168,3 +157,160 @@ def test_rates_of_trained_weights_are_smaller() -> None:
     assert default_learning_rate(replace(tuned, lora=LoraConfig(rank=8)), plain.model) == 2e-4
     fixed = replace(tuned, lr=0.1)
     assert scheduled(fixed, workload_of(fixed, "cpu", 64)).lr == 0.1
+
+
+def test_evaluation_of_a_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    corpus: Path,
+    tuned: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(folder.rglob("*"))
+    documents = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
+    assert evaluate.main([f"checkpoint={folder}", *documents]) == 0
+    assert sorted(folder.rglob("*")) == before
+    [file] = Path("evaluations").glob(f"{folder.name}-*/eval/*.json")
+    assert str(file) in capsys.readouterr().out
+    assert file.name == "text-Small-1.5-96-48-flash.json"
+    result = json.loads(file.read_text())
+    assert (result["context"], result["trained_seq_len"], len(result["documents"])) == (96, 96, 5)
+    assert result["total"]["perplexity"] == pytest.approx(320, rel=0.2)
+
+    run = tuned("still", max_steps=1, lr=0.0)
+    assert evaluate.main([f"checkpoint={run}", "seq_len=96", *documents]) == 0
+    [of_run] = (run / "eval").glob("*.json")
+    nats = json.loads(of_run.read_text())["total"]["nats"]
+    assert nats == pytest.approx(result["total"]["nats"], rel=1e-6)
+
+    capsys.readouterr()
+    assert evaluate.main([f"checkpoint={folder}", "device=cpu"]) == 2
+    assert "has no documents of its own; add data=text" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert evaluate.main([f"checkpoint={folder}", *documents]) == 2
+    assert "model_type=mamba is not covered yet" in capsys.readouterr().err
+
+
+def test_hub_model_is_cached_and_recorded_with_commit(
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commit = "c0ffee" + "0" * 34
+    model = tmp_path / "hub" / "models--me--small"
+    snapshot = model / "snapshots" / commit
+    for place in (snapshot, model / "blobs", model / "refs"):
+        place.mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(model / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+
+    (snapshot / "model.safetensors").rename(snapshot / "away")
+    assert train.main(start(init="me/small")) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: init=me/small@{commit}: the model has no model.safetensors")
+    assert not (tmp_path / "runs").exists()
+    (snapshot / "away").rename(snapshot / "model.safetensors")
+    assert train.main(start(init="me/small", max_steps=1, lr=0.0)) == 0
+    run = next((tmp_path / "runs").iterdir())
+    assert run.name.startswith("small-flash-64-")
+    assert yaml.safe_load((run / "config.yaml").read_text())["init"] == f"me/small@{commit}"
+    tokens = torch.randint(320, (1, 50))
+    theirs = LlamaForCausalLM.from_pretrained(snapshot)
+    torch.testing.assert_close(load_model(run)[0](tokens), theirs(tokens).logits)
+
+    # the branch moves on, and a repetition does not
+    (model / "refs" / "main").write_text("d" * 40)
+    assert train.main([str(run / "config.yaml"), "name=again"]) == 0
+    check_equal_weights(run, tmp_path / "runs" / "again")
+    shutil.rmtree(model)
+    assert train.main([f"resume={run}", "max_steps=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "tiny"}, "model=tiny: init="),
+        ({"model__layers": 3}, "model.layers=3: init="),
+        ({"model__context": 3}, "model.context=3: init="),
+        ({"model__vocab_size": 300}, "model.vocab_size=300: "),
+        (
+            {"init": None, "lora__rank": 8},
+            "lora.rank=8: adds to trained weights, and init= names none",
+        ),
+        ({"init": "nowhere"}, "init=nowhere: no such file or folder"),
+        ({"init": ""}, "init="),
+        ({"init": "."}, "config.json: no such file"),
+        ({"data__tokenizer": "nowhere"}, "nowhere"),
+        ({"data__vocab_size": 300}, "data.vocab_size=300: init="),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    start: Overrides,
+    tmp_path: Path,
+    refused: Callable[[int, str], str],
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    refused(train.main(start(**changes)), message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_broken_weights_are_found_before_the_run(
+    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert train.main(start()) == 2
+    assert "model.safetensors: not a whole safetensors file" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["outside", "fifo", "zero", "loop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("chat_template.jinja", "generation_config.json"),
+    ],
+)
+def test_what_lies_outside_of_the_folder_is_not_read(
+    start: Overrides,
+    folder: Path,
+    tmp_path: Path,
+    refused: Callable[[int, str], str],
+    name: str,
+    kind: str,
+) -> None:
+    file = folder / name
+    outside = tmp_path / f"private-{name}"
+    outside.write_bytes(file.read_bytes() if file.is_file() else b"{}")
+    file.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    else:
+        file.symlink_to({"outside": str(outside), "zero": "/dev/zero", "loop": name}[kind])
+    refused(train.main(start(max_steps=1)), str(file))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_resumed_run_keeps_what_it_began_with(
+    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "r"
+    assert train.main(start(name="r", seq_len=384, rope="yarn", max_steps=2)) == 0
+    assert train.main([f"resume={run}", "init=elsewhere"]) == 2
+    assert "init cannot change when" in capsys.readouterr().err
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("\n  type: yarn", "\n  type: linear"))
+    assert train.main([f"resume={run}", "max_steps=3"]) == 2
+    assert "rope.type=linear, but the run began with yarn" in capsys.readouterr().err

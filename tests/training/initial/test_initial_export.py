@@ -15,22 +15,19 @@ import train
 from longctx import files
 from longctx.cli import main as export
 from longctx.evaluation.load import load_model
-from tests.training.sample_run import Overrides, check_equal_weights, newest
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, newest
 
 
 def test_what_was_trained_opens_in_transformers(
-    start: Overrides, folder: Path, tmp_path: Path
+    tuned: Trained, folder: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": template})
-    )
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [0, 5], "temperature": 0.5})
-    )
-    assert train.main(start(name="r", lr=0.01)) == 0
-    run, out = tmp_path / "runs" / "r", tmp_path / "out"
+    settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    generation = {"eos_token_id": [0, 5], "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    run, out = tuned(lr=0.01), tmp_path / "out"
     assert export(["export", str(run), str(out)]) == 0
     model, tokenizer, _ = load_model(run)
     theirs = AutoModelForCausalLM.from_pretrained(out).eval()
@@ -45,16 +42,15 @@ def test_what_was_trained_opens_in_transformers(
     assert opened.eos_token_id == tokenizer.eos_id == 0
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [0, 5]
 
-    assert train.main(start(name="again", init=out, max_steps=1, lr=0.0)) == 0
-    torch.testing.assert_close(load_model(tmp_path / "runs" / "again")[0](tokens), expected)
+    again, _, _ = load_model(tuned("again", init=out, max_steps=1, lr=0.0))
+    torch.testing.assert_close(again(tokens), expected)
 
 
 def test_stretched_run_opens_stretched_in_transformers(
-    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tuned: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(start(name="r", lr=0.01, seq_len=384, rope="auto", data__documents=20)) == 0
+    run, out = tuned(lr=0.01, seq_len=384, rope="auto", data__documents=20), tmp_path / "out"
     assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
-    run, out = tmp_path / "runs" / "r", tmp_path / "out"
     assert export(["export", str(run), str(out)]) == 0
     model, _, config = load_model(run)
     assert config["model"]["rope_scaling"]["factor"] == 4.0
@@ -65,35 +61,26 @@ def test_stretched_run_opens_stretched_in_transformers(
     expected = model(tokens)
     assert (theirs(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
-    again = start(name="more", init=out, seq_len=768, rope="auto", data__documents=20)
-    assert train.main(again) == 0
+    tuned("more", init=out, seq_len=768, rope="auto", data__documents=20)
     assert "rope auto: yarn: 96 tokens × 8 = 768" in capsys.readouterr().out
     assert train.main(start(name="no", rope="yarn")) == 2
     assert "rope=yarn: the weights' 96 tokens hold seq_len=64 already" in capsys.readouterr().err
 
 
 def test_lora_from_start_to_export(
-    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: Trained, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tuned = {
-        "lora__rank": 4,
-        "lr": 0.05,
-        "max_steps": 4,
-        "checkpoint_every": 2,
-        "keep_checkpoints": 9,
-    }
-    assert train.main(start(name="r", seq_len=192, rope="yarn", **tuned)) == 0
+    keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lr": 0.05}
+    keys |= {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    run, out, adapter = tuned(**keys), tmp_path / "out", tmp_path / "adapter"
     assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
-    run, out = tmp_path / "runs" / "r", tmp_path / "out"
     saved = newest(run)
     theirs = LlamaForCausalLM.from_pretrained(folder)
-    assert torch.equal(
-        saved["state_dict"]["model.embed.weight"], theirs.get_input_embeddings().weight
-    )
+    embedding = theirs.get_input_embeddings().weight
+    assert torch.equal(saved["state_dict"]["model.embed.weight"], embedding)
     assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
 
-    assert train.main(start(name="cut", seq_len=192, rope="yarn", **tuned)) == 0
-    cut = tmp_path / "runs" / "cut"
+    cut = tuned("cut", **keys)
     files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     assert train.main([f"resume={cut}"]) == 0
     check_equal_weights(run, cut)
@@ -105,62 +92,45 @@ def test_lora_from_start_to_export(
     opened = AutoModelForCausalLM.from_pretrained(out).eval()
     assert (opened(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (theirs(tokens).logits - expected).abs().max() > 1e-2 * expected.abs().max()
-    assert export(["export", str(run), str(tmp_path / "adapter"), "adapter=true"]) == 0
-    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (
-        4,
-        8.0,
-        str(folder),
-    )
+    assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 8.0)
+    assert described["base_model_name_or_path"] == str(folder)
     assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
-    base = AutoModelForCausalLM.from_pretrained(
-        folder, config=AutoConfig.from_pretrained(tmp_path / "adapter")
-    )
-    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    settings = AutoConfig.from_pretrained(adapter)
+    base = AutoModelForCausalLM.from_pretrained(folder, config=settings)
+    adapted = PeftModel.from_pretrained(base, adapter).eval()
     assert (adapted(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert evaluate.main([f"checkpoint={tmp_path / 'adapter'}"]) == 2
+    assert evaluate.main([f"checkpoint={adapter}"]) == 2
     assert "an adapter, which lacks the weights it adds to" in capsys.readouterr().err
     assert export(["export", str(run), str(tmp_path / "no"), "adapter=maybe"]) == 2
-    assert train.main(start(name="full", max_steps=1)) == 0
-    assert (
-        export(["export", str(tmp_path / "runs" / "full"), str(tmp_path / "no"), "adapter=true"])
-        == 2
-    )
+    full = tuned("full", max_steps=1)
+    assert export(["export", str(full), str(tmp_path / "no"), "adapter=true"]) == 2
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
 def test_export_writes_only_the_adapter(
-    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(start(name="r", seq_len=64, rope="auto", lora__rank=2, max_steps=1)) == 0
-    assert (
-        export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "adapter"), "adapter=true"])
-        == 0
-    )
+    run, adapter = tuned(rope="auto", lora__rank=2, max_steps=1), tmp_path / "adapter"
+    assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     assert "positions are stretched" not in capsys.readouterr().out
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    again = start(name="again", init=str(tmp_path / "runs" / "r"), lora__rank=2, max_steps=1)
-    assert train.main(again) == 0
-    assert export(["export", f"{tmp_path}/runs/again", f"{tmp_path}/no", "adapter=true"]) == 2
+    names = {file.name for file in adapter.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
+    again = tuned("again", init=run, lora__rank=2, max_steps=1)
+    assert export(["export", str(again), f"{tmp_path}/no", "adapter=true"]) == 2
     assert "leave adapter out" in capsys.readouterr().err
 
 
-def lora_run(start: Overrides, **changes: object) -> None:
-    """Train the run `r` by LoRA in bf16."""
-    added = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05}
-    assert train.main(start(name="r", precision="bf16", **added, **changes)) == 0
+IN_BF16 = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05, "precision": "bf16"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_lora_is_merged_into_the_folders_weights(
-    start: Overrides, folder: Path, tmp_path: Path, dtype: torch.dtype
+    tuned: Trained, folder: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     LlamaForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
-    lora_run(start)
-    run, out, adapter = tmp_path / "runs" / "r", tmp_path / "out", tmp_path / "adapter"
+    run, out, adapter = tuned(**IN_BF16), tmp_path / "out", tmp_path / "adapter"
     assert export(["export", str(run), str(out)]) == 0
     assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     base = AutoModelForCausalLM.from_pretrained(folder)
@@ -180,28 +150,26 @@ def test_lora_is_merged_into_the_folders_weights(
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_lora_without_the_folder_it_began_with(
-    start: Overrides,
+    tuned: Trained,
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     is_gone: bool,
 ) -> None:
     """The run's own copy, which is rounded, takes the place of weights that are gone or others."""
-    lora_run(start)
+    run = tuned(**IN_BF16)
     before = LlamaForCausalLM.from_pretrained(folder)
     shutil.rmtree(folder) if is_gone else LlamaForCausalLM(before.config).save_pretrained(folder)
-    assert export(["export", str(tmp_path / "runs" / "r"), str(tmp_path / "out")]) == 0
+    assert export(["export", str(run), str(tmp_path / "out")]) == 0
     assert f"{folder}" in (said := capsys.readouterr().err) and "bfloat16" in said
     embedding = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(embedding, before.get_input_embeddings().weight.bfloat16().float())
 
 
-def test_lora_is_merged_into_the_weights_of_a_run(start: Overrides, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    assert train.main(start(name="first", lr=0.01)) == 0
-    lora_run(start, init=runs / "first")
-    for name in ("first", "r"):
-        assert export(["export", str(runs / name), str(tmp_path / name)]) == 0
+def test_lora_is_merged_into_the_weights_of_a_run(tuned: Trained, tmp_path: Path) -> None:
+    first = tuned("first", lr=0.01)
+    for run in (first, tuned(**IN_BF16, init=first)):
+        assert export(["export", str(run), str(tmp_path / run.name)]) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "r"))
     changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "down_proj"}

@@ -1,0 +1,88 @@
+"""A training run with a fault; several processes share it, and rank 1 has the fault.
+
+python -m tests.training.faulty_run FAULT devices=2 key=value ...
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from longctx import cli
+from longctx.training import batches, loop
+from longctx.training.module import TrainingModule
+
+HOUR = 3600.0
+FOLDER = Path(os.environ.get("FAULTY_RUN", ""))  # for files of a fault
+is_rank_1 = os.environ.get("LOCAL_RANK") == "1"
+load, optimizer_step, validate = batches.load, loop.optimizer_step, loop.validate
+training_step, clock = TrainingModule.training_step, time.perf_counter
+
+
+def grow() -> None:
+    """Rank 1 adds a document to the corpus before it opens any."""
+
+    def grow_and_load(*arguments: Any) -> Any:
+        (FOLDER / "new.txt").write_text("many words that rank 0 has not seen " * 20)
+        return load(*arguments)
+
+    if is_rank_1:
+        batches.load = grow_and_load
+
+
+def spike() -> None:
+    """Make rank 1's loss ten times as large in step 12; note which steps are dropped."""
+
+    def spiking(state: Any, batch: Any, parallel: Any, mark: Any, drops: Any) -> Any:
+        step = state.steps_done + 1
+        if step == 12 and parallel.rank == 1:
+            weigh = batch.weigh
+            batch.weigh = lambda weight: weigh(10 * weight)
+
+        def recorded(loss: float, norm: float) -> bool:
+            drop: bool = drops(loss, norm)
+            with open(FOLDER / f"rank-{parallel.rank}", "a") as file:
+                file.write(f"{step} {int(drop)}\n")
+            return drop
+
+        return optimizer_step(state, batch, parallel, mark, recorded)
+
+    loop.optimizer_step = spiking
+
+
+def lag() -> None:
+    """Let rank 1 sleep in every step and validation.
+
+    Its clock counts an hour each time, so that a loaded machine makes no other rank the slowest.
+    """
+    ahead = [0.0]
+
+    def slowed(function: Any, seconds: float) -> Any:
+        def slow(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            ahead[0] += HOUR
+            return function(*arguments)
+
+        return slow
+
+    if is_rank_1:
+        loop.optimizer_step = slowed(optimizer_step, 0.5)
+        loop.validate = slowed(validate, 5)
+        time.perf_counter = lambda: clock() + ahead[0]
+
+
+def wait() -> None:
+    """Let the forward pass wait for the device, so that no CUDA graph can capture it."""
+
+    def waiting(*arguments: Any) -> Any:
+        loss = training_step(*arguments)
+        loss.item()
+        return loss
+
+    TrainingModule.training_step = waiting  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    {"grow": grow, "spike": spike, "lag": lag, "wait": wait}[sys.argv[1]]()
+    sys.exit(cli.main(["train", *sys.argv[2:]]))

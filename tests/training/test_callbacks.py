@@ -1,0 +1,239 @@
+"""Callbacks: spikes are flagged or dropped, the best checkpoint stays, samples are written; and a
+resumed run does as one that went on.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import eval as evaluation
+import train
+from longctx.config.train_config import TrainConfig
+from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.training import loop
+from longctx.training.callbacks import FEWEST_VALUES, WINDOW, Spikes, is_outlier
+from tests.processes import finished
+from tests.training.sample_run import (
+    FAULTY,
+    Overrides,
+    Trained,
+    check_equal_weights,
+    losses,
+    steps,
+    weights,
+    write_checkpoint,
+)
+from tests.training.test_processes import start
+
+NAN, INF = float("nan"), float("inf")
+EVERY = {"val_every": 1, "checkpoint_every": 3, "keep_checkpoints": 1}
+
+
+def spikes_of(budget: int) -> Spikes:
+    return Spikes(TrainConfig(spike="skip", spike_budget=budget), print)
+
+
+def test_only_a_leap_upwards_is_an_outlier() -> None:
+    before = [5.0 - 0.01 * n for n in range(FEWEST_VALUES)]
+    assert is_outlier(50.0, before)
+    assert not is_outlier(0.1, before)
+    assert not is_outlier(50.0, before[1:])
+    assert not is_outlier(5.2, before), "less than a tenth of the mean"
+
+
+def test_no_more_steps_than_the_budget_are_dropped() -> None:
+    spikes = spikes_of(2)
+    for _ in range(FEWEST_VALUES):
+        assert not spikes.drops(5.0, 1.0)
+    assert [spikes.drops(50.0, 1.0) for _ in range(3)] == [True, True, False]
+    for _ in range(WINDOW):
+        spikes.drops(5.0, 1.0)
+    assert spikes.drops(5.0, 99.0), "the budget is whole again, and gradients count too"
+    assert spikes.state()["skipped"] == 3
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (5.0, INF)])
+def test_a_step_that_is_not_finite_is_dropped(loss: float, norm: float) -> None:
+    """A step without a target counts nowhere."""
+    spikes = spikes_of(1)
+    assert spikes.drops(loss, norm), "before enough values too"
+    assert spikes.lost
+    assert not spikes.drops(loss, norm), "the budget is used up"
+    assert not spikes.lost
+    for _ in range(FEWEST_VALUES):
+        assert not spikes.drops(None, 0.0)
+        assert not spikes.drops(5.0, 1.0)
+    assert set(spikes.losses) | set(spikes.norms) == {5.0, 1.0}
+
+
+@pytest.fixture
+def factor() -> float:
+    return 10.0
+
+
+@pytest.fixture
+def spike(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The loss of step 12 is `factor` times as large, and its gradient with it."""
+    step_of_run = loop.optimizer_step
+
+    def spiking(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
+        if state.steps_done == 11:
+            weigh = batch.weigh
+            batch.weigh = lambda weight: weigh(factor * weight)
+        return step_of_run(state, batch, *rest)
+
+    monkeypatch.setattr(loop, "optimizer_step", spiking)
+
+
+def spike_rows(folder: Path) -> list[tuple[int, int, int]]:
+    return [
+        (row["step"], row.get("loss_spikes", 0), row.get("steps_skipped", 0))
+        for row in steps(folder)
+    ]
+
+
+@pytest.mark.usefixtures("spike")
+def test_a_spike_is_dropped_again_on_resume(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {}
+    for mode in ("flag", "skip"):
+        every = {"checkpoint_every": 11, "keep_checkpoints": 9}
+        runs[mode] = trained(mode, spike=mode, max_steps=16, **every)
+        assert "warning: loss spike at step" in capsys.readouterr().out
+        skipped = int(mode == "skip")
+        assert spike_rows(runs[mode])[10:13] == [(11, 0, 0), (12, 1, skipped), (13, 1, skipped)]
+    skip, before = runs["skip"], losses(runs["skip"])
+    flagged = weights(runs["flag"])
+    assert any(not torch.equal(x, flagged[name]) for name, x in weights(skip).items())
+    run_folder.checkpoints(skip)[-1].rename(tmp_path / "last.ckpt")
+    last = checkpoints.read(tmp_path / "last.ckpt")["state_dict"]
+    assert train.main([f"resume={skip}"]) == 0
+    straight = {name: x[:] for name, x in last.items()}
+    torch.testing.assert_close(weights(skip), straight, rtol=0, atol=0)
+    assert losses(skip) == before
+    assert spike_rows(skip)[-1] == (16, 1, 1)
+
+
+@pytest.mark.usefixtures("spike")
+@pytest.mark.parametrize("factor", [NAN, INF])
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_run_continues_without_a_nan_step(trained: Trained, log_every: int) -> None:
+    """If it is logged or saved too: its loss is in no mean, the weights are those before."""
+    folder = trained(spike="skip", max_steps=15, checkpoint_every=12, log_every=log_every)
+    rows = steps(folder)
+    assert rows[-1]["steps_skipped"] == 1
+    assert (12 in [row["step"] for row in rows]) == (log_every != 1)
+    assert all(x.isfinite().all() for x in weights(folder).values())
+
+
+@pytest.mark.slow
+def test_two_processes_drop_the_same_step(trained: Trained, tmp_path: Path) -> None:
+    """The losses that make step 12 a spike are those of the run before it was resumed."""
+    folder = trained(spike="skip", max_steps=11)
+    words = ["spike", f"resume={folder}", "devices=2", "max_steps=14"]
+    process = finished(FAULTY, words, tmp_path, FAULTY_RUN=tmp_path)
+    assert process.returncode == 0, process.stderr
+    for rank in range(2):
+        written = (tmp_path / f"rank-{rank}").read_text().splitlines()
+        assert written == ["12 1", "13 0", "14 0"]
+    assert spike_rows(folder)[-1] == (14, 1, 1)
+
+
+def test_watching_a_run_changes_no_bit(trained: Trained) -> None:
+    plain = trained("plain", spike="flag", max_steps=4, val_every=2)
+    watched = trained("watched", spike="skip", max_steps=4, val_every=2, keep_best=True, patience=9)
+    check_equal_weights(plain, watched)
+    assert losses(plain) == losses(watched)
+
+
+@pytest.fixture
+def val_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
+    """Gives the validations of runs these losses, the first before the first step."""
+
+    def give(values: Sequence[float]) -> None:
+        rows = iter([{"val_loss": value} for value in values])
+        monkeypatch.setattr(loop, "validate", lambda *arguments: next(rows))
+
+    return give
+
+
+def names(folder: Path) -> list[str]:
+    return [path.stem for path in run_folder.checkpoints(folder)]
+
+
+def test_the_best_checkpoint_stays_over_a_resume(
+    trained: Trained, val_losses: Callable[[Sequence[float]], None]
+) -> None:
+    val_losses([9, 5, 4, 4.5, 4.4, 4.3])
+    folder = trained(max_steps=5, keep_best=True, **EVERY)
+    best = folder / "checkpoints" / "best.ckpt"
+    assert names(folder) == ["step-00000002", "step-00000005"]
+    assert best.resolve().stem == "step-00000002"
+    val_losses([4.1, 3.9, 4.2])
+    assert train.main([f"resume={folder}", "max_steps=8"]) == 0
+    assert names(folder) == ["step-00000007", "step-00000008"]
+    assert best.resolve().stem == "step-00000007"
+    assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
+
+
+def test_patience_ends_a_run(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained(lr=1e-30, min_lr=0, max_steps=30, patience=3, **EVERY)
+    printed = capsys.readouterr().out
+    assert "ended after step 4: 3 validations without a lower loss" in printed
+    assert printed.rstrip().endswith(f"longctx train resume={folder} patience=null")
+    assert names(folder) == ["step-00000004"]
+    assert train.main([f"resume={folder}"]) == 2
+    assert "give a larger patience=" in capsys.readouterr().err
+    assert train.main([f"resume={folder}", "patience=5", "max_steps=6"]) == 0
+    assert names(folder) == ["step-00000006"]
+    both = f"longctx train resume={folder} max_steps=12 patience=null"
+    assert capsys.readouterr().out.rstrip().endswith(both)
+
+
+def test_a_best_one_that_is_gone_is_not_linked(tmp_path: Path) -> None:
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    best.parent.mkdir()
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    checkpoints.tidy(tmp_path, 3, keep=1)
+    assert not best.is_symlink()
+    checkpoints.tidy(tmp_path, 3, keep=1, best_step=2)
+    assert names(tmp_path) == ["step-00000003"]
+    assert not best.exists()
+
+
+def samples(folder: Path) -> dict[int, str]:
+    """Step → the sample after it."""
+    return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
+
+
+def test_samples_leave_training_as_it_is(
+    trained: Trained, overrides: Overrides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "a row, 'of' \\names: "
+    sampled = trained("sampled", max_steps=3, sample_prompt=prompt, sample_every=2)
+    texts = samples(sampled)
+    assert list(texts) == [2, 3]
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts.values())
+    assert capsys.readouterr().out.count(prompt) == 2
+    assert losses(sampled) == losses(trained("plain", max_steps=3))
+    assert train.main(overrides(sample_prompt="x")) == 2
+    assert "sample_every" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sharded_ranks_write_the_sample_of_one(overrides: Overrides, tmp_path: Path) -> None:
+    layouts = {"one": {"devices": 1}, "sharded": {"devices": 2, "strategy": "fsdp", "context": 2}}
+    for name, layout in layouts.items():  # a rate of 0: the weights stay what the seed makes them
+        run = overrides(name=name, lr=0, max_steps=1, accumulate=1, sample_every=1, **layout)
+        process = start([*run, "sample_prompt=a row"], tmp_path)
+        assert process.wait() == 0, process.stderr and process.stderr.read()
+    one, sharded = (samples(tmp_path / "runs" / name) for name in layouts)
+    assert one == sharded
+    assert len(one[1]) > len("a row")
