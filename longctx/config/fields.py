@@ -263,15 +263,15 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
         raise ValueError(f"{name}={value}: must be a whole number, or {rules.word}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    least, most = rules.between or (float("-inf"), float("inf"))
+    minimum, maximum = rules.between or (float("-inf"), float("inf"))
     is_bounded = any(bound is not None for bound in (rules.between, rules.above, rules.below))
     above = rules.above if is_bounded else 0
-    is_within = least <= value <= most and (rules.below is None or value < rules.below)
+    is_within = minimum <= value <= maximum and (rules.below is None or value < rules.below)
     if is_within and (above is None or above < value < float("inf")):
         return
-    lowest = f"from {least:,}" if above is None else f"above {above:,}"
-    highest = f"to {most:,}" if rules.below is None else f"to below {rules.below:,}"
-    if most == float("inf"):
+    lowest = f"from {minimum:,}" if above is None else f"above {above:,}"
+    highest = f"to {maximum:,}" if rules.below is None else f"to below {rules.below:,}"
+    if maximum == float("inf"):
         highest = "up" if above is None else ""
     raise ValueError(f"{name}={value}: a number {lowest} {highest}".rstrip())
 
