@@ -87,7 +87,7 @@ class Command(NamedTuple):
         """Run the command with `argv` and return its exit code."""
         if callable(self.run):
             return self.run(argv)
-        config = options(self.schema, argv)
+        config: Any = options(self.schema, argv)
         if self.check is not None:
             self.check(config)
         with libraries() if self.uses_torch else nullcontext():

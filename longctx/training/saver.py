@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 
 import torch
-from rich.filesize import decimal
 from torch import Tensor
 
 from longctx.model.offload import pinned
