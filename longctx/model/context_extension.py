@@ -16,11 +16,11 @@ from longctx.config.rope_config import KEYS, ORIGINAL, RopeConfig
 
 
 def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfig, str]:
-    """`model` with its positions stretched to `seq_len` as `rope` says, and a line that says how.
+    """Return `model` with positions stretched to `seq_len` by `rope`, and a line about it.
 
-    The line is empty for keep. `model.context` and `model.rope_scaling` say what the weights were
-    trained for. Raises ValueError where `rope` cannot be done with them or does not reach
-    `seq_len`.
+    The line is empty for keep. `model.context` and `model.rope_scaling` describe the length that
+    the weights were trained for. Raises ValueError if `rope` cannot be done with them or does not
+    reach `seq_len`.
     """
     rope.validate()
     if model.context is None:
@@ -30,13 +30,14 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     kind = automatic(model, seq_len) if rope.type == "auto" else rope.type
     if kind == "keep":
         return model, _why_kept(model, seq_len) if rope.type == "auto" else ""
+    # A larger base stretches without a factor (arXiv 2309.16039), so no length is refused
     if kind == "abf":
         assert rope.theta is not None
         context = max(model.context, seq_len)
         raised = replace(model, rope_theta=rope.theta, rope_scaling={}, context=context)
         return raised, f"abf: base {model.rope_theta:g} → {rope.theta:g}"
 
-    # the factor, which must reach seq_len
+    # By default the factor reaches seq_len exactly; a given one must reach it too
     original = rope.original or _original(model)
     factor = rope.factor or seq_len / original
     reached = int(factor * original)
@@ -51,7 +52,7 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
             "leave rope out"
         )
 
-    # the stretched model
+    # Options become keys of rope_scaling, so its errors are reworded to name the option
     stretched = _stretched(model, kind, factor, original, rope.options, seq_len)
     try:
         stretched.validate()

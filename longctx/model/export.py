@@ -59,14 +59,16 @@ def export(
     if not (tokenizers / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
 
-    # everything that can be wrong, before anything is written
+    # Refused models and tokenizers raise here, before gigabytes are written
     keys = architecture(model.config, context)
     family_of(model.config).check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
+    # These ids are in both files, so readers of either agree
     special = {
         f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
     keys |= special | {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
+    # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
         with files.atomic(out) as folder:
             folder.mkdir(parents=True)

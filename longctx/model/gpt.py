@@ -141,7 +141,8 @@ class GPT(nn.Module):
                 f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}"
             )
         mask, (B, T), context = Mask.causal() if mask is None else mask, tokens.shape, self.context
-        N = context.padded(T)  # tokens of a row with those that make it divisible
+        # Ranks take equal shares of a sequence, so T is padded to N, a multiple of their number
+        N = context.padded(T)
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         positions = shards.local(mask.positions(B, N, tokens.device))
@@ -150,6 +151,7 @@ class GPT(nn.Module):
             lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
         )
         embedding, lm_head = self.embed.weight, self.lm_head_weight
+        # Two gradients of a tied weight take 2 V C; added up in place they take one
         tied_in_place = (
             self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
         )
@@ -158,7 +160,8 @@ class GPT(nn.Module):
 
         tokens = shards.local(F.pad(tokens, (0, N - T)))
         x = F.embedding(tokens, embedding, sparse=tied_in_place)
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream too is in 16 bits
+        # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self._through_blocks(x, angles, self._masks(mask, shards))
         x = self.norm(x)
@@ -166,7 +169,8 @@ class GPT(nn.Module):
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return F.linear(x, lm_head)
-        if reduction == "mean" and context.ranks.count > 1:  # over the scored tokens of whole rows
+        # The mean is over target tokens of whole sequences; a rank knows only its own share
+        if reduction == "mean" and context.ranks.count > 1:
             mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))

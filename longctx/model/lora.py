@@ -149,7 +149,7 @@ def export_adapter(
     `base` names the model that it belongs to, `revision` its commit at the Hub. Where it has to be
     opened with another config.json, such as one with stretched positions, `architecture` is that.
     """
-    # q, k and v have copies of one A, and their rows of B
+    # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
@@ -163,6 +163,7 @@ def export_adapter(
             tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
 
     warn_of_not_finite(not_finite(tensors))
+    # peft scales by lora_alpha / r, so alpha is our scaling times the rank
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -176,6 +177,7 @@ def export_adapter(
         "inference_mode": True,
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
+    # The folder is renamed to `out` when it is whole
     with files.atomic(out) as folder:
         folder.mkdir(parents=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

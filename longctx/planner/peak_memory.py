@@ -58,7 +58,7 @@ class Memory:
 
 
 def predict(workload: Workload) -> Memory:
-    """Peak memory of a step on one of its devices; ValueError where memory=auto is undecided."""
+    """Return the peak memory of a step on one device; ValueError if memory=auto is undecided."""
     step = _Step(workload)
     moment, gpu = max(step.moments(), key=lambda moment: sum(moment[1].values()))
     terms = {term: gpu.get(term, 0.0) for term in TERMS}
@@ -118,7 +118,9 @@ class _Step:
         self.costs = [by_kind[kind] for kind in kinds]
         # Bytes that the first 0, 1, ... blocks save on the GPU
         self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
-        here = [0.0] * self.away() + self.saved_by_block[self.away() :]
+        # The first layers keep theirs on the host
+        self.away = round((self.memory.offload or 0.0) * self.L)
+        here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
 
     def pass_of(self, in_8_bits: bool) -> Pass:
@@ -162,28 +164,24 @@ class _Step:
         # keeps them in its buckets.
         full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
-        yield "loss", _sum(always, {GRADIENTS: before}, self.kept(self.L), self.loss())
+        saved = {KEPT: self.saved_by_first[self.L]}
+        yield "loss", _sum(always, {GRADIENTS: before}, saved, self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
         head = embedding if tied or not full else 0.0
         # The norm's input and both its gradients; where no kernel of ours takes them as they are,
         # in fp32, and the loss's too.
         norm = (3 * self.e if self.kernels else 3 * FP32 + self.e) * self.C * self.N
-        yield (
-            "backward of the last norm",
-            _sum(always, {GRADIENTS: before + head, LOSS: norm}, self.kept(self.L)),
-        )
+        last_norm = {GRADIENTS: before + head, LOSS: norm}
+        yield "backward of the last norm", _sum(always, last_norm, saved)
         for layer in range(self.L, 0, -1):
-            held = _sum(
-                always,
-                {GRADIENTS: before + head + (0.0 if full else block * (self.L - layer))},
-                self.kept(layer),
-            )
-            for name, work in (
-                ("MLP", self.mlp_backward(layer)),
-                ("attention", self.attention_backward(layer)),
-            ):
-                yield f"backward of block {layer}, {name}", _sum(held, work)
+            summed = before + head + (0.0 if full else block * (self.L - layer))
+            held = _sum(always, {GRADIENTS: summed, KEPT: self.saved_by_first[layer]})
+            costs, again = self.costs[layer - 1], self.again(layer)
+            mlp = {MLP: costs.mlp, KEPT: again}
+            yield f"backward of block {layer}, MLP", _sum(held, mlp)
+            attention = {ATTENTION: costs.attention, KEPT: again - costs.freed}
+            yield f"backward of block {layer}, attention", _sum(held, attention)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
         # Added to the head's in place
         sparse = tied and self.device == "cuda" and not self.workload.deterministic
@@ -213,14 +211,12 @@ class _Step:
             yield "pass keys", _sum(resting, self.validation(texts, length))
 
     def tile_of(self, most: int) -> int:
-        """Tokens of a tile of at most so many: all tiles are about equal, see
-        `longctx.model.recompute`.
-        """
+        """Return the tokens of a tile of at most so many; `recompute.py` makes all about equal."""
         pieces = -(-self.N // most)
         return self.N if pieces == 1 else min(most, -(-self.N // pieces // 128) * 128)
 
     def always(self) -> Terms:
-        """Parameters, optimizer state, and what every layer of a micro-batch reads."""
+        """Return parameters, optimizer state, and the tensors that all layers read."""
         row_tokens = self.B * self.T  # every device of a row has all of it
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
@@ -233,18 +229,19 @@ class _Step:
         }
 
     def weights(self) -> float:
-        """Bytes of all weights: fp32 master copies, and frozen ones as they are used."""
+        """Return the bytes of all weights: fp32 master copies, and frozen ones as used."""
         return (self.e if self.added else FP32) * self.workload.parameters + FP32 * self.added
 
     def saved(self) -> float:
-        """Bytes of a checkpoint that this process writes."""
+        """Return the bytes of a checkpoint that this process writes."""
         state = optimizer_cost.state_on_gpu(self.workload)
         state += optimizer_cost.state_on_host(self.workload)
         return (self.weights() + state) / self.slices
 
     def gathered(self) -> float:
-        """fsdp: embedding and lm_head, the block at work and the next one, and the gradient of a
-        block in fp32 while the ranks add it up.
+        """Return the bytes that fsdp gathers.
+
+        Embedding and lm_head, two blocks, and the gradient of a block in fp32 while ranks sum it.
         """
         if not self.sharded:
             return 0.0
@@ -254,15 +251,13 @@ class _Step:
         return float(self.e * (outside + 2 * block) + added)
 
     def exchange(self) -> float:
-        """Context parallelism: what is sent and received at one time in attention's backward, in
-        the layers where that is most.
-        """
+        """Return the largest exchange between ranks of a sequence in one attention backward."""
         if self.workload.context == 1:
             return 0.0
         return max(map(self.exchange_of, self.model.windows()))
 
     def exchange_of(self, window: int | None) -> float:
-        """`exchange` of a layer with this `window`."""
+        """Return the bytes sent and received at one time in a layer with this `window`."""
         ranks, attention = self.workload.context, self.block.attention
         heads, q, kv = attention.kv_heads, attention.query_size, attention.key_size
         if links.exchanges_halo(self.workload, window):
@@ -279,16 +274,10 @@ class _Step:
         return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
 
     def host(self) -> Terms:
-        """Bytes of host memory that grow with the run: the optimizer's, and kept activations in
-        pinned memory.
-        """
-        away = self.saved_by_block[: self.away()]
+        """Return the pinned host memory: the optimizer's state, and offloaded activations."""
+        away = self.saved_by_block[: self.away]
         optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
         return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
-
-    def away(self) -> int:
-        """Layers whose kept activations lie on the host: the first so many."""
-        return round((self.memory.offload or 0.0) * self.L)
 
     def saved_by(self, layer: int) -> float:
         """Return the bytes that block `layer`, from 0, saves for backward."""
@@ -297,45 +286,32 @@ class _Step:
         keeps_input = layer % (self.memory.keep_every or 1) == 0
         return float(costs.saved if keeps_input else costs.saved_without_input)
 
-    def kept(self, layers: int) -> Terms:
-        """What the first `layers` blocks keep on the GPU."""
-        return {KEPT: self.saved_by_first[layers]}
-
     def logits(self, bytes_each: int) -> float:
-        """The logits of a chunk: all chunks of the loss are about equal, none larger than
-        memory.loss_chunk.
-        """
+        """Return the bytes of a chunk's logits; chunks of the loss are about equal."""
         chunk = self.memory.chunk(self.V, self.device)
         return float(bytes_each * self.V * self.tile_of(chunk))
 
     def loss(self) -> Terms:
-        """The last norm's input, in fp32 where no kernel of ours takes it as it is, and its output,
-        logits of a chunk, and the gradients computed with them.
+        """Return the last norm's input and output, logits of a chunk, and their gradients.
+
+        The input is in fp32 unless a kernel of ours takes it as it is.
         """
         weight = (self.copy + self.gradient) * self.V * self.C
         hidden = ((self.e if self.kernels else FP32) + 2 * self.e) * self.C * self.N
         return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
 
-    def mlp_backward(self, layer: int) -> Terms:
-        """Return the bytes of the part after attention when its backward takes most."""
-        return {MLP: self.costs[layer - 1].mlp, KEPT: self.again(layer)}
-
     def again(self, layer: int) -> float:
-        """What is brought or computed back before a block's backward: an input not kept, what lay
-        on the host.
+        """Return the bytes brought or computed back before a block's backward.
+
+        They are inputs that were not kept, and activations that lay on the host.
         """
         if self.memory.recompute != "block":
             return 0.0
         # Blocks to go back to the last input that was kept
         missing = (layer - 1) % (self.memory.keep_every or 1)
         needed = range(layer - 1 - max(1, missing), layer)
-        brought = sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away())
+        brought = sum(self.saved_by_block[i] for i in needed if 0 <= i < self.away)
         return brought + min(missing, 2) * self.e * self.C * self.N
-
-    def attention_backward(self, layer: int) -> Terms:
-        """Return the bytes of attention's backward, and of what is recomputed for it."""
-        costs = self.costs[layer - 1]
-        return {ATTENTION: costs.attention, KEPT: self.again(layer) - costs.freed}
 
     def validation(self, rows: int, length: int) -> Terms:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""

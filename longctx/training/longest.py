@@ -35,11 +35,16 @@ def longest_of(
 
     candidates: for each layout, tokens per sequence → its step.
     """
-    if any(is_shared(at(DOCUMENT)) for at in candidates):
+    steps = [at(DOCUMENT) for at in candidates]
+    # One GPU cannot show a step whose sequences or weights are shared
+    if any(step.devices > 1 and (step.context > 1 or step.slices > 1) for step in steps):
         return predicted(candidates, gpu, host_memory, say)
 
     def probe(workload: Workload) -> DryRun:
-        return two_steps(scheduled(workload))
+        run = scheduled(workload)
+        # Two micro-batches show what further ones take: gradients add up in place
+        short = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
+        return dry_run_in_child(replace(run, workload=short), 2, DOCUMENT, True, SECONDS)
 
     return find(candidates[0], probe, gpu, host_memory, say)
 
@@ -59,24 +64,22 @@ def find(
     # NCCL's buffers are outside of torch's allocator
     nccl = GIB if at(MULTIPLE).devices > 1 else 0
     room = gpu.usable - nccl
-    fits: dict[int, bool] = {}  # length tried → whether it fit
+    longest = 0  # tokens per sequence that a probe confirmed
+    tried: list[int] = []
     scale = 1.0  # of measured to predicted memory
-    while len(fits) < PROBES:
+    while len(tried) < PROBES:
         workload = fitting.longest(at, room / scale, host_memory, MULTIPLE)
-        best = max((length for length, fit in fits.items() if fit), default=0)
-        if (
-            workload is None
-            or workload.seq_len <= best
-            or (best and best >= CLOSE * workload.seq_len)
-        ):
+        if workload is None or longest >= CLOSE * workload.seq_len:
             break
+        tried.append(workload.seq_len)
         # A child process: running out of memory there harms nobody
         predicted, measured = predict(workload).peak, probe(workload)
         if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
             raise ValueError(
                 f"seq_len=max: the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
             )
-        fit = fits[workload.seq_len] = measured.failed is None
+        fit = measured.failed is None
+        longest = max(longest, workload.seq_len if fit else 0)
         peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
         outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
         say(
@@ -86,19 +89,13 @@ def find(
         # If memory ran out, the need is not known, but it is more than there is
         at_least = 1.06 * max(scale, room / scale / predicted)
         scale = peak / predicted if fit and peak else at_least
-    longest = max((length for length, fit in fits.items() if fit), default=0)
     if not longest:
-        lengths = ", ".join(f"{length:,}" for length in fits) or "none"
+        lengths = ", ".join(f"{length:,}" for length in tried) or "none"
         raise ValueError(
             f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths}); use a "
             "smaller model=, or give a length"
         )
     return longest
-
-
-def is_shared(workload: Workload) -> bool:
-    """Return True if GPUs share sequences or weights."""
-    return workload.devices > 1 and (workload.context > 1 or workload.sharing.shards_weights)
 
 
 def predicted(
@@ -121,10 +118,3 @@ def predicted(
         f"with {fitting.LEFT_FREE:.0%} left free, not tried"
     )
     return workload.seq_len
-
-
-def two_steps(run: Run) -> DryRun:
-    """Take two steps of one or two micro-batches and a validation batch in a child process."""
-    workload = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
-    short = replace(run, workload=workload)
-    return dry_run_in_child(short, 2, DOCUMENT, True, SECONDS)
