@@ -82,7 +82,8 @@ def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
             print(f"warning: plugins={path}: changed since {run} recorded it", file=sys.stderr)
 
 
-def check_run(folder: Path, given: Sequence[str] | None) -> None:
-    """Do as `check_named` for the run in `folder`; a checkpoint elsewhere has no config.yaml."""
+def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
+    """Do as `check_named` for the run of `checkpoint`, which elsewhere has no config.yaml."""
+    folder = checkpoint.resolve().parent.parent
     if (folder / "config.yaml").is_file():
         check_named(run_folder.read_config(folder).get("plugins"), given, folder)

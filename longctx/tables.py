@@ -35,7 +35,10 @@ class _Console(Console):
         """
         for text, style, control in super().render(renderable, options):
             if not control and not text.isprintable():
-                text = "".join(x if x.isprintable() or x == "\n" else shown_for(x) for x in text)
+                text = "".join(
+                    letter if letter.isprintable() or letter == "\n" else shown_for(letter)
+                    for letter in text
+                )
             yield Segment(text, style, control)
 
     def on_broken_pipe(self) -> None:  # rich would end the process here

@@ -42,7 +42,7 @@ def test_nothing_is_cut_at_any_width(width: int) -> None:
     assert text.count("what came out") == 1
 
 
-def test_what_does_not_fit_follows_below_with_the_names_again() -> None:
+def test_columns_that_do_not_fit_follow_below() -> None:
     text = "\n".join(shown(table(), 80))
     assert text.count(ROWS[0][0]) == 2
     assert "\n".join(shown(table(), 240)).count(ROWS[0][0]) == 1

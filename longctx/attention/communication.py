@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 Moment = torch.cuda.Event | float
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def now(on_gpu: bool) -> Moment:
@@ -124,7 +122,6 @@ class Clock:
 
 
 _clock: Clock | None = None
-_NOTHING = nullcontext()
 
 
 def start(clock: Clock | None) -> None:
@@ -133,17 +130,11 @@ def start(clock: Clock | None) -> None:
     _clock = clock
 
 
-def measured() -> AbstractContextManager[None]:
-    """Return the context for a collective of the run; never use it inside compiled code."""
-    return _NOTHING if _clock is None else _clock
+@contextmanager
+def measured() -> Iterator[None]:
+    """Measure a collective of the run inside this block, or as a decorator each call of a function.
 
-
-def measuring(function: Function) -> Function:
-    """Return `function` with all of it measured."""
-
-    @wraps(function)
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with measured():
-            return function(*args, **kwargs)
-
-    return inside  # type: ignore[return-value]
+    Never use it inside compiled code.
+    """
+    with nullcontext() if _clock is None else _clock:
+        yield

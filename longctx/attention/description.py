@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from longctx.config.fields import check, key
+from longctx.config.fields import Group, key
 from longctx.config.parts import FP32, Attention
 from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
 
@@ -78,9 +78,6 @@ class Description:
     # True if its launches are the same for all documents in sequences of one length. Others count
     # documents, or build block masks, on the host, and no CUDA graph can hold that.
     capturable: bool = False
-
-    # True if bound causal and full masks may be reused by later calls of the same lengths
-    reuses_masks: bool = True
 
     # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
     # one machine; the kernel lock of a run holds their hashes
@@ -226,8 +223,6 @@ DESCRIPTIONS: dict[str, Description] = {
         needs_gpu="FlexAttention has no backward on a CPU; use attention=flash",
         takes_softcap=True,
         differentiable_lse=True,
-        # a block mask has a part for each pair of tiles
-        reuses_masks=False,
         rates={64: (0.18, 0.21), 128: (0.35, 0.28)},
     ),
     "flash_attn": Description(
@@ -243,9 +238,10 @@ UNKNOWN = Description()  # of a backend that no imported module has registered
 
 
 @dataclass
-class AttentionConfig:
+class AttentionConfig(Group):
     """Which backend computes attention, and how."""
 
+    prefix = "attention."
     backend: str = key("flash", "set by attention=NAME", choices=DESCRIPTIONS)
     options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
 
@@ -254,9 +250,8 @@ class AttentionConfig:
         """The description of the backend."""
         return DESCRIPTIONS.get(self.backend, UNKNOWN)
 
-    def validate(self) -> None:
-        """Raise ValueError for an unknown backend, or an option that it does not have."""
-        check(self, "attention.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         check_options(self.backend, self.options)
 
     def check_without_gpu(self) -> None:

@@ -83,7 +83,7 @@ class Command(NamedTuple):
     uses_torch: bool = False
     trains: bool = False
 
-    def __call__(self, argv: list[str]) -> int | None:
+    def start(self, argv: list[str]) -> int | None:
         """Run the command with `argv` and return its exit code."""
         if callable(self.run):
             return self.run(argv)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     is_two = two_words in COMMANDS
     name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
     if name in COMMANDS:
-        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name])
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
     return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
 
 
@@ -229,8 +229,10 @@ def meaning_of(rules: fields.Rules) -> str:
     if not all(choice in meaning for choice in rules.choices):
         meaning += f" ({' | '.join(rules.choices)})"
     if rules.between is not None:
-        least, most = rules.between
-        meaning += f" ({least:g} to {most:,g})" if most < EVERYTHING else f" (≥ {least:,g})"
+        minimum, maximum = rules.between
+        meaning += (
+            f" ({minimum:g} to {maximum:,g})" if maximum < EVERYTHING else f" (≥ {minimum:,g})"
+        )
     return meaning
 
 
@@ -376,8 +378,7 @@ def _prepare_generation(config: GenerateConfig) -> None:
 
 
 def _check_export(config: ExportOptions) -> None:
-    checkpoint = run_folder.checkpoint_of(Path(config.run), "run")
-    plugins.check_run(checkpoint.resolve().parent.parent, config.plugins)
+    plugins.check_checkpoint(run_folder.checkpoint_of(Path(config.run), "run"), config.plugins)
 
 
 COMMANDS: dict[str, Command] = {

@@ -68,7 +68,7 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
         checkpoint = hub_snapshot.pinned(checkpoint, "checkpoint")
     path = Path(checkpoint)
     if hub_snapshot.model_name(checkpoint) is None and not run_folder.is_hugging_face(path):
-        plugins.check_run(run_folder.checkpoint_of(path).resolve().parent.parent, named)
+        plugins.check_checkpoint(run_folder.checkpoint_of(path), named)
     return checkpoint
 
 

@@ -86,7 +86,7 @@ def composed(schema: type, arguments: Iterable[str]) -> Request[Any]:
 def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Request[Any]:
     """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
-    config.validate() if hasattr(config, "validate") else check(config)
+    check(config)
     overrides = {name: shown(value) for name, value in given.items()}
     check_needed(config, overrides)
     return Request(config, {}, overrides)
@@ -166,7 +166,7 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
         is_set = getattr(values, switch) == wanted if wanted else getattr(values, switch)
         # config.yaml of a run holds every key, most with their default
         if not is_set and getattr(values, own) != getattr(type(values)(), own):
-            needed = f"{group}=true" if switch == "enabled" else needed
+            needed = f"{group}=true" if switch == "enabled" else f"{group}.{needed}".lstrip(".")
             raise ValueError(f"{name}={text}: does nothing without {needed}; give it too")
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, check, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PROMPT_FILES = (".txt", ".jsonl")
 
 
 @dataclass
-class DescribeConfig:
+class DescribeConfig(Group):
     """Describe a data set: documents, tokens, lengths, packing.
 
     longctx data seq_len=16384
@@ -26,15 +26,14 @@ class DescribeConfig:
     plugins: list[str] | None = key(None, PLUGINS)
     data: DataConfig = group(DataConfig)
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that cannot be right, before anything is read."""
-        check(self)
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         if self.out == "":
             raise ValueError("out= names no picture; give a file, or out=null for none")
 
 
 @dataclass
-class GenerateConfig:
+class GenerateConfig(Group):
     """Generate text from a run or a Hugging Face folder.
 
     longctx generate runs/NAME prompt='Once upon a time'
@@ -89,9 +88,8 @@ class GenerateConfig:
     attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense, or names a missing file."""
-        check(self)
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         refuse(
             *(
@@ -169,7 +167,7 @@ class WatchOptions:
 
 
 @dataclass
-class DashboardOptions:
+class DashboardOptions(Group):
     """Make a workspace at wandb for the runs of a project.
 
     longctx dashboard project=longctx
@@ -181,7 +179,7 @@ class DashboardOptions:
     name: str = key("longctx", "name of the workspace")
     dry_run: bool = key(False, "print what the workspace would show, and send nothing")
 
-    def validate(self) -> None:
+    def check_together(self) -> None:
         """Raise ValueError if no project is given."""
         if not self.project:
             raise ValueError("project is not set; give the project at wandb, as in project=longctx")

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from longctx.config.doors import Door
-from longctx.config.fields import check, key
+from longctx.config.fields import Group, key
 
 SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Group):
     """Documents and tokens of every source, each of which uses some of the keys."""
 
+    prefix = "data."
     source: str = key("embedded", "source of the documents; data=NAME sets it", choices=SOURCES)
     path: Any = key(
         None,
@@ -75,11 +76,10 @@ class DataConfig:
         "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx",
     )
 
-    def validate(self) -> None:
+    def check_together(self) -> None:
         """Raise ValueError for the first key that is wrong for every source; read nothing."""
         self.paths()
         self.data_files()
-        check(self, "data.")
         if self.turns != "auto" and not self.chat:
             raise ValueError(
                 f"data.turns={self.turns}: only conversations have turns; leave it out, or give "

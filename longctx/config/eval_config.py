@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, check, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, refuse
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
@@ -24,15 +24,6 @@ QUESTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}  # tasks → the keys of their
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
-def _check_lists(config: PasskeyConfig | RulerConfig, prefix: str) -> None:
-    """Raise ValueError for a list of `config` that is empty or has a value twice."""
-    for name, values in vars(config).items():
-        if values == []:
-            raise ValueError(f"{prefix}{name}=[]: an empty list; give a value, or leave it out")
-        if isinstance(values, list) and len(set(values)) < len(values):
-            raise ValueError(f"{prefix}{name}={values}: a value is there twice; give each once")
-
-
 @dataclass
 class PasskeyConfig:
     """Pass keys hidden in long texts and asked for at the end: passkey=true."""
@@ -43,35 +34,34 @@ class PasskeyConfig:
         "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
         between=(SHORTEST, float("inf")),
+        distinct=True,
     )
     depths: list[float] | None = key(
         None,
         "position of the fact: 0 the beginning, 1 the end; null: 11 depths, in training 5",
         between=(0, 1),
+        distinct=True,
     )
     samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
     kinds: list[str] = key(
-        list(KINDS), "passkey: one number | needle: one among others", choices=KINDS
+        list(KINDS), "passkey: one number | needle: one among others", choices=KINDS, distinct=True
     )
-
-    def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense."""
-        check(self, "passkey.")
-        _check_lists(self, "passkey.")
 
 
 @dataclass
-class RulerConfig:
+class RulerConfig(Group):
     """RULER's 13 tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
 
+    prefix = "ruler."
     enabled: bool = key(False, "set by ruler=true", short=True)
     lengths: list[int] | None = key(
         None,
         "tokens of a text with its answer; null: 4,096, 8,192 … seq_len",
         between=(SHORTEST, float("inf")),
+        distinct=True,
     )
     samples: int = key(20, "texts for each task and length; RULER takes 500", between=(1, 10**6))
-    tasks: list[str] | None = key(None, "null: all 13", choices=RULER_TASKS)
+    tasks: list[str] | None = key(None, "null: all 13", choices=RULER_TASKS, distinct=True)
     seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
     squad: str | None = key(
         None, "JSON in SQuAD's form for qa_1; null: questions are made from your own text"
@@ -95,10 +85,8 @@ class RulerConfig:
         file: str | None = getattr(self, QUESTIONS[task])
         return file
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense."""
-        check(self, "ruler.")
-        _check_lists(self, "ruler.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         for task, name in QUESTIONS.items():
             file = getattr(self, name)
             if file is not None and task not in self.chosen:
@@ -111,7 +99,7 @@ class RulerConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Group):
     """Evaluate a run, a checkpoint or a Hugging Face folder.
 
     python eval.py checkpoint=runs/NAME seq_len=16384
@@ -179,11 +167,10 @@ class EvalConfig:
     strategy: StrategyConfig = group(StrategyConfig)
     context: ContextConfig = group(ContextConfig)
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense for any run."""
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other in any evaluation."""
         if self.checkpoint is None:
             raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
-        check(self)
         refuse(
             (
                 self.context.degree == "auto",

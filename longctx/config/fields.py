@@ -12,10 +12,10 @@ import difflib
 import functools
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 ITEMS = {int: "whole numbers", float: "numbers", str: "text", Path: "paths"}
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
@@ -40,6 +40,7 @@ class Rules(NamedTuple):
     positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     literal: the command line's text is the value, whatever characters it has.
+    distinct: the list is not empty, and has no value twice.
     """
 
     meaning: str = ""
@@ -52,6 +53,7 @@ class Rules(NamedTuple):
     positional: bool = False
     short: bool = False
     literal: bool = False
+    distinct: bool = False
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
@@ -201,24 +203,55 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check(config: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first key of `config` outside its declared range or choices.
+class Group:
+    """A dataclass of keys that are checked alone, by their declarations, and then together."""
 
-    A group is checked by its own `validate`, if it has one. None is always in range.
+    prefix: ClassVar[str] = ""  # of its keys on the command line, such as "model."
+
+    def validate(self) -> None:
+        """Raise ValueError for the first key that cannot be right, on any machine."""
+        check(self, self.prefix)
+
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Raise ValueError for the first key of `config` outside its declared range or choices, then
+    for keys that contradict each other. None is always in range.
     """
+    groups = list(_groups(config, prefix))
+    for schema, start in groups:
+        for item in dataclasses.fields(schema):
+            _check_key(f"{start}{item.name}", getattr(schema, item.name), item)
+    for schema, _ in groups:
+        if isinstance(schema, Group):
+            schema.check_together()
+
+
+def _groups(config: Any, prefix: str) -> Iterator[tuple[Any, str]]:
+    """Yield the groups of `config` with the beginnings of their keys, then itself."""
     for item in dataclasses.fields(config):
-        name, value = f"{prefix}{item.name}", getattr(config, item.name)
+        value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
-            value.validate() if hasattr(value, "validate") else check(value, f"{name}.")
-            continue
-        # A configuration of a checkpoint comes here without `build`, which knows the item's type
-        declared = str(item.type)
-        is_flat = declared.startswith(("list[", "tuple[")) and "list[list" not in declared
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if is_flat and isinstance(each, list | tuple | dict):
-                raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
-            if each is not None:
-                _check_value(name, each, rules_of(item))
+            yield from _groups(value, f"{prefix}{item.name}.")
+    yield config, prefix
+
+
+def _check_key(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
+    rules = rules_of(item)
+    if rules.distinct and value == []:
+        raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
+    if rules.distinct and value is not None and len(set(value)) < len(value):
+        raise ValueError(f"{name}={value}: a value is there twice; give each once")
+    # A configuration of a checkpoint comes here without `build`, which knows the item's type
+    declared = str(item.type)
+    is_flat = declared.startswith(("list[", "tuple[")) and "list[list" not in declared
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if is_flat and isinstance(each, list | tuple | dict):
+            raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
+        if each is not None:
+            _check_value(name, each, rules)
 
 
 def _check_value(name: str, value: Any, rules: Rules) -> None:
@@ -230,15 +263,15 @@ def _check_value(name: str, value: Any, rules: Rules) -> None:
         raise ValueError(f"{name}={value}: must be a whole number, or {rules.word}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    least, most = rules.between or (float("-inf"), float("inf"))
+    minimum, maximum = rules.between or (float("-inf"), float("inf"))
     is_bounded = any(bound is not None for bound in (rules.between, rules.above, rules.below))
     above = rules.above if is_bounded else 0
-    is_within = least <= value <= most and (rules.below is None or value < rules.below)
+    is_within = minimum <= value <= maximum and (rules.below is None or value < rules.below)
     if is_within and (above is None or above < value < float("inf")):
         return
-    lowest = f"from {least:,}" if above is None else f"above {above:,}"
-    highest = f"to {most:,}" if rules.below is None else f"to below {rules.below:,}"
-    if most == float("inf"):
+    lowest = f"from {minimum:,}" if above is None else f"above {above:,}"
+    highest = f"to {maximum:,}" if rules.below is None else f"to below {rules.below:,}"
+    if maximum == float("inf"):
         highest = "up" if above is None else ""
     raise ValueError(f"{name}={value}: a number {lowest} {highest}".rstrip())
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import check, key
+from longctx.config.fields import Group, key
 
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}  # of a chunk of the loss: tokens × words
 NOTHING_TWICE: dict[str, Any] = {
@@ -34,9 +34,10 @@ POLICIES = {
 
 
 @dataclass
-class MemoryConfig:
+class MemoryConfig(Group):
     """Activations saved for backward, and their place; null: as in the policy."""
 
+    prefix = "memory."
     policy: str = key(
         "auto",
         "set by memory=NAME; auto: the first of fast, balanced, long that fits",
@@ -75,9 +76,8 @@ class MemoryConfig:
         choices=("fp32", "bf16", "host"),
     )
 
-    def validate(self) -> None:
-        """Raise ValueError for the first value that makes no sense, alone or with the others."""
-        check(self, "memory.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         self.policies()
 
     def __str__(self) -> str:

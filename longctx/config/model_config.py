@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import build, check, key
+from longctx.config.fields import Group, build, key
 from longctx.config.parts import Attention, Block, FeedForward, Norm, Rope
 from longctx.config.rope_config import check_scaling
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(Group):
     """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset."""
 
+    prefix = "model."
     vocab_size: int | None = key(
         None,
         "tokens of the vocabulary; null: the tokenizer's, rounded up to a multiple of 64",
@@ -158,9 +159,8 @@ class GPTConfig:
         each = [self.window_of(n) for n in range(self.layers)]
         return {window: each.count(window) for window in dict.fromkeys(each)}
 
-    def validate(self) -> None:
+    def check_together(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
-        check(self, "model.")
         if self.heads % self.kv_heads:
             divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise ValueError(
@@ -230,26 +230,12 @@ class LoraConfig:
     rank: int | None = key(
         None, "of the additions; null: no LoRA, all weights are trained", between=(1, 4096)
     )
-    scaling: float = key(2.0, "factor of the additions: what others call alpha / rank")
-    targets: list[str] = key(list(LORA_TARGETS), "layers: of qkv, out, gate_up, down")
-
-    def validate(self) -> None:
-        """Raise ValueError naming the first key whose value makes no sense."""
-        check(self, "lora.")
-        if (
-            not self.targets
-            or set(self.targets) - set(LORA_TARGETS)
-            or len(set(self.targets)) < len(self.targets)
-        ):
-            raise ValueError(
-                f"lora.targets={self.targets}: of {', '.join(LORA_TARGETS)}, each once"
-            )
-        for name in ("scaling", "targets"):
-            if self.rank is None and getattr(self, name) != getattr(LoraConfig(), name):
-                raise ValueError(
-                    f"lora.{name}={getattr(self, name)}: does nothing without lora.rank; "
-                    "give one, such as lora.rank=16"
-                )
+    scaling: float = key(
+        2.0, "factor of the additions: what others call alpha / rank", needs="rank"
+    )
+    targets: list[str] = key(
+        list(LORA_TARGETS), "layers", choices=LORA_TARGETS, distinct=True, needs="rank"
+    )
 
     def parameters(self, model: GPTConfig) -> int:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
-from longctx.config.fields import check, key
+from longctx.config.fields import Group, key
 
 SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
 STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Group):
     """Which optimizer trains, and its own keys; null: the optimizer's default."""
 
+    prefix = "optimizer."
     name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS)
     momentum: float | None = key(
         None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
@@ -26,9 +27,8 @@ class OptimizerConfig:
         """Return the description of this optimizer."""
         return OPTIMIZERS[self.name]
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that cannot be right."""
-        check(self, "optimizer.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         for name, value in vars(self).items():
             if name != "name" and value is not None and name not in self.traits.keys:
                 have = ", ".join(self.traits.keys) or "none"

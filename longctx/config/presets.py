@@ -14,26 +14,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import yaml
 
-from longctx.attention.description import AttentionConfig
-from longctx.config.data_config import DataConfig
 from longctx.config.fields import keys, rules_of
-from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.optimizer_config import OptimizerConfig
-from longctx.config.parallel_config import StrategyConfig
-from longctx.config.rope_config import RopeConfig
 from longctx.config.train_config import TrainConfig
 
 # The folder is a link, so that wheels have the files
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
+# Every group that has a folder there
 GROUPS: dict[str, type] = {
-    "attention": AttentionConfig,
-    "model": GPTConfig,
-    "memory": MemoryConfig,
-    "optimizer": OptimizerConfig,
-    "rope": RopeConfig,
-    "data": DataConfig,
-    "strategy": StrategyConfig,
+    name: declared.type
+    for name, declared in keys(TrainConfig).items()
+    if declared.is_group and (CONFIGS / name).is_dir()
 }
 AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 

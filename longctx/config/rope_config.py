@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import check, key, refuse
+from longctx.config.fields import Group, key, refuse
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
@@ -35,9 +35,10 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclass
-class RopeConfig:
+class RopeConfig(Group):
     """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
 
+    prefix = "rope."
     type: str = key("keep", "set by rope=NAME", choices=WAYS)
     factor: float | None = key(
         None, "how many times the original length; null: seq_len / original", between=(1, 2**24)
@@ -50,9 +51,8 @@ class RopeConfig:
     theta: float | None = key(None, "rope=abf: the new base of the frequencies", above=1)
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that cannot be right."""
-        check(self, "rope.")
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
         unused = self.type in ("keep", "abf", "auto")
         refuse(
             (

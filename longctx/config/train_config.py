@@ -9,7 +9,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import PLUGINS, check, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -55,7 +55,7 @@ class KernelConfig:
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Group):
     """Train a GPT on long documents.
 
     python train.py attention=flash seq_len=16384
@@ -218,9 +218,8 @@ class TrainConfig:
     context: ContextConfig = group(ContextConfig)
     wandb: WandbConfig = group(WandbConfig)
 
-    def validate(self) -> None:
-        """Raise ValueError for the first key that makes no sense on any machine, with any data."""
-        check(self)
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other on any machine, with any data."""
         self._check_schedule()
         if self.devices > 1:  # else a launcher may have started more
             self.context.check_degree(self.devices)

@@ -6,7 +6,6 @@ scores, and `results` prints and writes. Rank 0 resolves and measures; other ran
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -162,7 +161,9 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     dtype = dtype_of(precision)
     strategy = choose_strategy(config, model.model, dtype, forward, machine, device)
     # An hour of scoring must not end at a folder that cannot be written.
-    check_writable(model.home / evaluations.FOLDER, config.checkpoint)
+    results_folder = (model.home / evaluations.FOLDER).absolute()
+    folders = (results_folder, *results_folder.parents)
+    files.check_writable(next(folder for folder in folders if folder.exists()))
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
     if seq_len > model.seq_len:
         origin = "the run trained at" if model.run else "the model is made for"
@@ -172,17 +173,6 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             "positions beyond them"
         )
     return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy)
-
-
-def check_writable(folder: Path, checkpoint: str) -> None:
-    """Raise OSError if no file can be written into `folder`, which may not exist yet."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        problem = "cannot be written" if existing.is_dir() else "is a file"
-        raise PermissionError(
-            f"checkpoint={checkpoint}: the result goes into the folder {folder}, and {existing} "
-            f"{problem}; move it away, or copy the run"
-        )
 
 
 def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
@@ -311,13 +301,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     if config.ruler.made or any(ruler.TASKS[task].essay for task in config.ruler.chosen):
         documents = documents_of(model, setup.request)
         ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
-        # An essay that repeats more than four times would be no text.
-        if 4 * len(ids) < longest:
-            raise ValueError(
-                f"ruler.lengths={lengths}: the documents have {len(ids):,} tokens, too few for "
-                f"texts of {longest:,}; give longer ones with data=text data.path=..., or "
-                "shorter lengths"
-            )
+        passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
     elif setup.request.other_data or config.documents is not None:
         raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from longctx.config.eval_config import SHORTEST, EvalConfig, default_lengths
 from longctx.config.memory_config import POLICIES
@@ -75,10 +76,10 @@ def needed(
 ) -> Needed:
     """Return the memory that each device needs if they share the model by `strategy`."""
     whole = skeleton(model, config.attention, dtype)
-    weights = float(sum(x.numel() * x.element_size() for x in whole.parameters()))
+    weights = float(weight_bytes(whole))
     # A slice of everything, and all of two blocks and of the tensors outside of blocks.
     if STRATEGIES[strategy].shards_weights:
-        blocks = sum(x.numel() * x.element_size() for x in whole.blocks.parameters())
+        blocks = weight_bytes(whole.blocks)
         gathered = weights - blocks + 2 * blocks / model.layers
         weights = min(weights, weights / config.devices + gathered)
     size, tokens = dtype.itemsize, forward.tokens
@@ -91,6 +92,11 @@ def needed(
         activations += model.heads * pairs * (2 * 4 + size)
     cache = KVCache.bytes_of(model, forward.rows, forward.length, dtype)
     return Needed(weights, cache if forward.generates else 0, activations)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of the parameters of `module`."""
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def choose_strategy(

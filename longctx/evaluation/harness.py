@@ -119,8 +119,10 @@ class Harness(TemplateLM):
     ) -> list[float]:
         """Return ln p of whole texts; every token is scored once, in the windows of HFLM."""
         texts = [
-            np.array([self.prefix_token_id, *self.vocabulary.encode(r.args[0])], dtype=np.int64)
-            for r in requests
+            np.array(
+                [self.prefix_token_id, *self.vocabulary.encode(request.args[0])], dtype=np.int64
+            )
+            for request in requests
         ]
         sums = [0.0] * len(texts)
         windows = (window for n, ids in enumerate(texts) for window in self._rolling(n, ids))

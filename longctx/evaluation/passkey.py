@@ -76,7 +76,7 @@ def recall(
     check_texts(tokenizer, filler, lengths, kinds)
     cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
     tokens = together or TOKENS_TOGETHER[scorer.device.type]
-    line = Progress("texts", len(cells) * samples, scorer.device.type == "cuda", progress)
+    line = Progress("texts", len(cells) * samples, progress)
     with in_eval_mode(scorer.model), line:
         texts = _texts(cells, tokenizer, filler, samples)
         for length, texts_of_length in groupby(texts, lambda text: len(text.ids)):
@@ -89,26 +89,27 @@ def recall(
 def check_texts(
     tokenizer: Tokenizer, filler: np.ndarray, lengths: Sequence[int], kinds: Sequence[str]
 ) -> None:
-    """Raise ValueError if `filler` is too short for the longest text, or the shortest text for a
-    key.
-
-    Filler that repeats more than four times would be no text.
-    """
-    if 4 * len(filler) < max(lengths):
-        raise ValueError(
-            f"passkey.lengths={list(lengths)}: the documents have {len(filler):,} tokens, too few "
-            f"to fill {max(lengths):,}; give longer ones with data=text data.path=..., "
-            "or shorter lengths"
-        )
+    """Raise ValueError if the longest text lacks filler, or the shortest has no room for a key."""
+    check_filler("passkey.lengths", filler, lengths)
     for _ in _texts([Cell(kind, min(lengths), 0.0) for kind in kinds], tokenizer, filler, 1):
         pass
+
+
+def check_filler(key: str, filler: np.ndarray, lengths: Sequence[int]) -> None:
+    """Raise ValueError, naming `key`, if the longest text repeats `filler` more than four times."""
+    if 4 * len(filler) < max(lengths):
+        raise ValueError(
+            f"{key}={list(lengths)}: the documents have {len(filler):,} tokens, too few for texts "
+            f"of {max(lengths):,}; give longer ones with data=text data.path=..., or shorter "
+            "lengths"
+        )
 
 
 def filler_of(
     documents: Iterable[Document | EncodedDocument], tokenizer: Tokenizer, tokens: int
 ) -> np.ndarray:
     """Return at least `tokens` tokens of `documents`, or all of them, without special tokens."""
-    special = [x for x in (tokenizer.bos_id, tokenizer.eos_id) if x is not None]
+    special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
     parts = [np.zeros(0, np.int64)]
     count = 0
     for document in documents:

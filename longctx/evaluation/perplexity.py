@@ -256,8 +256,8 @@ def perplexity(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
-    # On a GPU the first batch compiles kernels, so its time says nothing.
-    line = Progress("tokens", warms_up=scorer.device.type == "cuda", visible=progress)
+    line = Progress("tokens", visible=progress)
+    # A generator: texts larger than the memory are read a few batches ahead.
     windows = _windows(documents, result, line)
     with in_eval_mode(scorer.model), line:
         for window, nats in losses(scorer, windows, context, batch_size, line.advance):

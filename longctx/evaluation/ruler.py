@@ -457,7 +457,7 @@ def measured(
     pairs = [(length, task) for length in lengths for task in texts.config.chosen]
     fitting = {(length, task): texts.samples(task, length) for length, task in pairs}
     total = len(pairs) * texts.config.samples
-    line = Progress("texts", total, warms_up=scorer.device.type == "cuda")
+    line = Progress("texts", total)
     with in_eval_mode(scorer.model), line:
         for (length, task), samples in fitting.items():
             together = scorer.sequences_together(TOKENS_TOGETHER[scorer.device.type], length)

@@ -245,20 +245,16 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Progress:
-    """A bar on the terminal, one line about the time that a long evaluation takes, and its speed.
+    """A bar on the terminal, one line about the time of a long evaluation, and its speed.
 
-    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch. A
-    forward on a CPU can take a minute, and documents are read while others are scored. So the line
-    comes after the first forward, and counts the units `read` by then. With `warms_up` it comes
-    after the second, because the first compiles kernels. `total`: all units, if they are known.
+    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch. The
+    line comes after the second batch, because the first compiles kernels. It counts the units
+    `read` by then: documents are read while others are scored. `total`: all units, if known.
     """
 
-    def __init__(
-        self, unit: str, total: int | None = None, warms_up: bool = False, visible: bool = True
-    ) -> None:
+    def __init__(self, unit: str, total: int | None = None, visible: bool = True) -> None:
         self.unit, self.total, self.visible = unit, total, visible
         self.read = total or 0
-        self.base = 1 if warms_up else 0  # of `marks`, from which the time is measured
         self.is_printed = not visible
         # Seconds and units done: at the start, after the first batch, after the latest one.
         self.marks: list[tuple[float, int]] = []
@@ -289,12 +285,12 @@ class Progress:
         done = self.marks[-1][1] + units
         self.marks = [*self.marks[:2], (time.perf_counter(), done)]
         self.bar.update(self.task, advance=units)
-        if self.is_printed or len(self.marks) < self.base + 2:
+        if self.is_printed or len(self.marks) < 3:
             return
         self.is_printed = True
-        before, done_before = self.marks[self.base]
-        each = (self.marks[-1][0] - before) / (done - done_before)
-        seconds = each * (self.read - done_before)
+        speed = self.units_per_second
+        assert speed is not None
+        seconds = (self.read - self.marks[1][1]) / speed
         if seconds >= LONG:
             at_least = "" if self.total is not None else "at least "
             self.bar.console.print(

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from longctx.attention.communication import measured, measuring
+from longctx.attention.communication import measured
 from longctx.model import GPT
 from longctx.runs.checkpoint_files import Sharded
 
@@ -34,7 +34,7 @@ def measure_waits() -> None:
     for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
         method = getattr(FSDPParamGroup, name)
         if not hasattr(method, "__wrapped__"):
-            setattr(FSDPParamGroup, name, measuring(method))
+            setattr(FSDPParamGroup, name, measured()(method))
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:

@@ -18,7 +18,7 @@ import torch
 from longctx.attention import kernels_run
 from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
-from longctx.data import Data, Tokenizer
+from longctx.data import Data
 from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.parallel import sharding
@@ -274,7 +274,9 @@ class Samples(Callback):
             )
             ids = [token[0] for token in tokens if token[0] is not None]
         ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
-        return text_of_prompt(tokenizer, prompt) + tokenizer.decode(ids)
+        # A token that begins every text has none of its own
+        begins = prompt[0] in (tokenizer.bos_id, tokenizer.eos_id)
+        return tokenizer.decode(prompt[begins:]) + tokenizer.decode(ids)
 
     def prompt(self) -> list[int]:
         """Return the tokens of sample_prompt=, or the first ones of a document."""
@@ -285,12 +287,6 @@ class Samples(Callback):
         split = "val" if len(data.split["val"]) else "train"
         ids = next(iter(data.documents(split))).ids[:PROMPT_TOKENS].tolist()
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
-
-
-def text_of_prompt(tokenizer: Tokenizer, prompt: list[int]) -> str:
-    """Return the text of a prompt, without the token that begins it."""
-    special = (tokenizer.bos_id, tokenizer.eos_id)
-    return tokenizer.decode(prompt[1:] if prompt[0] in special else prompt)
 
 
 register("wandb", WandbCopy)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +42,7 @@ class StaticBatch:
 
     def __init__(self, like: MicroBatch) -> None:
         self.micro = like.each(torch.empty_like)
-        # without the offsets and lengths of documents, since their number changes: backends that
-        # read them are not capturable
+        # Offsets and lengths of documents change in number: backends that read them are refused
         self.micro.mask = Mask("documents", like.mask.window, doc_ids=self.micro.mask.doc_ids)
 
     def fits(self, micro: MicroBatch) -> bool:
@@ -53,9 +51,8 @@ class StaticBatch:
 
     def fill(self, micro: MicroBatch) -> None:
         """Copy the tensors of `micro`; wait for nothing."""
-        ours, theirs = self._tensors(self.micro), self._tensors(micro)
-        for place, values in zip(ours, theirs, strict=True):
-            place.copy_(values, non_blocking=True)
+        for target, source in zip(self._tensors(self.micro), self._tensors(micro), strict=True):
+            target.copy_(source, non_blocking=True)
 
     @staticmethod
     def _tensors(micro: MicroBatch) -> list[Tensor]:
@@ -63,8 +60,7 @@ class StaticBatch:
         return [micro.tokens, micro.targets, micro.mask.doc_ids, micro.weight]
 
 
-@dataclass
-class Pass:
+class Pass(NamedTuple):
     """A micro-batch's forward and backward, captured; `loss` is written by each replay."""
 
     forward: torch.cuda.CUDAGraph
@@ -72,8 +68,7 @@ class Pass:
     loss: Tensor
 
 
-@dataclass
-class End:
+class End(NamedTuple):
     """The end of a step, captured: the gradients' norm, and an update that is kernels alone."""
 
     clip: torch.cuda.CUDAGraph
@@ -143,8 +138,8 @@ class StepGraphs(StepParts):
                 torch.cuda.empty_cache()
             super().update()
             self.is_warm = True
-            for p, grad in self.gradients:  # the optimizer may have set p.grad to None
-                p.grad = grad
+            for parameter, gradient in self.gradients:  # the optimizer may have set it to None
+                parameter.grad = gradient
             return None
         assert isinstance(self.optimizer, AdamW)
         self.optimizer.count_step()

@@ -274,9 +274,7 @@ def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
         (folder / "checkpoints").mkdir()
         kernel_lock.write(folder, lock)
         run_folder.write_config(folder, run.settings())
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise OSError(f"{folder}: cannot be written: {error.strerror or error}") from error
         raise
     return run

@@ -96,23 +96,16 @@ def _run(overrides: list[str], varied: set[str]) -> Job:
 
 def sweep_table(jobs: list[Job]) -> Table:
     """Return a line per job: the overrides in which jobs differ, its results, how it ended."""
-    of_jobs = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
-    columns = [
-        metric
-        for metric in metrics.shown(Shown.CLOSING)
-        if any(metric.key in numbers for numbers in of_jobs)
-    ]
+    results = [figures(metrics_file.read(job.folder)) if job.folder else {} for job in jobs]
+    known = {key for result in results for key in result}
+    columns = [metric for metric in metrics.shown(Shown.CLOSING) if metric.key in known]
     table = Table("job", *(metric.label for metric in columns), "ended", "run", box=None)
-    for job, numbers in zip(jobs, of_jobs, strict=True):
-        shared = set.intersection(*(set(other.overrides) for other in jobs))
+    shared = set.intersection(*(set(job.overrides) for job in jobs))
+    for job, result in zip(jobs, results, strict=True):
         differing = [override for override in job.overrides if override not in shared]
-        table.add_row(
-            " ".join(differing or job.overrides),
-            *(
-                metric.text(numbers[metric.key]) if metric.key in numbers else ""
-                for metric in columns
-            ),
-            ENDINGS.get(job.code, f"failed ({job.code})"),
-            str(job.folder or ""),
+        cells = (
+            metric.text(result[metric.key]) if metric.key in result else "" for metric in columns
         )
+        ending = ENDINGS.get(job.code, f"failed ({job.code})")
+        table.add_row(" ".join(differing or job.overrides), *cells, ending, str(job.folder or ""))
     return table

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longctx.attention import Mask, attention, backends, flash_attn, kernels_run
+from longctx.attention import Mask, attention, flash_attn, kernels_run
 from longctx.attention.flash_attn import APIS, INSTALLED
 from longctx.attention.flex import BLOCK, block_mask
 from longctx.attention.naive import visible
@@ -103,8 +103,6 @@ def test_flex_scores_never_exist_without_compiling():
 def test_flash_attn_versions_import():
     for version in INSTALLED:
         assert callable(importlib.import_module(APIS[version][0]).flash_attn_varlen_func)
-    if not ON_GPU:
-        assert "CUDA GPU" in backends()["flash_attn"]
 
 
 @needs_flash_attn

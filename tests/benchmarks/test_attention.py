@@ -90,21 +90,6 @@ def test_the_time_limit_leaves_rows_with_reasons() -> None:
     assert left_out([*over, *rows])[over[0]["skipped"]][0] == "flash in 1 of 2 cases"
 
 
-def test_rounds_are_shuffled_and_fewer_in_short_time() -> None:
-    order = []
-    calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    assert set(timing.medians(calls, 5)) == set("abc")
-    sequence = "".join(order)
-    assert sequence[:9] == "aabbcc" + "abc"
-    rounds = [sequence[first : first + 3] for first in range(9, len(sequence), 3)]
-    assert len(rounds) == 5
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len(set(rounds)) > 2  # none always follows the same other
-    order.clear()
-    timing.medians(calls, 1000, seconds=0.0, least=2)
-    assert len(order) == 6 + 3 + 6
-
-
 def test_packed_sequences_are_full_of_documents() -> None:
     rows = packed_rows(3, 4096)
     assert rows.shape == (3, 4096)

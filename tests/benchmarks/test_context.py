@@ -1,14 +1,13 @@
 """The frontier: every length once, with a speed or a reason, and a plot of them."""
 
 import json
-import time
 
 import matplotlib.image
 import pytest
 import torch
 
 from benchmarks import context
-from benchmarks.words import decided, main, training_run
+from benchmarks.words import main, training_run
 from longctx.parallel import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
@@ -98,13 +97,6 @@ def test_commands_share_a_file_of_points(
     assert "begins anew: its points are of another gpu" in capsys.readouterr().out
 
 
-def test_a_given_length_replaces_none_that_fits() -> None:
-    fits, first, second = ({"tokens": n, "how": how} for n, how in FOUND)
-    merged = context.merged({"a": fits, "b": first}, {"a": second, "b": second})
-    assert merged == {"a": fits, "b": second}
-    assert context.merged({"b": first}, {"b": fits}) == {"b": fits}
-
-
 def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
     run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
     best = context.find_longest(run, context.Options(), end=1e12)
@@ -114,21 +106,3 @@ def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
     assert context.find_longest(naive, context.Options(), end=1e12)["how"].startswith(
         "predicted; seq_len=max: no length"
     )
-
-
-def test_a_point_that_takes_too_long_is_left_out(card: hardware.Chip) -> None:
-    words = ["model=1b", "memory=long", "seq_len=1048576", "batch_size=1", "accumulate=1"]
-    run = training_run(words, "cuda")
-    row = context.measure(run, 2, end=time.monotonic() + 60)
-    assert row["note"].startswith("left out: steps=2 of about")
-
-
-def test_as_many_steps_as_show_the_memory(card: hardware.Chip) -> None:
-    one_row = ["model=1b", "batch_size=1", "accumulate=1"]
-    for keys, least in (
-        (["memory.optimizer_state=host", "seq_len=262144"], 1),  # averages stay on the host
-        (["memory=balanced", "seq_len=262144"], 2),  # they come to the GPU in step 1
-        (["memory=fast", "seq_len=4096", "graphs=true"], context.CAPTURED_STEPS),
-    ):
-        run = decided(training_run([*one_row, *keys], "cuda"))
-        assert context.least_steps(run.workload) == least

@@ -1,11 +1,9 @@
 """Memory and decoding: measured points fit together; bytes are those of weights and cache."""
 
-import dataclasses
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from benchmarks import memory
@@ -14,34 +12,6 @@ from benchmarks.words import main
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
 from longctx.model.decoder import KVCache
-from longctx.planner import fitting
-from longctx.planner.hardware import GIB
-from longctx.planner.peak_memory import predict
-
-
-@pytest.mark.slow
-def test_default_points_are_of_every_kind_and_fit() -> None:
-    usual = memory.Options()
-    longest = {
-        name: (max(getattr(usual, name)),) for name in ("lengths", "long_lengths", "naive_lengths")
-    }
-    points = memory.combinations(dataclasses.replace(usual, **longest), [])
-    assert len(points) * min(len(getattr(usual, name)) for name in longest) >= 40
-    described = [(name, str(run.settings())) for name, run in points]
-    assert len(set(described)) == len(described)
-    work = [run.workload for _, run in points]
-    kinds = {
-        (c.attention.backend, c.attention.options.get("kernel"), c.lora.rank, c.memory.policy)
-        for c in work
-    }
-    for policy in ("fast", "balanced", "long"):
-        assert {("flash", "auto", None, policy), ("flash", "portable", None, policy)} <= kinds
-        assert {
-            ("sdpa", "auto", None, policy),
-            ("naive", None, None, policy),
-            ("flash", "auto", 16, policy),
-        } <= kinds
-    assert max(predict(fitting.with_policy(c, c.memory.policy)).peak for c in work) < 40 * GIB
 
 
 def test_points_under_way_fit_together() -> None:

@@ -5,7 +5,6 @@ figures are of the same workload.
 import dataclasses
 import json
 import math
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from longctx.parallel import devices
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import dry_run
-from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
+from longctx.training.dry_run import OUT_OF_MEMORY
 from longctx.training.learning_rate import learning_rate
-from longctx.training.run import Run
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
@@ -219,54 +217,6 @@ def test_checkpointing_begins_when_memory_ends(card: list[dict[str, Any]]) -> No
     assert rows[1]["mfu"] == pytest.approx(rows[1]["mfu_6n"], rel=0.01)
 
 
-def test_long_steps_are_timed_once(card: list[dict[str, Any]]) -> None:
-    points("transformers", (4096, 81920), ["model=1b"], checkpointing="always")
-    points("transformers", (131072,), ["model=8b", "lora.rank=16"], checkpointing="never")
-    assert [(request["warm"], request["timed"], request["bf16"]) for request in card] == [
-        (3, 5, True),
-        (3, 3, True),
-        (1, 1, True),
-    ]
-
-
-def test_longctx_runs_its_recipes(
-    card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
-
-    def dry_run_in_child(run: Run, steps: int, *rest: Any) -> DryRun:
-        ran.append(run.workload)
-        assert run.settings()["attention"] == dataclasses.asdict(run.workload.attention)
-        kernels = {run.workload.attention.backend: "a kernel"}
-        return DryRun(
-            [9e3] * 3 + [500.0] * (steps - 3), memory={"memory_peak_gib": 7.0}, kernels=kernels
-        )
-
-    monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
-    monkeypatch.setattr(dry_run, "dry_run_in_child", dry_run_in_child)
-    overrides = ["model=124m", "attention.options.kernel=hopper", "accumulate=2"]
-    chosen = peers.Options()
-    run = peers.shaped(chosen, overrides, 16384, "cuda")
-    rows = [
-        peers.point(name, run, chosen, overrides, [], 1e12) for name in ("longctx", "longctx-sdpa")
-    ]
-    assert [(c.attention.backend, c.attention.options) for c in ran] == [
-        ("flash", {"kernel": "hopper"}),
-        ("sdpa", {"kernel": "flash"}),
-    ]
-    peers.of_longctx("longctx-fp8", run, chosen, overrides, 1e12)
-    assert [c.precision for c in ran] == ["bf16", "bf16", "fp8"]
-    assert all((c.batch_size, c.accumulate, c.memory.policy) == (2, 2, "fast") for c in ran)
-    for row in rows:
-        assert (row["rows"], row["tokens_per_second"], row["memory_peak_gib"]) == (4, 131072, 7.0)
-        assert row["how"] == "a kernel, memory=fast"
-    monkeypatch.setattr(
-        dry_run, "dry_run_in_child", lambda *request: DryRun([], failed=OUT_OF_MEMORY)
-    )
-    row = peers.point("longctx", run, chosen, overrides, [], 1e12)
-    assert row["how"] == "out of memory (memory=fast)" and "ms" not in row
-
-
 @pytest.mark.parametrize(
     ("peer", "words", "options", "reason"),
     [
@@ -282,20 +232,6 @@ def test_a_peer_that_cannot_run_says_why(
     card: list[dict[str, Any]], peer: str, words: str, options: dict[str, Any], reason: str
 ) -> None:
     assert reason in points(peer, (4096,), words.split(), **options)[0]["how"]
-
-
-def test_missing_packages_and_time_are_reasons(
-    card: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(package: str) -> str:
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(peers, "version", absent)
-    [row] = points("transformers", (4096,), ["model=1b"])
-    assert "pip install transformers" in row["how"]
-    late = peers.Options(minutes=2.0)
-    run = peers.shaped(late, ["model=1b"], 4096, "cuda")
-    assert "2 minutes" in peers.point("transformers", run, late, [], [], 0.0)["how"]
 
 
 def test_interruption_keeps_the_measured_points(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.extension import Options, check, draw
+from benchmarks.extension import draw
 from benchmarks.optimizers import shared_target, tokens_to
-from benchmarks.waits import disk_seconds, step_seconds
+from benchmarks.waits import step_seconds
 from benchmarks.words import main
 
 TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "seq_len=64"]
@@ -46,10 +46,6 @@ def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
     assert rope["original_max_position_embeddings"] == 512
     draw(report, tmp_path / "again.png")
     assert main(["extension", f"out={out}"]) == 2
-
-
-def test_default_options_of_extension_are_valid(tmp_path: Path) -> None:
-    check(Options(), tmp_path / "x")
 
 
 def test_tokens_to_a_loss_are_interpolated() -> None:
@@ -121,17 +117,3 @@ def test_a_folder_with_other_things_is_left_alone(
 def test_a_step_after_a_save_is_timed_with_it() -> None:
     rows = [{"step": n, "seconds": n + 5.0 * (n > 3), "ms_per_step": 1000.0} for n in range(1, 6)]
     assert step_seconds([{"step": 0, "val_loss": 2.0}, *rows]) == {2: 1, 3: 1, 4: 6, 5: 1}
-
-
-def test_the_disk_takes_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    unlink = Path.unlink
-
-    def look(path: Path) -> None:
-        sizes.append(path.stat().st_size)
-        unlink(path)
-
-    monkeypatch.setattr(Path, "unlink", look)
-    size = 2**25 + 6
-    assert all(seconds > 0 for seconds in disk_seconds(tmp_path, size, 2).values())
-    assert sizes == [size // 2] * 2

@@ -100,13 +100,6 @@ def test_captured_kernels_count_by_their_names(name, part) -> None:
     assert spent(launch, event(name, 10, 7, "kernel", tid=7, correlation=1)) == {part: 7}
 
 
-def test_free_times_are_disjoint() -> None:
-    busy: list[tuple[float, float]] = []
-    times = [(0, 10), (5, 20), (2, 4), (30, 40), (15, 35)]
-    assert sum(b - a for start, end in times for a, b in trace._free(busy, start, end)) == 40
-    assert busy == sorted(busy)
-
-
 def row(tokens, attention, matrices, backend="flash", failed=None):
     ms = {ATTENTION: attention, MATRICES: matrices}
     total = attention + matrices

@@ -77,11 +77,6 @@ def test_unreadable_counters_are_reported(tmp_path, lines, code, message):
     assert message in str(error.value)
 
 
-def test_heads_are_left_out_until_scores_fit():
-    cases = traffic.cases(Options(lengths=(4096, 16384, 131072), backends=("naive", "flash")))
-    assert [case["heads"] for case in cases] == [32, 32, 8, 8, 1, 1]
-
-
 @pytest.mark.no_gpu
 def test_without_ncu_or_gpu_closed_forms_are_printed(tmp_path, capsys):
     for ncu, problem in ((f"{tmp_path}/none", "not found"), (fake_ncu(tmp_path, []), "CUDA GPU")):
@@ -96,7 +91,7 @@ def test_without_ncu_or_gpu_closed_forms_are_printed(tmp_path, capsys):
     not shutil.which("ncu"),
     reason="counts bytes by ncu (NVIDIA Nsight Compute), which is not on PATH here",
 )
-def test_counted_bytes_are_at_least_those_that_must_move(tmp_path):
+def test_counted_bytes_are_at_least_those_moved(tmp_path):
     own = ["lengths=2048", "heads=8", "backends=naive,flash", f"out={tmp_path}/t"]
     assert main(["traffic", *own]) == 0
     report = json.loads((tmp_path / "t.json").read_text())

@@ -89,45 +89,6 @@ def test_candidates_are_tiles(kernel):
     assert all(launch._is_config(kernel, list(config)) for config in candidates)
 
 
-def test_hopper_config_is_varied_until_none_is_faster(monkeypatch):
-    start, best = Config(128, 2, True), Config(128, 4, False)
-    module = type(launch)("module")
-    module.CONFIGS = {64: start}
-    monkeypatch.setattr(tune.importlib, "import_module", lambda _: module)
-    monkeypatch.setattr(launch, "configure", lambda *_: None)
-    tried = []
-
-    def race(title, candidates, now, using, *_):
-        tried.extend(candidates)
-        distances = {}
-        for config in (now, *candidates):
-            with using(config):
-                assert module.CONFIGS[64] is config
-            distances[config] = abs(config.stages - best.stages) + (config.turns != best.turns)
-        return min(distances, key=distances.__getitem__)
-
-    monkeypatch.setattr(tune, "race", race)
-    assert tune.best_hopper("hopper_forward", {"q": torch.zeros(1, 8, 1, 64)}) == best
-    assert module.CONFIGS == {64: start}
-    assert len(set(tried)) == len(tried), "each is compiled and timed once"
-
-
-def test_trial_config_ends_with_its_trial(monkeypatch):
-    q = torch.zeros(1, 8, 1, 16)
-    tried = []
-
-    def race(title, candidates, now, using, *_):
-        with using(Launch(16, 32, 4, 1)):
-            tried.append(launch_config("dkv", q, 8))
-        tried.append(launch_config("dkv", q, 8))
-        assert now == tried[1]
-        return now
-
-    monkeypatch.setattr(tune, "race", race)
-    tune.best_portable("dkv", {"q": q})
-    assert tried[0] == Launch(16, 32, 4, 1) != tried[1]
-
-
 def test_training_reads_what_was_written(gpu):
     q, path = gpu
     table = {}

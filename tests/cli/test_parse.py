@@ -265,22 +265,6 @@ def test_a_name_has_what_differs() -> None:
     assert "/" not in strange and len(strange) <= 80
 
 
-def test_nothing_of_the_environment_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CANARY", "c4n4ry")
-    for name in ("wandb.notes", "attention.options.x", "data.mix.a.path"):
-        for text in (
-            "${oc.env:CANARY}",
-            r"$\{oc.env:CANARY}",
-            "{a: '${oc.env:CANARY}'}",
-            "$CANARY",
-        ):
-            try:
-                result = str(cli.compose("train", [f"{name}={text}"]))
-            except ValueError as error:
-                result = str(error)
-            assert "c4n4ry" not in result
-
-
 def test_a_value_of_a_key_that_is_no_yaml_is_text() -> None:
     config = cli.compose("train", ["data=text", "data.path=*.md"]).config
     assert config.data.paths() == ["*.md"]

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-
 import numpy as np
 import pytest
-import yaml
 from matplotlib.image import imread
 
 from longctx.cli import main
-from longctx.data import DataConfig, describe, load
-
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+from longctx.data import describe, load
 
 
 def test_histogram_counts_every_token(text_config) -> None:
@@ -62,10 +56,3 @@ def test_a_mistake_is_one_line(overrides, message, capsys) -> None:
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1
     assert message in printed
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_presets_hold_only_known_keys(file) -> None:
-    values = yaml.safe_load(file.read_text())
-    assert set(values) <= {field.name for field in dataclasses.fields(DataConfig)}
-    assert values["source"] == file.stem

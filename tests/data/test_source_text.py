@@ -242,3 +242,15 @@ def test_an_irregular_file_is_refused(tmp_path: Path, kind: str) -> None:
         file.symlink_to({"device": "/dev/zero", "loop": "a.txt"}[kind])
     with pytest.raises((ValueError, OSError), match=r"a\.txt"):
         texts(file)
+
+
+@pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
+def test_streams_of_xz_follow_one_another(tmp_path: Path, padding: bytes) -> None:
+    expected = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
+    packed = padding.join(lzma.compress(text.encode()) for text in expected)
+    file = tmp_path / "a.txt.xz"
+    file.write_bytes(packed + padding)
+    assert texts(file) == ["".join(expected)]
+    file.write_bytes(packed[:-1])
+    with pytest.raises(ValueError, match=r"a\.txt\.xz: "):
+        texts(file)

@@ -58,7 +58,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_finite_number_is_null_and_the_report_reads_it(
+def test_numbers_that_are_not_finite_are_null(
     value: float, run: Path, evaluate: Evaluate, tmp_path: Path
 ) -> None:
     path = run_folder.checkpoint_path(run, 3)
@@ -100,40 +100,28 @@ def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> No
 OWN_TEXT = ["data=text", "data.path={docs}"]
 MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
     (["seq_len=abc"], "seq_len=abc"),
-    (["seq_len=0"], "seq_len=0"),
     (["stride=65"], "stride=65"),
     (["contexts=[16,65]"], "contexts=[16, 65]"),
     (["contexts=[1]"], "contexts=1"),
-    (["devices=0"], "devices=0"),
     (["fewshot=2"], "fewshot=2"),
-    (["fewshot=-1", "tasks=[a]"], "fewshot=-1"),
     (["tasks_path=x"], "tasks_path=x"),
     (["tasks=[a]", "contexts=[16]"], "contexts=[16]"),
     (["tasks=[a]", "passkey=true"], "tasks=[a]"),
     (["passkey=true", "stride=8"], "stride=8"),
     (["strategy=best"], "strategy=best"),
-    (["context=0"], "context.degree=0"),
-    (["context=2"], "context=2: does not divide devices=1"),
     (["devices=4", "context=3"], "context=3: does not divide devices=4"),
     (["context.check=true"], "context.check=true"),
     (["passkey.samples=3"], "passkey.samples=3"),
-    (["passkey=true", "passkey.lengths=[256,256]"], "passkey.lengths=[256, 256]"),
     (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=64"),
-    (["passkey=true", "passkey.depths=[2]"], "passkey.depths=2"),
-    (["passkey=true", "passkey.kinds=[a]"], "passkey.kinds=a"),
     (["passkey=true", "passkey.lengths=[256]", "seq_len=64"], "seq_len=64"),
     ([*OWN_TEXT, "data.cache=x"], "data.cache=x"),
     ([*OWN_TEXT, "data.tokenizer=x"], "data.tokenizer=x"),
     ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
     ([*OWN_TEXT, "split=val"], "split=val"),
-    (["data.val_fraction=0.5"], "data.val_fraction=0.5"),
     (["data=text"], "data.path"),
     (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
     (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
-    (["data.path={docs}"], "data.path={docs}"),
-    (["documents=99999999999999999999"], "documents=99999999999999999999"),
     (["sequence=4"], "sequence"),
-    (["split=test"], "split=test"),
     (["attention=best"], "attention=best"),
     (["-m", "seq_len=64,128"], "-m"),
 ]
@@ -176,11 +164,11 @@ def test_file_in_the_place_of_the_results_is_refused(
     (other / "eval").write_text("")
     refused(
         script.main([f"checkpoint={other}", "device=cpu"]),
-        f"checkpoint={other}: the result goes into the folder {other}/eval",
+        f"{other}/eval: ",
     )
 
 
-def test_tasks_without_the_harness_name_what_to_install(
+def test_tasks_without_lm_eval_say_what_to_install(
     script: ModuleType,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -82,7 +82,7 @@ def flat(content: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_a_mistake_on_several_ranks_is_one_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     overrides = ["data=text", f"data.path={tmp_path / 'empty.jsonl'}", "devices=2"]
     process = on_devices(run, *overrides)
@@ -91,7 +91,7 @@ def test_a_mistake_found_by_several_processes_is_one_line(run: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_the_end_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={run}", "device=cpu", "devices=2", "documents=2"]
     process = finished(MARKED, words, tmp_path, MARKS=tmp_path, FULL=1)
     assert process.returncode == FULL_DISK
@@ -99,7 +99,7 @@ def test_a_full_disk_at_the_end_is_one_line_and_ends_all(run: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_process_that_is_lost_ends_the_evaluation_with_a_line(run: Path, tmp_path: Path) -> None:
+def test_a_lost_process_ends_the_evaluation(run: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
     overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARKS": str(tmp_path)}

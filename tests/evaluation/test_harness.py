@@ -80,9 +80,7 @@ def test_continuations_are_scored_as_one_by_one(model: GPT, tokenizer: Tokenizer
     assert [greedy for _, greedy in answers][-2:] == [True, True]
 
 
-def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
-    model: GPT, tokenizer: Tokenizer
-) -> None:
+def test_a_long_continuation_is_scored_in_pieces(model: GPT, tokenizer: Tokenizer) -> None:
     after = np.random.default_rng(1).integers(256, size=75).tolist()
     ((total, _),) = harness(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
     ids, expected = [7, *after], 0.0
@@ -93,7 +91,7 @@ def test_a_continuation_longer_than_the_context_is_scored_in_pieces(
     assert total == pytest.approx(expected, rel=1e-4)
 
 
-def test_answers_are_those_of_a_forward_for_every_token(model: GPT, tokenizer: Tokenizer) -> None:
+def test_answers_are_those_of_single_forwards(model: GPT, tokenizer: Tokenizer) -> None:
     lm, requests, expected = harness(model, tokenizer, 64), [], []
     for n, most in [(4, 5), (30, 9), (0, 7), (9, 1), (52, 11), (12, 9), (7, 12)]:
         until = ["e", "is a"] if n % 2 else []
@@ -111,7 +109,7 @@ def test_answers_are_those_of_a_forward_for_every_token(model: GPT, tokenizer: T
         lm.generate_until([SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7}))])
 
 
-def test_log_likelihoods_are_those_of_hflm_with_begin_of_text(tmp_path: Path) -> None:
+def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
     """A small Llama of transformers whose tokenizer puts <s> before every text."""
     plain = train([TEXT * 9], 300)
     begins = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
@@ -179,7 +177,7 @@ def test_texts_are_scored_in_the_windows_of_hflm(
     assert ours.loglikelihood_rolling(requests) == pytest.approx(want, rel=1e-4)
 
 
-def test_padding_does_not_stretch_a_model_that_follows_the_length(tokenizer: Tokenizer) -> None:
+def test_padding_does_not_stretch_a_model(tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
     shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
     scaling = {"rope_type": "dynamic", "factor": 4.0}

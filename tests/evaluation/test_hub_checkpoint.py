@@ -50,7 +50,7 @@ def test_a_model_of_the_hub_is_continued_as_its_folder(
     assert texts[0] == texts[1] != ""
 
 
-def test_a_model_of_the_hub_is_evaluated_and_its_commit_recorded(
+def test_a_hub_evaluation_records_the_commit(
     snapshot: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(snapshot.parents[1].rglob("*"))
@@ -65,15 +65,17 @@ def test_a_model_of_the_hub_is_evaluated_and_its_commit_recorded(
     assert sorted(snapshot.parents[1].rglob("*")) == before
 
 
-@pytest.mark.parametrize("command", [["generate", "me/other"], ["eval", "checkpoint=me/other"]])
-def test_a_model_that_cannot_be_had_is_one_line(
-    snapshot: Path, command: list[str], refused: Callable[[int, str], str]
+@pytest.mark.parametrize("command", [["generate"], ["eval", "checkpoint="]])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("me/other", "folder here"), ("runs/no", "file or folder")]
+)
+def test_a_model_that_is_absent_is_one_line(
+    snapshot: Path,
+    command: list[str],
+    name: str,
+    problem: str,
+    refused: Callable[[int, str], str],
 ) -> None:
-    refused(cli.main([*command, "device=cpu"]), "checkpoint=me/other: no such folder here")
-
-
-@pytest.mark.parametrize("command", [["generate", "runs/no"], ["eval", "checkpoint=runs/no"]])
-def test_a_run_that_is_not_there_is_not_looked_for_at_the_hub(
-    snapshot: Path, command: list[str], refused: Callable[[int, str], str]
-) -> None:
-    refused(cli.main([*command, "device=cpu"]), "checkpoint=runs/no: no such file or folder")
+    """A run that is absent is not looked for at the Hub."""
+    words = [*command, name] if len(command) == 1 else [command[0], f"{command[1]}{name}"]
+    refused(cli.main([*words, "device=cpu"]), f"checkpoint={name}: no such {problem}")

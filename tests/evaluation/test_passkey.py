@@ -66,7 +66,7 @@ class Oracle(GPT):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
-def test_a_text_has_its_length_and_its_fact_at_its_depth(
+def test_a_text_has_its_length_and_key_depth(
     tokenizer: Tokenizer, filler: np.ndarray, kind: str, depth: float
 ) -> None:
     hidden = task(kind, Random(3))

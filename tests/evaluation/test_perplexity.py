@@ -16,7 +16,7 @@ from longctx.data.tokenizer import train
 from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import error_of_ratio, perplexity
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import AHEAD, Document, Window, batches, spans
+from longctx.evaluation.windows import Document, Window, batches, spans
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 
@@ -46,7 +46,7 @@ def nats(model: GPT, ids: np.ndarray) -> Tensor:
     return -logp[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
 
 
-def test_one_window_agrees_with_fp64_over_the_whole_document(model: GPT) -> None:
+def test_one_window_agrees_with_fp64(model: GPT) -> None:
     exact = copy.deepcopy(model).double()
     for block in exact.blocks:
         block.attention.attend = Attention("naive", {})
@@ -220,9 +220,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_scores_of_a_stretched_model_do_not_depend_on_what_is_packed_together(
-    name: str, batch_size: int
-) -> None:
+def test_stretched_scores_do_not_depend_on_packing(name: str, batch_size: int) -> None:
     torch.manual_seed(0)
     shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
     config = GPTConfig(vocab_size=V, rope_scaling=ROPES[name], context=40, **shape)
@@ -241,7 +239,7 @@ def test_scores_of_a_stretched_model_do_not_depend_on_what_is_packed_together(
         assert score.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_standard_error_is_that_of_the_mean_over_documents() -> None:
+def test_standard_error_is_of_the_mean() -> None:
     """Of equal documents it is the textbook one; and other draws differ by about as much."""
     rng = np.random.default_rng(0)
     values = rng.normal(3, 1, 400)
@@ -257,7 +255,7 @@ def test_the_standard_error_is_that_of_the_mean_over_documents() -> None:
     assert math.isnan(error_of_ratio([(3.0, 2)]))
 
 
-def test_one_document_has_a_standard_error_over_its_windows(model: GPT) -> None:
+def test_one_document_has_an_error_over_windows(model: GPT) -> None:
     (document,) = documents(150)
     result = perplexity(Scorer(model), [document], context=40, stride=40)
     each = [
@@ -273,7 +271,7 @@ def test_one_document_has_a_standard_error_over_its_windows(model: GPT) -> None:
 
 @pytest.mark.parametrize("context", [1, 2, 5, 8, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 9, 10, 33, 64, 65, 66])
-def test_every_token_is_scored_once_with_enough_context(tokens: int, context: int) -> None:
+def test_every_token_is_scored_once(tokens: int, context: int) -> None:
     for stride in range(1, context + 1):
         scored: list[int] = []
         for begin, end, first in spans(tokens, context, stride):
@@ -289,7 +287,7 @@ def windows(lengths: list[int]) -> list[Window]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
+def test_sequences_hold_every_window_once(rows: int) -> None:
     unpacked = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
     packed = list(batches(iter(unpacked), 100, rows))
     assert sorted(window.owner for batch in packed for row in batch for window in row) == list(
@@ -299,10 +297,3 @@ def test_rows_hold_every_window_once_and_never_too_much(rows: int) -> None:
     used = [sum(len(window.ids) - 1 for window in row) for batch in packed for row in batch]
     assert max(used) <= 100
     assert sum(used) > 0.93 * 100 * len(used)
-
-
-def test_windows_are_read_a_few_batches_ahead() -> None:
-    read = []
-    source = (read.append(window.owner) or window for window in windows([10] * 1000))
-    next(batches(source, 10, 2))
-    assert len(read) == max(AHEAD[0] * 2, AHEAD[1])

@@ -39,7 +39,7 @@ def test_many_batches_agree_with_the_cpu() -> None:
     assert scores.tokens_per_second
 
 
-def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
+def test_memory_holds_no_logits_of_all_tokens() -> None:
     gpu = model(50_000).cuda()
     ids = np.random.default_rng(0).integers(50_000, size=65_537)
     torch.cuda.reset_peak_memory_stats()
@@ -51,7 +51,7 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_graph_of_an_earlier_batch_answers_as_single_launches(tied: bool) -> None:
+def test_a_reused_graph_answers_as_launches(tied: bool) -> None:
     torch.manual_seed(0)
     sizes = {"layers": 2, "channels": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "init_std": 0.2}
     model = GPT(GPTConfig(vocab_size=307, tied=tied, **sizes), "flash").cuda().eval()

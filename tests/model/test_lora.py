@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longctx.config.fields import check
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LORA_TARGETS, LoraConfig
 from longctx.model import GPT, GPTConfig, lora
@@ -89,14 +90,14 @@ def test_frozen_weights_may_be_16_bits_wide() -> None:
     [
         ({"rank": 0}, "lora.rank=0: a number from 1 to 4,096"),
         ({"scaling": 0.0}, "lora.scaling=0.0: a number above 0"),
-        ({"targets": ["q"]}, r"lora.targets=\['q'\]: of qkv, out, gate_up, down"),
-        ({"targets": []}, r"lora.targets=\[\]: of"),
-        ({"targets": ["qkv", "qkv"]}, "each once"),
+        ({"targets": ["q"]}, "lora.targets=q: one of qkv, out, gate_up, down"),
+        ({"targets": []}, r"lora.targets=\[\]: an empty list"),
+        ({"targets": ["qkv", "qkv"]}, "give each once"),
     ],
 )
 def test_mistakes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LoraConfig(**{"rank": 2} | changes).validate()
+        check(LoraConfig(**{"rank": 2} | changes), "lora.")
 
 
 def test_flops_with_frozen_weights() -> None:

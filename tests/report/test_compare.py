@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from longctx import cli, tables
-from longctx.report import compare as compare_module
 from longctx.report.compare import compare, differing
 from longctx.report.run_view import read, reduced
 from longctx.report.watch import Latest
@@ -140,7 +139,7 @@ def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
     assert not [x for x in printed if not x.isprintable() and x != "\n"]
 
 
-def test_the_page_asks_for_nothing_and_makes_no_html_of_data(tmp_path):
+def test_the_page_makes_no_html_of_data(tmp_path):
     compare([make(tmp_path / "a")], tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()
     assert not [about for _, about in Page(text).elements if {"src", "href"} & about.keys()]
@@ -186,15 +185,6 @@ def test_a_reduced_curve_keeps_extremes(rows):
     assert len(curve["y"]) == len(curve["t"]) == len(curve["s"]) <= 100
     assert min(curve.get("lo", curve["y"])) == pytest.approx(min(values), rel=1e-4)
     assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
-
-
-def test_a_page_of_many_long_runs_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_module, "POINTS", 4000)
-    rows = [step(n, loss=math.sin(n) / 3) for n in range(1, 401)]
-    compare([make(tmp_path / f"{number}", rows) for number in range(5)], tmp_path / "x.html")
-    runs = page_data(tmp_path / "x.html")["runs"]
-    points = [len(curve["y"]) for run in runs for curve in run["curves"].values()]
-    assert max(points) < 400 and sum(points) <= 4000
 
 
 BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")

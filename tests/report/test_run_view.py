@@ -84,13 +84,9 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
     "content",
     [
         '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": []}}}',
-        '{"kinds": {"a": {"lengths": [1], "depths": [0, 1], "accuracy": [[1]]}}}',
         '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": [[NaN]]}}}',
-        '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": [[1e999]]}}}',
-        f'{{"kinds": {{"a": {{"lengths": [1], "depths": [0], "accuracy": [[{10**400}]]}}}}}}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1, "perplexity": Infinity}}',
         '{"context": 1, "stride": 1, "total": {"tokens": 1}, "by_position": [{"first": 1}]}',
-        '{"kinds": []}',
         "[]",
         '{"kinds',
         pytest.param("[" * 100_000, id="nested"),
@@ -135,9 +131,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
     ("key", "value"),
     [
         ("loss", 10**400),
-        ("loss", [1]),
         ("mfu", "high"),
-        ("tokens_seen", 10**400),
         ("val_loss_by_position/x", 1.0),
     ],
 )
@@ -158,7 +152,7 @@ def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
     assert read(make(tmp_path / "b"), 100).lock == {}
 
 
-def test_locks_that_differ_are_a_warning_within_a_backend(tmp_path, capsys):
+def test_locks_that_differ_are_a_warning(tmp_path, capsys):
     newer = LOCK | {"machine": {"torch": "2.14.0", "triton": "3.7.1"}}
     other_length = LOCK | {"fingerprint": {"out": "c" * 64}}
     folders = [

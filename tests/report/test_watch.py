@@ -42,7 +42,7 @@ def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
         list(watch.following(tmp_path / "r", watch.Tail(tmp_path / "r"), []))
 
 
-def test_watch_starts_again_where_the_file_was_replaced(tmp_path):
+def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
     folder = make(tmp_path / "a", [step(1), step(2), step(3)])
     tail = watch.Tail(folder)
     assert [row["step"] for row in tail.rows()] == [1, 2, 3]
@@ -60,7 +60,7 @@ def test_watch_needs_a_run(tmp_path):
         watch.watch(tmp_path / "none")
 
 
-def test_a_sparkline_goes_from_the_largest_to_the_least():
+def test_a_sparkline_goes_from_largest_to_least():
     assert watch.sparkline([3.0, 2.0, 1.0]) == "█▅▁  3 → 1"
     assert watch.sparkline([1.0]) == "▁  1 → 1"
     assert len(watch.sparkline([float(n) for n in range(999)]).split()[0]) == 40

@@ -35,11 +35,6 @@ def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
     assert threading.current_thread() not in done
 
 
-def test_a_cpu_compiles_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "side_by_side", lambda tasks: pytest.fail("it does"))
-    compile_ahead.begin(training_run(["model=tiny"], "cpu").workload)()
-
-
 @pytest.mark.parametrize(
     "keys",
     [[], ["model.nope_layers=[1,3]"], ["model.window=64", "model.window_layers=[0,2]"]],

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from longctx import tables
 from longctx.config.train_config import TrainConfig
-from longctx.runs.metrics import figures
 from longctx.system import typed_command
 from longctx.training.console import Display, brief, closing_table, loss_curve
 from longctx.training.run_log import validated_documents, warnings
@@ -45,14 +44,6 @@ def run(folder: Path) -> Path:
     (folder / "checkpoints" / "step-00000009.ckpt").touch()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return folder
-
-
-def test_the_first_step_does_not_count_for_speed() -> None:
-    numbers = figures(ROWS)
-    assert numbers["tokens_per_second"] == 200
-    assert numbers["val_perplexity"] == 150.0
-    assert "loss" not in figures(ROWS[:1])
-    assert figures([]) == {}
 
 
 def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
@@ -98,15 +89,6 @@ def test_a_row_without_a_scored_token_says_so() -> None:
     assert "nothing scored" in brief({key: x for key, x in ROWS[1].items() if key != "loss"})
     assert "nothing scored" in brief({"step": 3, "tokens_seen": 9})
     assert not any("nothing scored" in brief(row) for row in ROWS)
-
-
-def test_other_ranks_say_nothing(capsys: Any) -> None:
-    display = Display(steps=9, first_step=0, silent=True)
-    display.bar.start()
-    display.say("x")
-    display.show(ROWS[1])
-    display.bar.stop()
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

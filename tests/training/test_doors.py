@@ -1,7 +1,6 @@
 """Doors: an objective, a schedule, an optimizer and a callback of a user's own train and resume."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from longctx.runs import metrics_file, run_folder
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
-from tests.training.sample_run import Overrides, check_equal_weights, newest, steps
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses, newest, steps
 
 
 def tripled(model: GPT, batch: MicroBatch) -> torch.Tensor:
@@ -60,19 +59,15 @@ def own() -> Iterator[dict[str, object]]:
     callbacks.CALLBACKS.remove("counts")
 
 
-def test_registered_parts_train_and_resume(
-    own: dict[str, object], overrides: Overrides, tmp_path: Path
-) -> None:
-    straight, cut = tmp_path / "runs" / "straight", tmp_path / "runs" / "cut"
-    for folder in (straight, cut):
-        every = {"checkpoint_every": 3, "lr": 0.01, "warmup_steps": 1, "val_every": 2}
-        assert train.main(overrides(name=folder.name, **own, **every)) == 0
+def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trained) -> None:
+    keys = own | {"checkpoint_every": 3, "lr": 0.01, "warmup_steps": 1, "val_every": 2}
+    straight, cut = trained("straight", **keys), trained("cut", **keys)
     files.remove(run_folder.checkpoints(cut)[-1])
     assert train.main([f"resume={cut}"]) == 0
 
     check_equal_weights(straight, cut)
     rows = steps(straight)
-    assert [row["loss"] for row in steps(cut)] == [row["loss"] for row in rows]
+    assert losses(cut) == losses(straight)
     assert [row["calls"] for row in steps(cut)] == [0, 1, 2, 3, 4, 5]
     assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
     assert newest(cut)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}

@@ -27,7 +27,7 @@ from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from tests.training.sample_run import Overrides, steps, weights
+from tests.training.sample_run import Overrides, Trained, losses, steps, weights
 
 
 def test_a_run_leaves_what_others_read(
@@ -40,11 +40,8 @@ def test_a_run_leaves_what_others_read(
     names = {path.name for path in folder.iterdir()}
     own = {"config.yaml", "metrics.jsonl", "kernel.lock.json", "checkpoints"}
     assert names == own | {"tokenizer.json", "tokenizer_config.json"}
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "last.ckpt",
-        "step-00000008.ckpt",
-        "step-00000012.ckpt",
-    ]
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved == ["last.ckpt", "step-00000008.ckpt", "step-00000012.ckpt"]
     last = folder / "checkpoints" / "last.ckpt"
     assert last.resolve() == run_folder.checkpoints(folder)[-1].resolve()
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -53,17 +50,9 @@ def test_a_run_leaves_what_others_read(
 
     rows = steps(folder)
     assert [row["step"] for row in rows] == [1, 3, 5, 6, 9, 10, 12]
-    keys = {
-        "loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "ms_per_step",
-        "padding_share",
-        "data_wait_ms",
-        "epoch",
-    }
-    assert keys | {"tokens_seen", "process_peak_gib", "seconds"} <= rows[0].keys()
+    keys = {"loss", "lr", "grad_norm", "tokens_per_second", "ms_per_step", "padding_share"}
+    keys |= {"data_wait_ms", "epoch", "tokens_seen", "process_peak_gib", "seconds"}
+    assert keys <= rows[0].keys()
     validations = [row for row in metrics_file.read(folder) if "val_loss" in row]
     assert [row["step"] for row in validations] == [0, 5, 10, 12]
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
@@ -87,12 +76,12 @@ def test_a_run_leaves_what_others_read(
     torch.testing.assert_close(model(tokens), again(tokens))
 
 
-def test_the_logged_learning_rate_is_the_one_used(overrides: Overrides, tmp_path: Path) -> None:
-    assert train.main(overrides(name="r", max_steps=1, lr=0.001, warmup_steps=1)) == 0
-    [row] = steps(tmp_path / "runs" / "r")
+def test_the_logged_learning_rate_is_the_one_used(trained: Trained) -> None:
+    run = trained(max_steps=1, lr=0.001, warmup_steps=1)
+    [row] = steps(run)
     assert row["lr"] == pytest.approx(0.001)
     # Adam's first step is ±lr, undecayed
-    moved = (weights(tmp_path / "runs" / "r")["model.norm.weight"] - 1).abs()
+    moved = (weights(run)["model.norm.weight"] - 1).abs()
     torch.testing.assert_close(moved, torch.full_like(moved, row["lr"]), rtol=1e-3, atol=0)
 
 
@@ -122,30 +111,25 @@ class Uneven:
 
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 1e-2)])
 def test_a_step_is_the_same_in_one_piece_or_in_many(
-    overrides: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    rel: float,
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, precision: str, rel: float
 ) -> None:
     monkeypatch.setattr(
         "longctx.training.resolve.load", lambda config, seq_len: Uneven(Data(config, seq_len))
     )
     shape = {"max_steps": 5, "clip": 0.3, "precision": precision}
-    assert train.main(overrides(name="one", batch_size=4, accumulate=1, **shape)) == 0
-    assert train.main(overrides(name="many", batch_size=1, accumulate=4, **shape)) == 0
-    one, many = tmp_path / "runs" / "one", tmp_path / "runs" / "many"
+    one = trained("one", batch_size=4, accumulate=1, **shape)
+    many = trained("many", batch_size=1, accumulate=4, **shape)
     assert len({row["padding_share"] for row in steps(one)}) > 2
-    for a, b in zip(steps(one), steps(many), strict=True):
-        assert a["tokens_seen"] == b["tokens_seen"]
-        assert a["loss"] == pytest.approx(b["loss"], rel=rel)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=10 * rel)
+    for row, expected in zip(steps(one), steps(many), strict=True):
+        assert row["tokens_seen"] == expected["tokens_seen"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=rel)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=10 * rel)
     if precision == "fp32":
         torch.testing.assert_close(weights(one), weights(many), rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_finds_its_documents_from_every_folder(
-    overrides: Overrides,
+    trained: Trained,
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,13 +137,7 @@ def test_a_run_finds_its_documents_from_every_folder(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": null}\n' * 3)
     monkeypatch.chdir(corpus.parent)
-    command = overrides(
-        name="r",
-        max_steps=2,
-        data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]",
-        runs=tmp_path / "runs",
-    )
-    assert train.main(command) == 0
+    trained(max_steps=2, data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]")
     assert "60 documents (6 without text left out)" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     assert train.main(["resume=runs/r", "max_steps=3"]) == 0
@@ -197,7 +175,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
         enable_model_summary=False,
     )
     trainer.fit(TrainingModule(run), DataLoader(micro, batch_size=None))
-    ours = [row["loss"] for row in steps(tmp_path / "runs" / "ours")]
+    ours = losses(tmp_path / "runs" / "ours")
     assert recorder.losses == pytest.approx(ours, rel=1e-6)
     assert len(ours) == 20 and ours[-1] < ours[0]
 

@@ -17,7 +17,7 @@ import torch
 import train
 from longctx import files, system
 from longctx.runs import metrics_file, run_folder
-from tests.training.sample_run import Overrides, newest, steps, weights
+from tests.training.sample_run import Overrides, Trained, newest, steps, weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -128,9 +128,11 @@ def test_a_deleted_folder_of_a_run_stays_deleted(
     assert not folder.exists()
 
 
-def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(
+    trained: Trained, overrides: Overrides, tmp_path: Path
+) -> None:
     shape: dict[str, Any] = {"max_steps": 120, "checkpoint_every": 7, "accumulate": 4, "workers": 1}
-    assert train.main(overrides(name="straight", **shape)) == 0
+    straight = trained("straight", **shape)
     killed = start(overrides(name="killed", **shape), tmp_path)
     folder = tmp_path / "runs" / "killed"
     wait_for_step(folder, 18, killed)
@@ -138,7 +140,7 @@ def test_a_killed_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) 
     assert killed.wait() == -signal.SIGKILL
     assert len(losses(folder)) < 120
     assert train.main([f"resume={folder}"]) == 0
-    assert losses(folder) == losses(tmp_path / "runs" / "straight")
+    assert losses(folder) == losses(straight)
     assert not [path for path in folder.rglob(".*") if path.is_file()]
 
 
@@ -201,34 +203,22 @@ def test_a_start_that_is_stopped_leaves_no_half_run(
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(overrides: Overrides, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {
-        "max_steps": 4,
-        "clip": 0.5,
-        "val_rows": 7,
-        "log_every": 2,
-        "checkpoint_every": 3,
-    }
-    assert train.main(overrides(name="one", batch_size=2, accumulate=2, **shape)) == 0
-    two = start(
-        overrides(name="two", batch_size=1, accumulate=2, devices=2, workers=1, **shape), tmp_path
-    )
+def test_two_processes_equal_one(trained: Trained, overrides: Overrides, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"max_steps": 4, "clip": 0.5, "val_rows": 7, "accumulate": 2}
+    shape |= {"log_every": 2, "checkpoint_every": 3}
+    one = trained("one", batch_size=2, **shape)
+    command = overrides(name="two", batch_size=1, devices=2, workers=1, **shape)
+    two = start(command, tmp_path)
     out, err = two.communicate()
     assert two.returncode == 0, err
     assert err == ""
     assert out.count("step 4/4  loss") == 1
-    folders = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
-    a, b = (metrics_file.read(folder) for folder in folders)
-    for left, right in zip(a, b, strict=True):
+    folders = one, tmp_path / "runs" / "two"
+    keys = {"loss", "grad_norm", "val_loss", "epoch", "val_loss_by_position/8"}
+    for left, right in zip(*map(metrics_file.read, folders), strict=True):
         assert left["tokens_seen"] == right["tokens_seen"]
         assert left.keys() <= right.keys()
-        for key in {
-            "loss",
-            "grad_norm",
-            "val_loss",
-            "epoch",
-            "val_loss_by_position/8",
-        } & left.keys():
+        for key in keys & left.keys():
             assert left[key] == pytest.approx(right[key], rel=1e-5)
     torch.testing.assert_close(*(weights(folder) for folder in folders), rtol=1e-4, atol=1e-5)
 
@@ -259,34 +249,21 @@ def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_stopped_sweep_has_its_job_save_first(
-    name: str, overrides: Overrides, tmp_path: Path
-) -> None:
-    process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
-    while not [folder for folder in (tmp_path / "runs").glob("*") if metrics_file.read(folder)]:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    [folder] = (tmp_path / "runs").iterdir()
-    wait_for_step(folder, 1, process)
-    process.send_signal(signal.Signals[name])
-    out, err = process.communicate()
-    assert process.returncode == 128 + signal.Signals[name], err
-    assert f"stopped by {name}" in out
-    assert "val perplexity" in out, "the table of all jobs"
-    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
-
-
-@pytest.mark.slow
-def test_job_saves_when_its_sweep_is_killed(overrides: Overrides, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_job_saves_when_its_sweep_ends(name: str, overrides: Overrides, tmp_path: Path) -> None:
     process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     while not (folders := [x for x in (tmp_path / "runs").glob("*") if metrics_file.read(x)]):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    wait_for_step(folders[0], 1, process)
-    process.kill()
-    process.communicate()  # its output ends with the last process that writes there
-    assert newest(folders[0])["steps_done"] == metrics_file.read(folders[0])[-1]["step"]
+    [folder] = folders
+    wait_for_step(folder, 1, process)
+    process.send_signal(signal.Signals[name])
+    out, err = process.communicate()  # its output ends with the last process that writes there
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
+    if name != "SIGKILL":
+        assert process.returncode == 128 + signal.Signals[name], err
+        assert f"stopped by {name}" in out
+        assert "val perplexity" in out, "the table of all jobs"
 
 
 @pytest.mark.slow

@@ -4,13 +4,11 @@ in all of them.
 
 import gc
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import train
 from longctx.data.rows import IGNORED
 from longctx.evaluation.perplexity import error_of_ratio
 from longctx.model import GPT
@@ -24,7 +22,7 @@ from longctx.training.validation import (
     sequence_sums,
     standard_error,
 )
-from tests.training.sample_run import Overrides, steps
+from tests.training.sample_run import Trained, steps
 
 
 def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
@@ -85,10 +83,10 @@ def test_buckets_are_of_pieces_that_fill_all() -> None:
     assert by_position(nats, [7.0, *[0.0] * (BUCKETS - 1)]) == {}
 
 
-def test_the_buckets_of_a_run_are_its_losses(overrides: Overrides, tmp_path: Path) -> None:
+def test_the_buckets_of_a_run_are_its_losses(trained: Trained) -> None:
     """A model that knows nothing yet loses ln(vocabulary) everywhere."""
-    assert train.main(overrides(name="r", max_steps=1, lr=0.0, val_rows=0)) == 0
-    before, after = (row for row in metrics_file.read(tmp_path / "runs" / "r") if "val_loss" in row)
+    folder = trained(max_steps=1, lr=0.0, val_rows=0)
+    before, after = (row for row in metrics_file.read(folder) if "val_loss" in row)
     buckets = {key: value for key, value in before.items() if key.startswith(BY_POSITION)}
     assert list(buckets) == [f"{BY_POSITION}/{2**b}" for b in range(6)]
     for value in buckets.values():
@@ -113,7 +111,7 @@ def test_the_standard_error_is_that_of_a_ratio() -> None:
 
 
 def test_pass_keys_take_a_micro_batch_at_a_time(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, forward = [], GPT.forward
 
@@ -124,15 +122,13 @@ def test_pass_keys_take_a_micro_batch_at_a_time(
 
     monkeypatch.setattr(GPT, "forward", noted)
     keys = {"passkey": "true", "passkey.lengths": "[250,600]", "passkey.kinds": "[passkey]"}
-    assert train.main(overrides(max_steps=1, seq_len=256, batch_size=2, **keys)) == 0
+    trained(max_steps=1, seq_len=256, batch_size=2, **keys)
     assert set(asked) == {(2, 249), (1, 599)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1024, 8192])
-def test_memory_of_pass_keys_is_predicted(
-    overrides: Overrides, tmp_path: Path, length: int
-) -> None:
+def test_memory_of_pass_keys_is_predicted(trained: Trained, length: int) -> None:
     keys = {"device": "cuda", "attention": "naive", "seq_len": 2048, "batch_size": 2}
     keys |= {"passkey": "true", "passkey.lengths": f"[{length}]", "passkey.samples": 3}
     keys |= {"data": "embedded", "data.path": None, "data.vocab_size": 4096, "val_rows": 4}
@@ -141,6 +137,5 @@ def test_memory_of_pass_keys_is_predicted(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    assert train.main(overrides(name="keys", **keys)) == 0
-    last = steps(tmp_path / "runs" / "keys")[-1]
+    last = steps(trained(**keys))[-1]
     assert last["memory_peak_gib"] == pytest.approx(last["memory_predicted_gib"], rel=0.1)

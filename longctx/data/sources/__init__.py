@@ -213,8 +213,7 @@ def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus
 
     Generated documents hold no text whose `content_key` is in `without`.
     """
-    check(config)
-    corpus = SOURCES[config.source].open(config, without)
+    corpus: Corpus = SOURCES[config.source].open(config, without)
     limit = config.documents
     if limit is None:
         return corpus
@@ -225,6 +224,7 @@ def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus
 
 def read_documents(config: DataConfig) -> Iterator[Document]:
     """Read the documents of `config` as plain text, in their fixed order."""
+    check(config)
     return open_corpus(config).documents()
 
 

@@ -49,6 +49,38 @@ OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
+class _Xz(io.RawIOBase):
+    """The unpacked bytes of every stream of an .xz file.
+
+    lzma.open stops at padding between streams and drops the rest of the file.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.stream = lzma.LZMADecompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self.stream.eof:
+                packed = self.stream.unused_data
+                while not (packed := packed.lstrip(b"\0")):  # padding
+                    packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
+                    if not packed:
+                        return 0
+                self.stream = lzma.LZMADecompressor()
+            elif self.stream.needs_input:
+                packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
+                if not packed:
+                    raise EOFError("its end is missing")
+            if piece := self.stream.decompress(packed, len(buffer)):
+                buffer[: len(piece)] = piece
+                return len(piece)
+
+
 def _open_zst(file: IO[bytes]) -> Any:
     import pyarrow  # 0.3 s
 
@@ -58,7 +90,7 @@ def _open_zst(file: IO[bytes]) -> Any:
 _COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".xz": lzma.open,
+    ".xz": _Xz,
     ".zst": _open_zst,
 }
 

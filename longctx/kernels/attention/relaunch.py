@@ -101,8 +101,8 @@ def compile_side_by_side(
             kernel.warmup(*arguments, grid=(programs,), **constants, num_warps=num_warps)
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        for one in [pool.submit(compiled, *call) for call in calls]:
-            one.result()
+        for compiling in [pool.submit(compiled, *call) for call in calls]:
+            compiling.result()
 
 
 @functools.cache

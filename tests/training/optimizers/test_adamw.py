@@ -141,13 +141,6 @@ def test_loading_makes_no_fp32_copy_of_bf16_state() -> None:
         assert torch.equal(loaded, kept)
 
 
-def test_an_average_that_would_stand_still_in_bf16_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"memory\.optimizer_state=bf16 with betas\[1\]=0\.999"):
-        TrainConfig(
-            memory=MemoryConfig("fast", optimizer_state="bf16"), betas=(0.9, 0.999)
-        ).validate()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bf16", "host"])
 def test_stored_averages_on_a_gpu(stored: str) -> None:

@@ -1,5 +1,6 @@
 """Optimizers by name: each is built, a mistake is refused, and the planner knows each."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from longctx import cli, files
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
@@ -61,15 +63,23 @@ def test_the_presets_are_the_known_names() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (OptimizerConfig("muno"), r"optimizer\.name=muno: one of adamw, muon"),
-        (OptimizerConfig("adamw", momentum=0.9), r"optimizer\.momentum=0\.9: .*adamw"),
-        (OptimizerConfig("muon", momentum=1.5), r"optimizer\.momentum=1\.5: a number from 0"),
-        (OptimizerConfig("muon", iterations=0), r"optimizer\.iterations=0: a number from 1"),
+        (TrainConfig(optimizer=OptimizerConfig("muno")), "optimizer.name=muno: one of adamw, muon"),
+        (TrainConfig(optimizer=OptimizerConfig("adamw", momentum=0.9)), "optimizer.momentum=0.9: "),
+        (TrainConfig(optimizer=OptimizerConfig("muon", momentum=1.5)), "optimizer.momentum=1.5: "),
+        (TrainConfig(optimizer=OptimizerConfig("muon", iterations=0)), "optimizer.iterations=0: "),
+        (
+            TrainConfig(optimizer=OptimizerConfig("muon"), lora=LoraConfig(rank=8)),
+            "optimizer=muon with lora.rank=8",
+        ),
+        (
+            TrainConfig(memory=MemoryConfig("fast", optimizer_state="bf16"), betas=(0.9, 0.999)),
+            "memory.optimizer_state=bf16 with betas[1]=0.999",
+        ),
     ],
 )
-def test_a_mistake_is_refused_by_key(config: OptimizerConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(optimizer=config).validate()
+def test_a_mistake_is_refused_by_key(config: TrainConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config.validate()
 
 
 def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None:
