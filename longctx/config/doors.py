@@ -61,6 +61,8 @@ class OptimizerTraits(NamedTuple):
     states: tuple[str, ...] = ("fp32",)
     # True if it can train the additions of LoRA
     lora: bool = True
+    # True if it orthogonalizes matrices by Newton-Schulz, `iterations` times
+    orthogonalizes: bool = False
 
 
 class Objective(NamedTuple):

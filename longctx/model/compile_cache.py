@@ -47,11 +47,11 @@ def use() -> None:
 
 
 def sources() -> str:
-    """A hash of every file that torch.compile looks into: of ours, and of registered backends."""
+    """Return a hash of the files that torch.compile traces: ours, and registered backends."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
     modules = {sys.modules.get(type(backend).__module__) for backend in registered().values()}
-    places = (getattr(module, "__file__", None) for module in modules)  # none in a notebook
-    files = {Path(place) for place in places if place and Path(place).is_file()}
+    paths = (getattr(module, "__file__", None) for module in modules)  # none in a notebook
+    files = {Path(path) for path in paths if path and Path(path).is_file()}
     files |= {file for folder in FOLDERS for file in (package / folder).rglob("*.py")}
     for file in sorted(files):
         digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())

@@ -65,10 +65,10 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
 
 
 def automatic(model: GPTConfig, seq_len: int) -> str:
-    """What rope=auto means for `model`.
+    """Return the name that rope=auto stands for.
 
-    Nothing where the model's own length holds `seq_len`; else more of the scaling that its weights
-    know, and where they know none YaRN, which needs the least training to adapt (arXiv 2309.00071).
+    It is keep if the model's own length holds `seq_len`, else the scaling of its weights. Weights
+    without scaling get YaRN, which needs the least training to adapt (arXiv 2309.00071).
     """
     assert model.context is not None
     kind: str = model.rope_scaling.get("rope_type", "default")
@@ -90,7 +90,7 @@ def _why_kept(model: GPTConfig, seq_len: int) -> str:
 
 
 def _original(model: GPTConfig) -> int:
-    """The length that the frequencies without scaling were trained for."""
+    """Return the length that the frequencies without scaling were trained for."""
     assert model.context is not None
     scaling = model.rope_scaling
     if scaling.get("rope_type") == "linear":

@@ -76,8 +76,8 @@ def export(
             write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
-                    most = untrusted.TOKENIZER_SIZE
-                    untrusted.copy_file(tokenizers / name, folder / name, most, within=tokenizers)
+                    limit = untrusted.TOKENIZER_SIZE
+                    untrusted.copy_file(tokenizers / name, folder / name, limit, within=tokenizers)
             _write_weights(model, dtype, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(
@@ -94,9 +94,9 @@ def check_out(out: Path) -> None:
 
 
 def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
-    """config.json of `config` for `context` tokens.
+    """Return config.json of `config` for `context` tokens.
 
-    Raises ValueError naming the key that no class of transformers has beside the others.
+    Raises ValueError with the key that no class of transformers has next to the others.
     """
     return family_of(config).write(config, context)
 
@@ -142,15 +142,13 @@ def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
     return rows if dtype is None else rows.to(dtype)
 
 
-def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]]:
-    """The tensors in their order, a new shard whenever the next one would make it larger than
-    `most` bytes.
-    """
+def _shards(config: GPTConfig, itemsize: int, limit: int) -> Iterator[list[Piece]]:
+    """Yield the tensors in their order, in shards of at most `limit` bytes if a tensor fits."""
     shard: list[Piece] = []
     used = 0
     for piece in family_of(config).tensors(config):
         size = itemsize * torch.Size(piece.shape).numel()
-        if shard and used + size > most:
+        if shard and used + size > limit:
             yield shard
             shard, used = [], 0
         shard.append(piece)
@@ -159,9 +157,7 @@ def _shards(config: GPTConfig, itemsize: int, most: int) -> Iterator[list[Piece]
 
 
 def _generation(tokenizers: Path) -> dict[str, Any]:
-    """generation_config.json beside the tokenizer, or one with the ids of its begin- and
-    end-of-text tokens.
-    """
+    """Return the tokenizer's generation_config.json, else one with its BOS and EOS ids."""
     if (tokenizers / "generation_config.json").is_file():
         return untrusted.read_settings(tokenizers / "generation_config.json")
     described = untrusted.read_settings(tokenizers / "tokenizer.json", untrusted.TOKENIZER_SIZE)

@@ -29,10 +29,10 @@ class HostBuffers:
 
     @classmethod
     def of(cls, device: torch.device, block: int) -> HostBuffers:
-        """Those of a block; a second forward pass before the first one's backward gets others."""
-        number = block
-        while (buffers := cls._pool.setdefault((device, number), cls())).in_use:
-            number += 1 << 20
+        """Return the buffers of `block`; a second forward before its backward gets others."""
+        index = block
+        while (buffers := cls._pool.setdefault((device, index), cls())).in_use:
+            index += 1 << 20
         buffers.in_use = True
         return buffers
 
@@ -48,7 +48,7 @@ class HostBuffers:
         return cls._streams[device]
 
     def like(self, name: str, x: Tensor) -> Tensor:
-        """Memory for a tensor like x."""
+        """Return memory for a tensor like x."""
         buffer = self.memory.get(name)
         if buffer is None or buffer.numel() < x.numel() or buffer.dtype != x.dtype:
             self.memory.pop(name, None)  # the old memory goes before the new is there
@@ -83,7 +83,7 @@ class SavedTensors:
             self._copy(self.on_host, self.on_device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors, on their device; work queued from now on waits for their arrival."""
+        """Return the tensors on their device; kernels queued from now on wait for their arrival."""
         self.prefetch()
         if self.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
@@ -104,7 +104,7 @@ class SavedTensors:
 
 
 def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Page-locked memory of `numel` elements, rounded up to pages; MemoryError where there is none.
+    """Return page-locked memory of `numel` elements; MemoryError if there is none.
 
     torch's own allocator would round the size up to a power of two. Pages of 2 MiB are touched and
     pinned several times faster than those of 4 KiB. A process that is forked does not get them: it

@@ -18,15 +18,16 @@ from longctx.runs import checkpoints
 
 
 def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
-    """The model of `config`, with what `lora` adds, without memory for its weights."""
+    """Return the model of `config` with LoRA's additions, without memory for its weights."""
     with torch.device("meta"):
         model = GPT(config, backend)
         return model if lora.rank is None else add_lora(model, lora)
 
 
 def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
-    """Raise ValueError unless the weights in the checkpoint at `path` are those of `model`: by
-    name, shape, precision, and how they lie in the file. None of them is read.
+    """Raise ValueError unless the checkpoint at `path` has the weights of `model`.
+
+    Names, shapes, dtypes and layout in the file are compared; no weight is read.
     """
     weights = checkpoint["state_dict"]
     mine = {f"model.{name}": x for name, x in model.named_parameters()}
@@ -50,10 +51,9 @@ def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
 
 
 def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> GPT:
-    """The model of `config` with the weights of a checkpoint, mapped from disk, and what LoRA added
-    to them.
+    """Return the model of `config` with a checkpoint's weights and LoRA, mapped from disk.
 
-    Raises ValueError if they are not those of this model.
+    Raises ValueError if the weights belong to another model.
     """
     model = skeleton(config, "naive", lora_of(checkpoint))
     check_weights(path, checkpoint, model)

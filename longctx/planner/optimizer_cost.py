@@ -1,6 +1,4 @@
-"""What an optimizer takes of memory and time: its state, and the workspace and arithmetic of an
-update. Free of torch.
-"""
+"""Memory and time of an optimizer: its state, and an update's workspace and FLOPs. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ def block_matrices(block: Block) -> list[tuple[int, int]]:
 
 
 def trained(workload: Workload) -> tuple[int, int]:
-    """Weights that are trained: in matrices of the blocks, and all others; LoRA's are others."""
+    """Count the trained weights: in matrices of the blocks, and all others, LoRA's among them."""
     added = workload.added
     if added:
         return 0, added
@@ -27,33 +25,34 @@ def trained(workload: Workload) -> tuple[int, int]:
 
 
 def state(workload: Workload) -> int:
-    """Bytes of all of the optimizer's state, were it kept in fp32."""
+    """Return the bytes of the optimizer's whole state in fp32."""
     traits = workload.optimizer.traits
     matrices, others = trained(workload)
     return traits.matrix_bytes * matrices + traits.other_bytes * others
 
 
 def state_on_gpu(workload: Workload) -> float:
-    """Bytes of it that lie on the GPU between updates."""
+    """Return the bytes of state on the GPU between updates."""
     return KEPT_SHARE[workload.memory.optimizer_state or "fp32"] * state(workload)
 
 
 def state_on_host(workload: Workload) -> float:
-    """Bytes of it that lie in pinned host memory."""
+    """Return the bytes of state in pinned host memory."""
     return float(state(workload) if workload.memory.optimizer_state == "host" else 0)
 
 
 def workspace(workload: Workload) -> float:
-    """Bytes that an update takes on the GPU besides state: state that comes from the host, and
-    what Newton-Schulz works on.
+    """Return the bytes of an update on the GPU, its resting state apart.
+
+    They hold state that comes from the host, and the matrices of Newton-Schulz.
     """
-    model, iterations = workload.model, workload.optimizer.filled().iterations
+    model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
     added = workload.added
     embedding = int(model.vocab_size or 0) * model.channels
     linear = max(linear.weights for linear in workload.blocks[0].linears.values())
-    largest = added / model.layers if added else max(embedding, 0 if iterations else linear)
+    largest = added / model.layers if added else max(embedding, 0 if orthogonalizes else linear)
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
-    if not iterations:
+    if not orthogonalizes:
         return slices
     # A batch in bf16 before and after an iteration, with two square matrices no larger than it.
     # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
@@ -65,21 +64,24 @@ def workspace(workload: Workload) -> float:
 
 
 def bytes_moved(workload: Workload) -> float:
-    """Bytes that an update with state on the GPU moves through its memory.
+    """Return the bytes that an update with state on the GPU moves through its memory.
 
-    Weights and state are read and written, gradients read twice, once for their norm. Where
-    matrices are orthogonalized, several passes take 36 bytes more.
+    Weights and state are read and written, gradients read twice, once for their norm. The passes
+    of Newton-Schulz take 36 bytes more.
     """
     matrices, others = trained(workload)
     moved = 16 * (matrices + others) + 2 * state_on_gpu(workload)
-    return moved + (36 * matrices if workload.optimizer.filled().iterations else 0)
+    return moved + (36 * matrices if workload.optimizer.traits.orthogonalizes else 0)
 
 
 def products(workload: Workload) -> list[tuple[int, float]]:
-    """Narrow side and FLOPs of Newton-Schulz for each matrix of a block, over all layers: X Xᵀ and
-    its product with X take 2 m² n each, its square 2 m³, for m <= n.
+    """Return the narrow side and FLOPs of Newton-Schulz for each matrix of a block, in all layers.
+
+    X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n.
     """
+    if not workload.optimizer.traits.orthogonalizes:
+        return []
     iterations = workload.optimizer.filled().iterations or 0
     sides = [(min(shape), max(shape)) for shape in block_matrices(workload.blocks[0])]
     times = iterations * workload.model.layers
-    return [(m, times * (4.0 * m * m * n + 2.0 * m**3)) for m, n in sides if times]
+    return [(m, times * (4.0 * m * m * n + 2.0 * m**3)) for m, n in sides]

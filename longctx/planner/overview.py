@@ -135,10 +135,9 @@ def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     if not fitting.fits(step, fitting.room(chip), host):
         return row | {"s/step": "too much"}
     time = fitting.seconds(step, chip)
-    speed = (
-        {} if time is None else {"s/step": time.total, "tokens/s": int(time.tokens / time.total)}
-    )
-    return row | speed
+    if time is None:
+        return row
+    return row | {"s/step": time.total, "tokens/s": int(time.tokens / time.total)}
 
 
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
@@ -237,12 +236,8 @@ def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, An
     if fit == "no" and fitting.fits(config, chip.usable, math.inf):
         fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    return (
-        _chosen(backend, config)
-        | {**terms, "fits": fit}
-        | _sizes(config, host)
-        | _speed(config, chip)
-    )
+    sizes = _sizes(config, host) | _speed(config, chip)
+    return _chosen(backend, config) | terms | {"fits": fit} | sizes
 
 
 def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:

@@ -32,19 +32,12 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
             *({"type": "auto"}, 16384, {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 2048}, 16384),
             "auto: yarn: 2,048 tokens × 8 = 16,384",
         ),
-        (
-            {"type": "linear"},
-            4096,
-            {"rope_type": "linear", "factor": 2.0},
-            4096,
-            "linear: 2,048 tokens × 2 = 4,096",
-        ),
-        (
-            {"type": "dynamic"},
-            4096,
-            {"rope_type": "dynamic", "factor": 2.0},
-            2048,
-            "dynamic: 2,048 tokens × 2 = 4,096",
+        *(
+            ({"type": kind}, 4096, {"rope_type": kind, "factor": 2.0}, context, line)
+            for kind, context, line in (
+                ("linear", 4096, "linear: 2,048 tokens × 2 = 4,096"),
+                ("dynamic", 2048, "dynamic: 2,048 tokens × 2 = 4,096"),
+            )
         ),
         (
             *({"type": "yarn", "factor": 4, "options": {"beta_slow": 2}}, 4096),

@@ -16,14 +16,7 @@ from longctx.config.model_config import LORA_TARGETS, LoraConfig
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.huggingface import pretrained
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "layers": 2,
-    "channels": 24,
-    "heads": 6,
-    "kv_heads": 2,
-    "ffn": 40,
-}
+SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=24, heads=6, kv_heads=2, ffn=40)
 TOKENS = torch.arange(300).view(2, 150) % 61
 
 
@@ -46,15 +39,9 @@ def test_nothing_changes_before_training() -> None:
 @pytest.mark.parametrize(
     ("targets", "memory"),
     [
-        (list(LORA_TARGETS), "fast"),
-        (["qkv", "down"], "balanced"),
-        (["gate_up"], "long"),
-        pytest.param(list(LORA_TARGETS), "balanced", marks=pytest.mark.slow),
-        pytest.param(list(LORA_TARGETS), "long", marks=pytest.mark.slow),
-        pytest.param(["qkv", "down"], "fast", marks=pytest.mark.slow),
-        pytest.param(["qkv", "down"], "long", marks=pytest.mark.slow),
-        pytest.param(["gate_up"], "fast", marks=pytest.mark.slow),
-        pytest.param(["gate_up"], "balanced", marks=pytest.mark.slow),
+        pytest.param(targets, memory, marks=[] if n == m else pytest.mark.slow)
+        for n, targets in enumerate([list(LORA_TARGETS), ["qkv", "down"], ["gate_up"]])
+        for m, memory in enumerate(["fast", "balanced", "long"])
     ],
 )
 def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], memory: str) -> None:

@@ -16,20 +16,13 @@ from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run, run_of
 
-KEYS = [
-    "model=tiny",
-    "model.layers=1",
-    "model.vocab_size=64",
-    "seq_len=33",
-    "batch_size=2",
-    "accumulate=3",
-    "workers=0",
-]
+MODEL = "model=tiny model.layers=1 model.vocab_size=64"
+STEP = "seq_len=33 batch_size=2 accumulate=3 workers=0"
 
 
 @pytest.fixture(scope="module")
 def small() -> Run:
-    config = cli.compose("train", KEYS).config
+    config = cli.compose("train", [*MODEL.split(), *STEP.split()]).config
     return scheduled(config, workload_of(config, "cpu", 33))
 
 

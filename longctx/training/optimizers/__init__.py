@@ -29,6 +29,7 @@ register(
         keys={"momentum": 0.95, "iterations": 5},
         states=("fp32", "bf16", "host"),
         lora=False,
+        orthogonalizes=True,
     ),
 )
 
