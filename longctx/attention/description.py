@@ -79,6 +79,9 @@ class Description:
     # documents, or build block masks, on the host, and no CUDA graph can hold that.
     capturable: bool = False
 
+    # True if bound causal and full masks may be reused by later calls of the same lengths
+    reuses_masks: bool = True
+
     # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -223,6 +226,8 @@ DESCRIPTIONS: dict[str, Description] = {
         needs_gpu="FlexAttention has no backward on a CPU; use attention=flash",
         takes_softcap=True,
         differentiable_lse=True,
+        # a block mask has a part for each pair of tiles
+        reuses_masks=False,
         rates={64: (0.18, 0.21), 128: (0.35, 0.28)},
     ),
     "flash_attn": Description(

@@ -25,6 +25,8 @@ from longctx.attention.description import DESCRIPTIONS, Description, check_optio
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.kernels.attention import Saved
+from longctx.kernels.attention.flash_op import unobserved
+from longctx.kernels.attention.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -204,7 +206,7 @@ class Attention:
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
             self._check_served(qs, mask)
-            bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
+            bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
                 out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self._arguments)
             _record(self.name, kernel)
@@ -311,8 +313,7 @@ def attention(
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
 
     Hq is a multiple of Hkv (grouped-query). fp32, bf16, fp16; any strides; any length from 1 up.
-    `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. Autocast casts the inputs first. A mask
-    that is bound once, `mask.bind(B, Tq, Tk, device)`, spares later calls about ten small kernels.
+    `mask` defaults to `Mask.causal()`, `scale` to D**-0.5. Autocast casts the inputs first.
 
     With `return_lse` also the log-sum-exp of each query's scores, (B, Hq, Tq) float32, natural log.
     Its gradient flows in naive, flash and flex, not in sdpa and flash_attn. A query that sees
@@ -341,11 +342,7 @@ def attention(
     if sinks is None:
         out, lse = caller.with_lse(q, k, v, mask)
         return (out, lse) if return_lse else out
-    if tuple(sinks.shape) != (q.shape[2],):
-        raise ValueError(
-            f"sinks of shape {tuple(sinks.shape)}: "
-            f"give one number for each query head, ({q.shape[2]},)"
-        )
+    _check_sinks(sinks, q)
     if mask.exchange is not None:
         raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
     # sinks scale out by a function of the lse: training needs its gradient
@@ -364,6 +361,33 @@ def _caller(backend: Backend, name: str, scale: float | None, softcap: float | N
     """Return the Attention without options that `attention()` calls, with its answers."""
     assert _backends[name] is backend
     return Attention(name, None, scale, softcap)
+
+
+def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
+    """Return `mask` bound to q (B, Tq, Hq, D) and so many keys.
+
+    Binding launches several small kernels, and callers of `attention()` with a causal or full mask
+    would pay for them in every call. Such masks depend on lengths alone, so the last ones are
+    reused, on the same stream: other streams do not wait for those kernels.
+    """
+    # packed documents change with every batch, and are bound by the caller
+    is_plain = mask.qfirst is None and mask.exchange is None and mask.kind in ("causal", "full")
+    if not (reuses and is_plain and unobserved(q)):
+        return mask.bind(q.shape[0], q.shape[1], keys, q.device)
+    stream = 0
+    if q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():  # a graph would outlive the cached tensors
+            return mask.bind(q.shape[0], q.shape[1], keys, q.device)
+        stream = stream_of(q.get_device())
+    inference = torch.is_inference_mode_enabled()
+    return _plain_mask(mask.kind, mask.window, q.shape[1], keys, q.device, stream, inference)
+
+
+@functools.lru_cache(maxsize=4)  # 16 bytes a token each
+def _plain_mask(
+    kind: str, window: int | None, queries: int, keys: int, device: torch.device, *_: Any
+) -> Mask:
+    return Mask(kind, window).bind(1, queries, keys, device)
 
 
 def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
@@ -402,6 +426,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> N
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
+    if q.is_meta:
+        raise ValueError("q is on the meta device, where nothing is computed; use FakeTensorMode")
     if min(qs) < 1 or min(ks) < 1:
         raise ValueError(
             f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
@@ -421,6 +447,18 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> N
     for name, factor in factors.items():
         if factor is not None and not 0 < factor < float("inf"):
             raise ValueError(f"{name}={factor} must be above 0, and finite")
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless `sinks` has a logit for each head of q (B, T, H, D)."""
+    heads = q.shape[2]
+    if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}: "
+            f"give one number for each query head, ({heads},), in a floating type"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}: move them to {q.device}")
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

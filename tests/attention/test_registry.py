@@ -80,6 +80,7 @@ def test_backends_says_what_is_missing():
         (lambda: Attention("flahs"), "attention=flahs"),
         (lambda: Attention("sdpa", {"kernel": "fastest"}), r"attention\.options\.kernel=fastest"),
         (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
+        (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),
         (lambda: attention(q[0], q, q), "takes q"),
         (
             lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64),
@@ -220,3 +221,24 @@ def test_few_calls_lead_to_the_kernel(monkeypatch):
     monkeypatch.setattr(tiled, "forward", forward)
     attention(q, q.clone().requires_grad_(), q, backend="flash")
     assert len([file for file in files if "longctx" in file]) <= 3
+
+
+def test_plain_masks_are_reused_for_every_batch():
+    def bound(mask, batch, queries, keys, reuses=True):
+        return registry._bound(mask, torch.ones(batch, queries, 1, 16), keys, reuses)
+
+    for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
+        first = bound(mask, 1, 5, 6)
+        assert bound(mask, 4, 5, 6) is first
+        assert bound(mask, 1, 6, 6) is not first
+        fresh = bound(mask, 1, 5, 6, reuses=False)
+        assert fresh is not first
+        assert torch.equal(fresh.first, first.first) and torch.equal(fresh.last, first.last)
+
+
+def test_masks_of_one_batch_are_not_reused():
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    for mask in (Mask.documents(ids), Mask.intervals(torch.zeros(1, 6).int(), ids.int())):
+        before = registry._plain_mask.cache_info().currsize
+        registry._bound(mask, torch.ones(1, 6, 1, 16), 6, True)
+        assert registry._plain_mask.cache_info().currsize == before

@@ -129,7 +129,7 @@ def test_sinks_train_only_with_a_differentiable_lse():
     assert not Backend.description.differentiable_lse
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1)])
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).int()])
 def test_sinks_are_a_number_per_query_head(wrong):
     q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
     with pytest.raises(ValueError, match=r"one number for each query head, \(4,\)"):
