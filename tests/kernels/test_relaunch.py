@@ -1,17 +1,45 @@
-"""Triton loads launchers in threads without mixing them up. Launches need a GPU:
-tests/attention/test_flash_hopper.py."""
+"""What is kept between calls of a shape is bounded, and holds no tensor. Launches need a GPU:
+tests/attention/test_flash_hopper.py. Triton loads launchers in threads without mixing them up."""
 
+import gc
 import shutil
 import sysconfig
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longctx.kernels.attention import relaunch
+from longctx.kernels.attention.relaunch import MapMaker, tensor_map
+
+
+class Descriptor:
+    def __init__(self, base):
+        self.base, self.shape = base, [3, 5]
+
+
+def test_a_map_is_made_once_and_holds_no_tensor():
+    calls = []
+
+    def made(descriptor, metadata):
+        calls.append(metadata)
+        return [descriptor.base.data_ptr(), *descriptor.shape]
+
+    x = torch.zeros(3, 5)
+    alive = weakref.ref(x)
+    one, other = (MapMaker(relaunch._mapped(0, Descriptor(x)), made, name) for name in "ab")
+    assert [tensor_map(one, at) for at in (64, 128, 64)] == [(64, 3, 5), (128, 3, 5), (64, 3, 5)]
+    tensor_map(other, 64)
+    assert calls == ["a", "a", "b"]
+    del x
+    gc.collect()
+    assert alive() is None
+
 
 # An extension module like those that Triton 3.6 makes for each kernel: of one name, init in one
 # phase.

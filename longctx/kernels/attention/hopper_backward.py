@@ -95,7 +95,7 @@ from longctx.kernels.attention.portable import (
     padded_rows,
     preprocess_into,
 )
-from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
 
 
 class Config(NamedTuple):
@@ -703,7 +703,7 @@ def backward(
     buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     # sums, counter and semaphores begin at 0
-    buffer[:zeroed].zero_()
+    zero(buffer, zeroed, stream)
     # addresses in the buffer, whose parts `Launches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
