@@ -9,13 +9,13 @@ the beginning of the assistant's next message.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
@@ -95,13 +95,11 @@ def generate(config: GenerateConfig) -> int:
     model: GPT | None = None
     speed = Speed()
     try:
-        with within_memory(device):
+        with within_memory(device), closing(AnswerFile(config.out)) as answers:
             model = load_model(source, device)
-            # Opened after the model is loaded: a failed load keeps the file of an earlier call.
-            with open(config.out or os.devnull, "w", encoding="utf-8") as answers:
-                for first in range(0, len(prompts), config.batch_size):
-                    numbers = list(range(len(prompts)))[first : first + config.batch_size]
-                    speed = write_batch(config, model, source, prompts, numbers, answers, speed)
+            for first in range(0, len(prompts), config.batch_size):
+                numbers = list(range(len(prompts)))[first : first + config.batch_size]
+                speed = write_batch(config, model, source, prompts, numbers, answers, speed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -138,24 +136,24 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
     """
     machine = this_machine()
     is_cpu = device == "cpu" or machine.gpu is None
-    available = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
-    weights = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
+    there = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
+    needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
     problem = f"out of {'memory' if is_cpu else 'GPU memory'}"
     changes = ["precision=bf16"] if source.dtype == torch.float32 else []
     if not sequences:
-        problem += f" while the model loads: its weights take {weights}"
+        problem += f" while the model loads: its weights take {needs}"
         changes.append("a smaller model")
     else:
         cache = KVCache.bytes_of(source.trained.model, sequences, length, source.dtype)
         problem += (
-            f": weights take {weights}, keys and values of {sequences} "
+            f": weights take {needs}, keys and values of {sequences} "
             f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
         )
         has_scores = source.attention.description.score_bytes is not None
         changes += ["attention=flash"] if has_scores else []
         changes += [f"batch_size={sequences // 2}"] if sequences > 1 else []
         changes += ["a smaller max_new_tokens", "shorter prompts"]
-    return f"{problem}, and there are {available / GIB:.1f}; give {' or '.join(changes)}"
+    return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> list[Prompt]:
@@ -213,7 +211,7 @@ def write_batch(
     source: Source,
     prompts: list[Prompt],
     numbers: list[int],
-    answers: IO[str],
+    answers: AnswerFile,
     speed: Speed,
 ) -> Speed:
     """Continue the prompts with these `numbers` together; print each text as soon as all before it
@@ -284,10 +282,7 @@ class Completion:
 
 
 def shown(
-    prompts: list[Prompt],
-    numbers: list[int],
-    completions: list[Completion],
-    answers: IO[str],
+    prompts: list[Prompt], numbers: list[int], completions: list[Completion], answers: AnswerFile
 ) -> Iterator[None]:
     """Print `completions` in their order, after the last lines of their prompts; each `next` prints
     the new text. A completion that is done goes to `answers`.
@@ -302,14 +297,45 @@ def shown(
             printed = len(completion.text)
             yield
         write(completion.text[printed:] + "\n")
-        row = {"prompt": prompt, "text": completion.text, "new_tokens": completion.tokens}
-        print(json.dumps(row, ensure_ascii=False), file=answers, flush=True)
+        answers.add({"prompt": prompt, "text": completion.text, "new_tokens": completion.tokens})
+
+
+class AnswerFile:
+    """Writes each row to the .jsonl `path` at once; None: nowhere.
+
+    The first row replaces the earlier content of the file. A line that a full disk cuts off is
+    taken back, and the OSError names the file.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.file: BinaryIO | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write one row."""
+        if self.path is None:
+            return
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self.file = self.file or open(self.path, "wb", buffering=0)  # noqa: SIM115 (see `close`)
+        size = self.file.tell()
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError as error:
+            self.file.truncate(size)
+            error.filename = self.path
+            raise
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self.file is not None:
+            self.file.close()
 
 
 def write(text: str) -> None:
     """Print text at once: as it is, on a terminal without control characters."""
     if sys.stdout.isatty():
-        text = "".join(letter if letter in "\n\t" else files.printable(letter) for letter in text)
+        text = "".join(x if x in "\n\t" else files.printable(x) for x in text)
     sys.stdout.write(text)
     sys.stdout.flush()
 
