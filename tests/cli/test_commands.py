@@ -81,7 +81,7 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
         (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),
         (["train", "resume=."], "it has no config.yaml"),
-        (["train", "resume=runs/nothing"], "runs/nothing: no such folder"),
+        (["train", "resume=runs/nothing"], "resume=runs/nothing: no such folder"),
         (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
         (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),
         (["train", "sample_prompt=x\udcff"], r"sample_prompt=x\udcff: not text"),
