@@ -51,69 +51,67 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of `tensor`, all of them if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(x: Tensor) -> Tensor:
+    """Return this rank's rows of x; x itself if it is not sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
-def rows(tensor: Tensor) -> slice:
-    """Return the numbers of this rank's rows, as fully_shard divides them; all if not sharded."""
-    if not isinstance(tensor, DTensor):
-        return slice(0, tensor.shape[0])
-    return rows_of_ranks(tensor)[tensor.device_mesh.get_local_rank()]
+def rows(x: Tensor) -> slice:
+    """Return the numbers of this rank's rows, as fully_shard divides them; all if x is whole."""
+    if not isinstance(x, DTensor):
+        return slice(0, x.shape[0])
+    return rows_of_ranks(x)[x.device_mesh.get_local_rank()]
 
 
-def rows_of_ranks(tensor: Tensor) -> list[slice]:
+def rows_of_ranks(x: Tensor) -> list[slice]:
     """Return the `rows` of every rank of the mesh, in order."""
-    if not isinstance(tensor, DTensor):
-        return [rows(tensor)]
-    size = -(-tensor.shape[0] // tensor.device_mesh.size())
-    starts = [min(rank * size, tensor.shape[0]) for rank in range(tensor.device_mesh.size())]
-    return [slice(start, min(start + size, tensor.shape[0])) for start in starts]
+    if not isinstance(x, DTensor):
+        return [rows(x)]
+    size = -(-x.shape[0] // x.device_mesh.size())
+    starts = [min(rank * size, x.shape[0]) for rank in range(x.device_mesh.size())]
+    return [slice(start, min(start + size, x.shape[0])) for start in starts]
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return all rows of `tensor`, gathered from the ranks; all ranks call it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
+def full(x: Tensor) -> Tensor:
+    """Return all rows of x, gathered from the ranks; all ranks call it."""
+    if not isinstance(x, DTensor):
+        return x
     with measured():
-        return tensor.full_tensor()
+        return x.full_tensor()
 
 
-def like(tensor: DTensor, part: Tensor) -> DTensor:
-    """Return a tensor sharded as `tensor` is; `part` has this rank's rows."""
+def like(x: DTensor, part: Tensor) -> DTensor:
+    """Return a tensor sharded as x is; `part` has this rank's rows."""
     result: DTensor = DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        part, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
     )
     return result
 
 
 @torch.no_grad()
-def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of `tensor` from `first` on; a rank writes only its own rows."""
-    mine = rows(tensor)
+def write(x: Tensor, values: Tensor, first: int = 0) -> None:
+    """Copy `values` to the rows of x from `first` on; a rank writes only its own rows."""
+    mine = rows(x)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:
-        local(tensor)[start - mine.start : stop - mine.start].copy_(
-            values[start - first : stop - first]
-        )
+        local(x)[start - mine.start : stop - mine.start].copy_(values[start - first : stop - first])
 
 
-def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
-    """Fill `tensor` at random, with the same values however it is sharded."""
-    if isinstance(tensor, DTensor):
+def draw(x: Tensor, fill: Callable[[Tensor], Any]) -> None:
+    """Fill x at random, with the same values however it is sharded."""
+    if isinstance(x, DTensor):
         # The whole tensor exists for this moment, so that random numbers are those of one device
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+        values = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device)
         fill(values)
-        write(tensor, values)
+        write(x, values)
     else:
-        fill(tensor)
+        fill(x)
 
 
-def write_rows_of(source: Any, tensor: Tensor) -> None:
-    """Copy to `tensor` its rows of `source`, a tensor or `Rows` of the same whole shape."""
-    mine = rows(tensor)
-    write(tensor, source[mine], mine.start)
+def write_rows_of(source: Any, x: Tensor) -> None:
+    """Copy to x its rows of `source`, a tensor or `Rows` of the same whole shape."""
+    mine = rows(x)
+    write(x, source[mine], mine.start)
 
 
 def reshard(module: nn.Module) -> None:
@@ -149,26 +147,23 @@ def parts(module: nn.Module) -> dict[str, Sharded]:
     """Return this rank's part of each weight of `module`, for a checkpoint."""
     reshard(module)
     return {
-        name: Sharded(local(tensor), tensor.shape, rows_of_ranks(tensor))
-        for name, tensor in module.named_parameters()
+        name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
     }
 
 
 def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the trained weights, in the order of `optimizer`'s state_dict."""
-    names = {id(tensor): name for name, tensor in module.named_parameters()}
-    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+    names = {id(x): name for name, x in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`, whole
     tensors or `Rows`.
     """
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for number, values in saved["state"].items():
         mine = rows(weights[number])
-        state[number] = {
-            key: tensor if tensor.ndim == 0 else tensor[mine] for key, tensor in values.items()
-        }
+        state[number] = {key: x if x.ndim == 0 else x[mine] for key, x in values.items()}
     return {"state": state, "param_groups": saved["param_groups"]}

@@ -21,7 +21,6 @@ from torch import Tensor
 from longctx import files
 from longctx.runs import checkpoint_files, run_folder
 from longctx.runs.checkpoint_files import ALONE, INDEX, Saving, Sharded, Writers
-from longctx.runs.checkpoint_files import Damaged as Damaged
 from longctx.runs.checkpoint_files import verify as verify
 
 FORMAT = 2  # of the content of a checkpoint; checkpoint_files.FORMAT is that of the folder
