@@ -124,17 +124,19 @@ def test_states_of_other_weights_are_refused(path: Path) -> None:
     expected = [(WHOLE["model.c"].shape, names), (WHOLE["model.a"].shape, names)]
     checkpoint = checkpoints.read(path)
     checkpoints.check_states(path, checkpoint, expected)
+    checkpoints.check_finite(path, checkpoint)
     for other in ([(torch.Size([9, 3, 3]), names), expected[1]], expected[:1]):
         with pytest.raises(ValueError, match="optimizer state"):
             checkpoints.check_states(path, checkpoint, other)
 
 
-def test_one_infinite_number_is_found() -> None:
+def test_one_infinite_number_is_found(path: Path) -> None:
     for row in range(7):
         x = torch.zeros(7, 5)
         assert checkpoints.not_finite({"x": x}) is None
         x[row, 3] = (float("nan"), float("inf"), -float("inf"))[row % 3]
         assert checkpoints.not_finite({"y": torch.zeros(0), "x": x}) == "x"
+    assert checkpoints.not_finite(checkpoints.read(path)["state_dict"]) is None
 
 
 def test_files_outside_the_list_are_not_read(path: Path) -> None:

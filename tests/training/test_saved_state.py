@@ -1,5 +1,6 @@
 """A checkpoint with other tensors than its run is refused before anything computes with them."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,7 @@ SHAPES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("change", SHAPES)
+@pytest.mark.parametrize("change", [*SHAPES, lambda x: x.clone().fill_(math.nan)])
 def test_an_average_of_another_model_is_refused(
     change: Change, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
