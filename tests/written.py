@@ -1,6 +1,6 @@
 """Checkpoints that tests write."""
 
-from longctx.runs.checkpoint_files import Saving
+from longctx.runs.checkpoint_write import Saving
 
 
 def write(saving: Saving) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured
 from longctx.model import GPT
-from longctx.runs.checkpoint_files import Sharded
+from longctx.runs.checkpoint_write import Sharded
 
 
 def measure_waits() -> None:

@@ -19,11 +19,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from longctx import files
-from longctx.runs import checkpoint_files, run_folder
-from longctx.runs.checkpoint_files import ALONE, INDEX, Damaged, Saving, Sharded, Writers
-from longctx.runs.checkpoint_files import verify as verify
+from longctx.runs import checkpoint_index, run_folder
+from longctx.runs.checkpoint_index import INDEX, Damaged
+from longctx.runs.checkpoint_index import verify as verify
+from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
 
-FORMAT = 2  # of the content of a checkpoint; checkpoint_files.FORMAT is that of the folder
+FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
 FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
@@ -122,12 +123,12 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
-    content = checkpoint_files.read_index(path)
+    content = checkpoint_index.read(path)
     formats = content["format"], content["longctx"].get("format")
-    if formats != (checkpoint_files.FORMAT, FORMAT):
+    if formats != (checkpoint_index.FORMAT, FORMAT):
         raise ValueError(
             f"{path}: written in format {formats} by another version of longctx; this one reads "
-            f"{(checkpoint_files.FORMAT, FORMAT)}"
+            f"{(checkpoint_index.FORMAT, FORMAT)}"
         )
     states: dict[int, dict[str, Any]] = {
         int(number): {key: torch.tensor(value) for key, value in values.items()}
@@ -227,7 +228,7 @@ def is_finite(tensor: Any) -> Tensor:
 def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
     it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
-    of killed processes, for `checkpoint_files.delete`.
+    of killed processes, for `checkpoint_index.delete`.
     """
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
     paths = run_folder.checkpoints(folder)
@@ -237,7 +238,7 @@ def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     else:
         files.remove(saved.with_name("best.ckpt"))
     leftovers = list(saved.parent.glob(".step-*.ckpt*"))
-    hidden = [checkpoint_files.set_aside(path) for path in paths[:-keep] if path != best]
+    hidden = [checkpoint_index.set_aside(path) for path in paths[:-keep] if path != best]
     files.to_disk(saved.parent)  # or a power failure could bring names back
     return hidden + [path for path in leftovers if path not in hidden]
 

@@ -19,7 +19,7 @@ from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_files import ALONE, Saving, Writers
+from longctx.runs.checkpoint_write import ALONE, Saving, Writers
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState

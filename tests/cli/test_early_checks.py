@@ -11,7 +11,7 @@ import torch
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
-from longctx.runs.checkpoint_files import Saving, Sharded
+from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.written import write
 
 WITHOUT_TORCH = """

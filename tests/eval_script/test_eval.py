@@ -16,7 +16,7 @@ import eval as evaluation
 from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
-from longctx.runs.checkpoint_files import Sharded
+from longctx.runs.checkpoint_write import Sharded
 from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 from tests.processes import ROOT, finished
 from tests.written import write

@@ -38,7 +38,7 @@ from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_files import ALONE, Writers
+from longctx.runs.checkpoint_write import ALONE, Writers
 from tests.written import write
 
 MACHINE = Machine(0, None, False, 2.0**40)

@@ -17,7 +17,7 @@ from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
-from longctx.runs.checkpoint_files import Sharded
+from longctx.runs.checkpoint_write import Sharded
 from tests.training.sample_run import newest, replace_newest
 from tests.written import write
 

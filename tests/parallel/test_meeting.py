@@ -19,7 +19,7 @@ import torch
 
 import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
-from longctx.runs import checkpoint_files, metrics_file, run_folder
+from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import PYTHONPATH, children, descendants, environment, is_alive, state_of
 from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, wait_for_step
@@ -185,7 +185,7 @@ def test_a_lost_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     assert "start it anew" in go_on(tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
     checkpoint.mkdir(parents=True)
-    (checkpoint / checkpoint_files.INDEX).write_text('{"steps_done": 5}')
+    (checkpoint / checkpoint_index.INDEX).write_text('{"steps_done": 5}')
     assert f"resume={tmp_path} goes on" in go_on(tmp_path)
 
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from longctx.evaluation.load import load_model
-from longctx.runs import checkpoint_files, checkpoints, run_folder
-from longctx.runs.checkpoint_files import Sharded, Writers, delete, set_aside
+from longctx.runs import checkpoint_index, checkpoints, run_folder
+from longctx.runs.checkpoint_index import delete, set_aside
+from longctx.runs.checkpoint_write import Sharded, Writers
 from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
 from tests.written import write
 
@@ -58,7 +59,7 @@ def path(tmp_path: Path) -> Path:
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Let the JSON of the checkpoint at `path` say something else, with a checksum that fits."""
-    index = path / checkpoint_files.INDEX
+    index = path / checkpoint_index.INDEX
     content = json.loads(index.read_text())["content"]
     change(content)
     crc32 = zlib.crc32(json.dumps(content).encode())
@@ -152,13 +153,13 @@ def test_files_outside_the_list_are_not_read(path: Path) -> None:
 
 def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.truncate(path / SHARD, 300 << 30)  # sparse
-    sizes, checksum = list[int](), checkpoint_files.checksum
+    sizes, checksum = list[int](), checkpoint_index.checksum
 
     def recorded(file: Any) -> int:
         sizes.append(os.fstat(file.fileno()).st_size)
         return checksum(file)
 
-    monkeypatch.setattr(checkpoint_files, "checksum", recorded)
+    monkeypatch.setattr(checkpoint_index, "checksum", recorded)
     with pytest.raises(checkpoints.Damaged, match=SHARD):
         checkpoints.verify(path)
     assert max(sizes, default=0) < 1 << 20
@@ -192,13 +193,30 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
             load_model(path)
 
 
-def test_a_deleted_checkpoint_is_hidden_first(path: Path) -> None:
-    run, second = path.parents[1], path.with_name("step-00000005.ckpt")
-    shutil.copytree(path, second)
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two checkpoints, in which a step is only a name."""
+    for step in (1, 2):
+        path = run_folder.checkpoint_path(tmp_path, step)
+        path.mkdir(parents=True)
+        write_files(path)
+    return tmp_path
+
+
+def write_files(path: Path) -> None:
+    for name in ("checkpoint.json", *(f"shard-00000-{n:03d}.safetensors" for n in range(5))):
+        (path / name).write_bytes(bytes(100))
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
+    first, second = run_folder.checkpoints(run)
     link = second.with_name(".last.77.ckpt")
     link.symlink_to(second.name)
-    hidden = set_aside(path)
+    hidden = set_aside(first)
     assert run_folder.checkpoints(run) == [second]
     assert delete([hidden, link, run / "gone"], threading.Event()) is None
-    assert list(path.parent.iterdir()) == [second]
-    checkpoints.verify(second)
+    assert names(run) == {second.name} and len(list(second.iterdir())) == 6

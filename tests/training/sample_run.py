@@ -10,7 +10,7 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
-from longctx.runs.checkpoint_files import Saving, Sharded
+from longctx.runs.checkpoint_write import Saving, Sharded
 from longctx.training.resolve import scheduled
 from longctx.training.run import Run
 from tests.written import write

@@ -20,8 +20,8 @@ from longctx import files, system
 from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.planner import hardware
-from longctx.runs import checkpoint_files, checkpoints, metrics_file, run_folder
-from longctx.runs.checkpoint_files import Saving
+from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
+from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
 from tests.processes import killed_at
@@ -56,7 +56,7 @@ def test_a_copy_changes_no_byte(
     for name in ("behind", "waited"):
         assert train.main(overrides(name=name, **every)) == 0
         paths = run_folder.checkpoints(tmp_path / "runs" / name)
-        written[name] = {path.name: checkpoint_files.read_index(path)["files"] for path in paths}
+        written[name] = {path.name: checkpoint_index.read(path)["files"] for path in paths}
         out = capsys.readouterr().out
         saved = [step for step in range(1, 9) if f"saved      after step {step}," in out]
         assert saved == [2, 4, 6, 7]
@@ -79,7 +79,7 @@ def test_training_continues_during_a_save(
     in_the_write(wait_for_steps)
     assert train.main(overrides(name="r", checkpoint_every=2, max_steps=6)) == 0
     assert seen == [".step-00000002.ckpt.partial"]
-    content = checkpoint_files.read_index(run_folder.checkpoints(folder)[-1])
+    content = checkpoint_index.read(run_folder.checkpoints(folder)[-1])
     model = GPTConfig.of_saved(content["longctx"]["config"]["model"])
     count = sum(math.prod(x["shape"]) for x in content["tensors"].values())
     assert count == 3 * model.parameters()  # as planner/test_planner.py counts a copy
@@ -189,7 +189,7 @@ def test_counters_are_of_the_step_that_is_saved(
     folder = tmp_path / "runs" / "r"
     tokens = {row["step"]: row["tokens_seen"] for row in metrics_file.read(folder)}
     for path in run_folder.checkpoints(folder):
-        content = json.loads((path / checkpoint_files.INDEX).read_text())["content"]
+        content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
         step = content["steps_done"]
         assert path == run_folder.checkpoint_path(folder, step)
         assert content["meter"]["tokens_seen"] == tokens[step]

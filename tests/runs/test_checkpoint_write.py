@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from longctx import files
-from longctx.runs import checkpoint_files, checkpoints
-from longctx.runs.checkpoint_files import Saving, Sharded, Writers
+from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
+from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
 from tests.written import write
@@ -42,7 +42,7 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Sharded]:
 
 def read(path: Path) -> dict[str, checkpoints.Rows]:
     """The tensors of a checkpoint."""
-    entries = checkpoint_files.read_index(path)["tensors"]
+    entries = checkpoint_index.read(path)["tensors"]
     return {name: checkpoints.Rows(path, name, entry) for name, entry in entries.items()}
 
 
@@ -82,9 +82,7 @@ def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
     assert not saving.written.done() and not saving.path.exists()
     saving.released.set()
     saving.end()
-    assert checkpoint_files.read_index(tmp_path / "behind") == checkpoint_files.read_index(
-        tmp_path / "waited"
-    )
+    assert checkpoint_index.read(tmp_path / "behind") == checkpoint_index.read(tmp_path / "waited")
     found = read(tmp_path / "behind")
     for name, x in before.items():
         assert torch.equal(found[name][:], x)
@@ -94,7 +92,7 @@ def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
 def test_large_shares_are_several_files(
     behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "PART", 100)
+    monkeypatch.setattr(checkpoint_write, "PART", 100)
     path = tmp_path / "step-00000001.ckpt"
     weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
     saving = Saving(path, {}, whole(weights))
@@ -103,7 +101,7 @@ def test_large_shares_are_several_files(
     files = list(path.glob("*.safetensors"))
     assert 15 <= len(files) <= 24
     assert saving.bytes == sum(file.stat().st_size for file in files)
-    checkpoint_files.verify(path)
+    checkpoint_index.verify(path)
     found = read(path)
     assert all(torch.equal(found[name][:], x) for name, x in weights.items())
 
@@ -147,7 +145,7 @@ def test_rank_0_names_the_folder_last(tmp_path: Path) -> None:
         saving.released.set()
         wait([saving.written])
         if rank == 0:  # which needs no other rank to complete it
-            checkpoint_files.verify(path)
+            checkpoint_index.verify(path)
         saving.end()
 
     assert on_all_ranks(save) == [None] * RANKS
@@ -165,8 +163,8 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from tests.runs.test_checkpoint_files import Held, odd, whole
-from longctx.runs.checkpoint_files import Saving
+from tests.runs.test_checkpoint_write import Held, odd, whole
+from longctx.runs.checkpoint_write import Saving
 from tests.written import write
 folder = Path(sys.argv[1])
 write(Saving(folder / "step-00000001.ckpt", {}, whole(odd())))
@@ -179,10 +177,10 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> 
     killed_at("begun", KILLED, tmp_path)
     partial = tmp_path / ".step-00000002.ckpt.partial"
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001.ckpt", partial.name}
-    checkpoint_files.verify(tmp_path / "step-00000001.ckpt")
+    checkpoint_index.verify(tmp_path / "step-00000001.ckpt")
     (partial / "shard-00000-000.safetensors").touch()  # had it come so far
     write(Saving(tmp_path / "step-00000002.ckpt", {}, whole(odd())))
-    checkpoint_files.verify(tmp_path / "step-00000002.ckpt")
+    checkpoint_index.verify(tmp_path / "step-00000002.ckpt")
     assert not partial.exists()
 
 
