@@ -121,6 +121,13 @@ def exit_code(error: BaseException) -> int:
     return FULL_DISK if is_full(error) else 2
 
 
+def by_step(path: Path) -> tuple[int, str]:
+    """Return the sort key of a checkpoint: names hold at least eight digits, so a longer name is of
+    a later step.
+    """
+    return len(path.name), path.name
+
+
 def check_utf8(text: str, problem: str) -> None:
     """Raise ValueError with `problem` for a name or an argument that is not UTF-8."""
     try:

@@ -294,6 +294,7 @@ def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
     run_folder.check_resumable(folder, given.keys() - {"resume"})
     request = parse.from_file(folder / "config.yaml", arguments)
     request.config.resume = str(folder)
+    run_folder.check_unfinished(folder, request.config.max_steps)
     return request
 
 

@@ -2,32 +2,34 @@
 
 A thread writes the tensors, or a copy of them in host memory so that training may change them
 meanwhile. It talks to no other rank: it leaves a JSON next to its files, and rank 0 completes the
-folder when there is one of each rank. The folder gets its name when all of it is on disk, so a kill
-at any moment leaves it whole or hidden.
+folder when there is one of each rank. Only `begin` and `end` are called by all ranks together.
+The folder gets its name when all of it is on disk, so a kill at any moment leaves it whole or
+hidden.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files
 from longctx.runs import checkpoint_index
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
 
+IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PART = 1 << 30  # bytes of one file, unless a tensor is larger
+CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
 POLL = 0.05  # seconds between looks for the files of other ranks
 
 
@@ -45,45 +47,62 @@ class Sharded(NamedTuple):
 
 
 class Writers(NamedTuple):
-    """The ranks that write, and how they wait for one another before the first file."""
+    """The ranks that write. `agree` waits for all of them and returns the first problem of any."""
 
     rank: int = 0
     ranks: int = 1
-    barrier: Callable[[], None] = lambda: None
+    agree: Callable[[str | None], str | None] = lambda problem: problem
 
 
 ALONE = Writers()
 
 
 class Part(NamedTuple):
-    """The tensors of one safetensors file."""
+    """A safetensors file: a header, then the tensors one after another."""
 
     file: str
-    tensors: dict[str, Tensor]
+    header: bytes
+    tensors: dict[str, tuple[int, Tensor]]  # each with its first byte after the header
+    size: int  # bytes after the header
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def in_memory(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return empty tensors like those of the file in `memory` (`size`,) uint8."""
-        views, end = {}, 0
-        # The widest numbers first, so that all are aligned
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: -item[1].itemsize):
-            start, end = end, end + tensor.nbytes
-            views[name] = memory[start:end].view(tensor.dtype).view(tensor.shape)
-        return views
+    def copy_to(self, memory: Tensor, non_blocking: bool = False) -> None:
+        """Copy the tensors to `memory` (`size` or more,) uint8, in the order of the file."""
+        for start, tensor in self.tensors.values():
+            target = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor.detach(), non_blocking=non_blocking)
 
 
-def parts_of(rank: int, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Divide the `tensors` of a rank into files of about PART bytes."""
-    parts: list[Part] = []
+def parts_of(stem: str, tensors: Mapping[str, Tensor]) -> list[Part]:
+    """Divide `tensors` into files of about PART bytes."""
+    groups: list[dict[str, Tensor]] = []
+    size = 0
     for name, tensor in tensors.items():
-        if not parts or parts[-1].size + tensor.nbytes > PART:
-            parts.append(Part(f"shard-{rank:05d}-{len(parts):03d}.safetensors", {}))
-        parts[-1].tensors[name] = tensor.detach()
-    return parts
+        if not groups or size + tensor.nbytes > PART:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    return [_part(f"{stem}-{n:03d}.safetensors", group) for n, group in enumerate(groups)]
+
+
+def _part(file: str, tensors: Mapping[str, Tensor]) -> Part:
+    """Lay out a file as the safetensors library does: the widest numbers first, so that all are
+    aligned, then by name, and a header padded to 8 bytes.
+
+    The library itself would copy every tensor once more.
+    """
+    header: dict[str, Any] = {}
+    placed: dict[str, tuple[int, Tensor]] = {}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        start, end = end, end + tensor.nbytes
+        offsets = [start, end]
+        dtype, shape = IN_FILES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        placed[name] = (start, tensor)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return Part(file, len(text).to_bytes(8, "little") + text, placed, end)
 
 
 class Saving:
@@ -109,15 +128,18 @@ class Saving:
         self.metadata, self.tensors = metadata, tensors
         self.writers, self.replaced = writers, replaced
         own_rows = {name: share.part for name, share in tensors.items() if len(share.part)}
-        self.parts = parts_of(writers.rank, own_rows)
+        self.parts = parts_of(f"shard-{writers.rank:05d}", own_rows)
         devices = {tensor.device for tensor in own_rows.values()}
         self.gpu = next((device for device in devices if device.type == "cuda"), None)
         self.has_host_tensors = torch.device("cpu") in devices
+        self.memory: list[Tensor] | None = None  # host memory for a copy of each part
         self.copied: torch.cuda.Event | None = None  # when a GPU has made the copy
         self.bytes = 0  # of all files, when the folder is whole
         self.seconds = 0.0  # from `begin` until then
         self.hidden: list[Path] = []  # checkpoints to delete
+        self.deleted_bytes = 0  # of them
         self.warning: str | None = None
+        self._is_left_to_rank_0 = False  # which can read this rank's problem and raises it
         self._is_cancelled = threading.Event()
         self._started = time.monotonic()
 
@@ -136,16 +158,14 @@ class Saving:
         """Begin to write a copy of the tensors in `memory`; all ranks call it. Without `memory` the
         tensors themselves are written and must not change before `end` has returned.
 
-        Raises OSError if rank 0 cannot make the folder.
+        Raises OSError, on every rank, if one of them cannot write.
         """
-        self.metadata = json.loads(json.dumps(self.metadata))  # a copy of today's values
-        if self.writers.rank == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            try:
-                self.partial.mkdir()
-            except OSError as error:
-                raise OSError(self._problem_of(error)) from error
-        self.writers.barrier()
+        problem = None
+        try:
+            self._prepare()
+        except (OSError, ValueError, TypeError) as error:
+            problem = self._problem_of(error)
+        self._raise_agreed(problem)
         if memory is not None:
             self._copy(memory)
         thread = ThreadPoolExecutor(1, "checkpoint")
@@ -153,17 +173,38 @@ class Saving:
         self.deleted = thread.submit(self._delete_replaced)
         thread.shutdown(wait=False)
 
+    def check(self) -> None:
+        """Raise OSError if writing has failed and no other rank will raise it."""
+        if self.written.done() and self.problem and not self._is_left_to_rank_0:
+            self._discard()
+            raise OSError(self.problem)
+
     def end(self) -> None:
-        """Wait until this rank's files are on disk, on rank 0 the whole folder; OSError if they
-        could not be written. The folder then does not appear.
+        """Wait until the folder is whole and on disk; all ranks call it.
+
+        Raises OSError, on every rank, if one of them could not write; the folder then does not
+        appear.
         """
-        if problem := self.problem:
-            raise OSError(problem)
+        problem = self.problem
+        if self.writers.rank != 0:  # rank 0 waits for this rank's files instead of its vote
+            self.check()
+        self._raise_agreed(problem)
 
     def cancel(self) -> None:
         """Stop writing or deleting and wait for the thread."""
         self._is_cancelled.set()
         self.deleted.exception()
+        self._discard()
+
+    def _raise_agreed(self, problem: str | None) -> None:
+        problem = self.writers.agree(problem)
+        if problem is not None:
+            self._discard()
+            raise OSError(problem)
+
+    def _discard(self) -> None:
+        if self.writers.rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def _problem_of(self, error: Exception) -> str:
         if not self.path.parent.exists():
@@ -172,16 +213,21 @@ class Saving:
         reason = " ".join(str(error).split()) or type(error).__name__
         return f"{self.path}: the checkpoint could not be written ({reason})"
 
+    def _prepare(self) -> None:
+        # A copy of today's values; ValueError for NaN and infinity, which JSON does not have
+        self.metadata = json.loads(json.dumps(self.metadata, allow_nan=False))
+        if self.writers.rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir()
+
     def _copy(self, memory: list[Tensor]) -> None:
         """Copy the tensors to `memory`; from a GPU the copy is queued on its stream."""
+        self.memory = memory
         # Moments on the host may be on their way there
         if self.gpu is not None and self.has_host_tensors:
             torch.cuda.synchronize(self.gpu)
-        copies = [part.in_memory(target) for part, target in zip(self.parts, memory, strict=True)]
-        for part, views in zip(self.parts, copies, strict=True):
-            for name, view in views.items():
-                view.copy_(part.tensors[name], non_blocking=True)
-        self.parts = [part._replace(tensors=x) for part, x in zip(self.parts, copies, strict=True)]
+        for part, target in zip(self.parts, memory, strict=True):
+            part.copy_to(target, non_blocking=True)
         if self.gpu is not None:
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record(torch.cuda.current_stream(self.gpu))
@@ -194,7 +240,8 @@ class Saving:
                 self._complete()
         except Exception as error:  # also of memory
             problem = self._problem_of(error)
-            self._discard(problem)
+            if self.writers.rank != 0:
+                self._leave_to_rank_0(problem)
             raise OSError(problem) from error
         if self.writers.rank == 0:
             self._hide_replaced()
@@ -204,7 +251,8 @@ class Saving:
         use_device(self.gpu)
         self._wait_for_copy()
         with ThreadPoolExecutor(AT_ONCE, initializer=lambda: use_device(self.gpu)) as pool:
-            listed = dict(pool.map(self._write_part, self.parts))
+            written = list(pool.map(self._write_part, range(len(self.parts))))
+        listed = {part.file: entry for part, entry in zip(self.parts, written, strict=True)}
         file_of = {name: part.file for part in self.parts for name in part.tensors}
         write_json(self._json_of(self.writers.rank), {"files": listed, "places": file_of})
 
@@ -213,28 +261,42 @@ class Saving:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def _write_part(self, part: Part) -> tuple[str, dict[str, int]]:
-        """Write one file; return its name, size and checksum."""
-        if self._is_cancelled.is_set():
-            raise OSError("cancelled")
-        path = self.partial / part.file
-        save_file({name: x.cpu().contiguous() for name, x in part.tensors.items()}, path)
-        files.as_umask_allows(path)
-        files.to_disk(path)
-        with open(path, "rb") as file:
-            crc32 = checkpoint_index.checksum(file)
-        return part.file, {"bytes": path.stat().st_size, "crc32": crc32}
+    def _write_part(self, number: int) -> dict[str, int]:
+        """Write one file; return its size and checksum."""
+        part = self.parts[number]
+        if self.memory is None:
+            content = torch.empty(part.size, dtype=torch.uint8)
+            part.copy_to(content)
+        else:
+            content = self.memory[number]
+        crc32, size = 0, 0
+        tensors = content.numpy().data[: part.size]
+        chunks = [tensors[start : start + CHUNK] for start in range(0, part.size, CHUNK)]
+        with open(self.partial / part.file, "xb") as file:
+            for chunk in [memoryview(part.header), *chunks]:
+                if self._is_cancelled.is_set():
+                    raise OSError("cancelled")
+                crc32 = zlib.crc32(chunk, crc32)
+                file.write(chunk)
+                file.flush()
+                if hasattr(os, "posix_fadvise"):  # the disk begins now instead of with fsync
+                    os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
+                size += len(chunk)
+            os.fsync(file.fileno())
+        return {"bytes": size, "crc32": crc32}
 
-    def _discard(self, problem: str) -> None:
-        """Remove what is written, as rank 0; leave the `problem` to rank 0, as another rank."""
-        if self.writers.rank == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            return
-        with suppress(OSError):
+    def _leave_to_rank_0(self, problem: str) -> None:
+        """Tell rank 0 that this rank could not write."""
+        try:
             # Make room for the JSON: the disk may be full
             for part in self.parts:
                 (self.partial / part.file).unlink(missing_ok=True)
             write_json(self._json_of(self.writers.rank), {"problem": problem})
+            self._is_left_to_rank_0 = True
+        except FileNotFoundError:  # rank 0 gave up and removed the folder; it raises the reason
+            self._is_left_to_rank_0 = True
+        except OSError:  # this rank raises it
+            pass
 
     def _complete(self) -> None:
         """Wait for the files of all ranks, and give the folder its name."""
@@ -258,7 +320,7 @@ class Saving:
         files.to_disk(self.partial)
         # An earlier process of the run may have saved this step
         earlier = checkpoint_index.set_aside(self.path) if self.path.exists() else None
-        self.partial.rename(self.path)
+        os.rename(self.partial, self.path)
         files.to_disk(self.path.parent)
         if earlier is not None:
             files.remove(earlier)
@@ -285,6 +347,8 @@ class Saving:
         """Hide the checkpoints to delete from readers."""
         try:
             self.hidden = self.replaced()
+            sizes = [file.lstat().st_size for path in self.hidden for file in path.rglob("*")]
+            self.deleted_bytes = sum(sizes)
         except OSError as error:
             self.warning = f"{self.path.parent}: older checkpoints could not be deleted ({error})"
 
@@ -300,7 +364,7 @@ def use_device(device: torch.device | None) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON that is whole, and on disk, when it appears; ValueError for NaN or infinity."""
+    """Write a JSON that is whole, and on disk, when it appears."""
     with files.atomic(path) as partial:
         partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
         files.to_disk(partial)

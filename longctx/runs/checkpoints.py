@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from longctx import files
+from longctx.files import by_step
 from longctx.runs import checkpoint_index, run_folder
 from longctx.runs.checkpoint_index import INDEX, Damaged
 from longctx.runs.checkpoint_index import verify as verify
@@ -229,9 +230,12 @@ def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
     it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
     of killed processes, for `checkpoint_index.delete`.
+
+    Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
-    paths = run_folder.checkpoints(folder)
+    earlier = [path for path in run_folder.checkpoints(folder) if by_step(path) <= by_step(saved)]
+    paths = [path for path in earlier if checkpoint_index.is_intact(path, reads=False)]
     _link("last.ckpt", saved)
     if best in paths:
         _link("best.ckpt", best)

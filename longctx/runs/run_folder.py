@@ -27,6 +27,7 @@ from longctx import files, untrusted
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.train_config import WandbConfig
+from longctx.runs import checkpoint_index
 
 GROUPS = {"memory": MemoryConfig, "passkey": PasskeyConfig, "wandb": WandbConfig}
 KEYS = """
@@ -80,7 +81,10 @@ def check_root(root: Path) -> None:
         with probing as probe, locked(Path(probe)):
             pass
     except OSError as error:
-        raise OSError(f"runs={root}: no run can be made and locked there: {error}") from error
+        raise OSError(
+            f"runs={root}: no folder can be made and locked in {existing}: "
+            f"{error.strerror or error}; choose another"
+        ) from error
 
 
 def check_free(root: Path, name: str | None) -> None:
@@ -159,16 +163,43 @@ os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def find(path: str) -> Path:
-    """Return the folder of the run at `path`; ValueError if it cannot be resumed, OSError if no
-    checkpoint can be written.
+    """Return the folder of the run at `path`; ValueError if it cannot be resumed, OSError if it
+    cannot be written.
     """
     folder = Path(path).expanduser()
-    with untrusted.named(f"resume={path}", errors=(ValueError, FileNotFoundError)):
-        read_config(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"resume={path}: no such folder; give the folder of a run, such as runs/NAME"
+        )
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
+    if not read_config(folder):
+        raise ValueError(
+            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
+            "copy that of the run here again"
+        )
     if not checkpoints(folder):
-        raise ValueError(f"resume={path}: the run has no checkpoint; start it anew")
+        with locked(folder):  # another process may train the run, and write one yet
+            raise ValueError(
+                f"resume={path}: the run has no checkpoint, a step-N.ckpt that holds step N; "
+                "start it anew"
+            )
+    files.check_writable(folder)
     files.check_writable(folder / "checkpoints")
     return folder
+
+
+def check_unfinished(folder: Path, max_steps: int | None) -> None:
+    """Raise ValueError if the newest checkpoint in `folder` is of the last step. A damaged one does
+    not count.
+    """
+    newest = checkpoints(folder)[-1]
+    steps = int(newest.stem.removeprefix("step-"))
+    if max_steps is not None and steps >= max_steps and checkpoint_index.is_intact(newest):
+        raise ValueError(
+            f"resume={folder}: the run has done its {steps:,} steps; to go on, give a larger "
+            "max_steps="
+        )
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -253,8 +284,23 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, damaged ones too."""
-    return sorted((folder / "checkpoints").glob("step-*.ckpt"))
+    """Return the checkpoints of a run, oldest first, damaged ones too. A folder without a JSON, or
+    with the JSON of another step than its name, is none: somebody copied or made it.
+    """
+    paths = (folder / "checkpoints").glob("step-*.ckpt")
+    return sorted((path for path in paths if _is_checkpoint(path)), key=files.by_step)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if not re.fullmatch(r"step-\d{8,}\.ckpt", path.name):
+        return False
+    if path.is_dir() and not os.path.lexists(path / checkpoint_index.INDEX):
+        return False
+    try:
+        steps = checkpoint_index.read(path).get("steps_done")
+    except ValueError:  # damaged, which its reader reports
+        return True
+    return steps is None or path.name == f"step-{steps:08d}.ckpt"
 
 
 def write_config(folder: Path, settings: Any) -> None:
@@ -287,9 +333,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             remedy = f"it holds runs, so give {folder}/*"
         raise ValueError(f"{folder}: not the folder of a run, {remedy}")
     values = untrusted.load_yaml(path, within=folder)
-    # {} would make it a run of the defaults
-    if not isinstance(values, dict) or not values:
-        raise ValueError(f"{path}: not the configuration of a run, which has key: value lines")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: not the configuration of a run; it should hold key: value lines")
     return flat(values)
 
 

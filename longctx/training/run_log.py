@@ -65,6 +65,10 @@ class RunLog(Display):
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
 
+    def deleting(self, size: int) -> None:
+        """Print that the run ends once `size` bytes of older checkpoints are deleted."""
+        self.say(f"deleting   {decimal(size)} of older checkpoints")
+
     def end(self, code: int) -> None:
         """Close bar, file and wandb."""
         self.bar.stop()

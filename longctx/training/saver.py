@@ -38,10 +38,10 @@ class Saver:
 
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
-        self.is_sharded = parallel.strategy.shards_weights
+        self.is_sharded = parallel.strategy == "fsdp"
         self.writers = ALONE
         if self.is_sharded:
-            self.writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
+            self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
         self.memory: list[Tensor] = []  # on the host, for a copy of each part
         self.no_copy = ""  # why there is no memory for it
         self.step = 0  # of the newest checkpoint
@@ -96,7 +96,7 @@ class Saver:
     def check(self) -> None:
         """Log the checkpoint under way when it is written; OSError if it cannot be."""
         if self.saving is not None and self.saving.written.done() and not self.is_agreed:
-            self.saving.end()
+            self.saving.check()
             self._log()
         self._log_warning()
 
@@ -119,7 +119,7 @@ class Saver:
         if self.saving is None:
             return
         if wait([self.saving.deleted], REPORTED_AFTER).not_done:
-            self.log.say("deleting   older checkpoints")
+            self.log.deleting(self.saving.deleted_bytes)
             wait([self.saving.deleted])
         self._log_warning()
 

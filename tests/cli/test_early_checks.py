@@ -11,6 +11,7 @@ import torch
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.planner import hardware
+from longctx.runs import run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.written import write
 
@@ -48,8 +49,9 @@ def write_checkpoint(path: Path) -> None:
         (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
         (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),
         (["train", "name=done"], "name=done: runs/done exists already"),
-        (["train", "runs=/proc/here"], "runs=/proc/here: no run can be made"),
+        (["train", "runs=/proc/here"], "runs=/proc/here: no folder can be made"),
         (["train", "init=nowhere"], "init=nowhere: no such file or folder"),
+        (["train", "resume=runs/done"], "the run has done its 7 steps"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
         (["train", "attention=sdpa", "attention.options.x=1"], "x=1 is not an option of sdpa"),
         (["train", "-m", "seq_len=64,128", "data=text", "data.path=no"], "data.path=no: no such"),
@@ -97,6 +99,19 @@ def test_no_large_library_is_imported_before(
     process = subprocess.run(command, env=env, capture_output=True, text=True)
     assert process.returncode == 2, process.stderr
     assert message in process.stderr
+
+
+def test_a_damaged_last_checkpoint_is_no_end_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000007.ckpt").write_bytes(b"PK cut short")
+    run_folder.check_unfinished(tmp_path, 7)
+    (tmp_path / "checkpoints" / "step-00000008.ckpt").mkdir()
+    run_folder.check_unfinished(tmp_path, 8)
+    (tmp_path / "checkpoints" / "step-00000008.ckpt").rmdir()
+    write_checkpoint(tmp_path / "checkpoints" / "step-00000008.ckpt")
+    run_folder.check_unfinished(tmp_path, 9)
+    with pytest.raises(ValueError, match="8 steps"):
+        run_folder.check_unfinished(tmp_path, 8)
 
 
 def test_processes_that_share_cores_are_said(

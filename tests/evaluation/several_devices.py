@@ -96,7 +96,7 @@ def write_run(run: TrainConfig, folder: Path, sharded: bool, parallel: Parallel)
     writers = ALONE
     if sharded:
         sharding.shard(model, init_device_mesh("cpu", (parallel.ranks,)), None)
-        writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
+        writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
     if sharded or parallel.is_first:
         state = {"random": checkpoints.random_state()}
         write(checkpoints.saving(path, about, state, sharding.parts(module), writers=writers))
@@ -166,7 +166,7 @@ def compared(draw: random.Random, folder: Path) -> dict[str, float]:
     scorer = build_scorer(request, setup, parallel)
     weights = list(scorer.model.parameters())
     held = sum(sharding.local(x).numel() for x in weights) / sum(x.numel() for x in weights)
-    assert not parallel.strategy.shards_weights or held < 1.1 / parallel.ranks
+    assert parallel.strategy != "fsdp" or held < 1.1 / parallel.ranks
     result: dict[str, float] = {}
     if setup is None:
         scorer.serve()

@@ -2,12 +2,11 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
 RANKS = 3
-Barrier = Callable[[], object]
+Agree = Callable[[str | None], str | None]
 
 
 def rows_of_ranks(x: Tensor) -> list[slice]:
@@ -17,9 +16,27 @@ def rows_of_ranks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, len(x))) for start in starts]
 
 
-def on_all_ranks(target: Callable[[int, Barrier], None]) -> list[BaseException | None]:
-    """Run target(rank, barrier) in a thread for each rank; return the error of each, or None."""
-    barrier = threading.Barrier(RANKS, timeout=300)
-    with ThreadPoolExecutor(RANKS) as pool:
-        ranks = [pool.submit(target, rank, barrier.wait) for rank in range(RANKS)]
-    return [rank.exception() for rank in ranks]
+def on_all_ranks(target: Callable[[int, Agree], None]) -> list[object]:
+    """Run target(rank, agree) in a thread for each rank; return the error of each, or None."""
+    barrier, problems = threading.Barrier(RANKS), [None] * RANKS
+    outcomes: list[object] = [None] * RANKS
+
+    def run(rank: int) -> None:
+        def agree(problem: str | None) -> str | None:
+            problems[rank] = problem  # type: ignore[call-overload]
+            barrier.wait(300)
+            first = next((x for x in problems if x is not None), None)
+            barrier.wait(300)
+            return first
+
+        try:
+            target(rank, agree)
+        except OSError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes

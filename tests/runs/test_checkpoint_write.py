@@ -1,6 +1,8 @@
 """Checkpoints are written whole or not at all, also while training changes the tensors."""
 
+import os
 import resource
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -10,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longctx import files
 from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
 from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
-from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
+from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
 
 
@@ -70,6 +73,16 @@ def files_below(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_files_equal_those_of_safetensors(tmp_path: Path) -> None:
+    tensors = {name: x.contiguous() for name, x in odd().items()}
+    write(Saving(tmp_path / "x", {}, whole(odd())))
+    save_file(tensors, tmp_path / "library")
+    (file,) = (tmp_path / "x").glob("*.safetensors")
+    assert file.read_bytes() == (tmp_path / "library").read_bytes()
+    for name, x in load_file(file).items():
+        assert torch.equal(x, tensors[name]) and x.dtype == tensors[name].dtype
+
+
 def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
     before, tensors = odd(), odd()
     about: dict[str, Any] = {"lr": [1.0]}
@@ -93,6 +106,7 @@ def test_large_shares_are_several_files(
     behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_write, "PART", 100)
+    monkeypatch.setattr(checkpoint_write, "CHUNK", 7)
     path = tmp_path / "step-00000001.ckpt"
     weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
     saving = Saving(path, {}, whole(weights))
@@ -116,32 +130,39 @@ def shares(rank: int, sizes: list[int]) -> dict[str, Sharded]:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -> None:
     sizes = [2, 9_000, 2]  # the second rank's rows do not fit
+    problems = [""] * RANKS
 
-    def save(rank: int, barrier: Barrier) -> None:
-        saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, barrier))
+    def save(rank: int, agree: Agree) -> None:
+        saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
         saving.begin(memory_for(saving) if behind else None)
+        wait([saving.written])
+        agree(None)
+        try:
+            saving.check()
+        except OSError as error:
+            problems[rank] = str(error)
         saving.end()
 
     with files_below(100_000):
-        first, second, _ = on_all_ranks(save)
-    assert "rank-00001: " in str(first)
-    for error in (first, second):
-        assert "File too large" in str(error) and files.is_full(error)
+        outcomes = on_all_ranks(save)
+    assert all("File too large" in str(outcome) for outcome in outcomes)
+    # Between two steps rank 0 raises the problem of any rank
+    assert "File too large" in problems[0] and problems[1:] == ["", ""]
     assert not list(tmp_path.iterdir())
 
 
 def test_rank_0_names_the_folder_last(tmp_path: Path) -> None:
     x, path = torch.randn(7, 4), tmp_path / "x"
 
-    def save(rank: int, barrier: Barrier) -> None:
+    def save(rank: int, agree: Agree) -> None:
         cut = rows_of_ranks(x)
         share = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
-        saving = Held(path, {}, share, Writers(rank, RANKS, barrier))
+        saving = Held(path, {}, share, Writers(rank, RANKS, agree))
         saving.hold()
         if rank != 2:
             saving.released.set()
         assert not path.exists()
-        barrier()
+        agree(None)
         saving.released.set()
         wait([saving.written])
         if rank == 0:  # which needs no other rank to complete it
@@ -158,6 +179,51 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     saving.begin(memory_for(saving))
     saving.cancel()
     assert saving.deleted.done() and not list(tmp_path.iterdir())
+
+
+def test_a_save_cancelled_at_its_end_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal ends a thread's join at once; the thread still completes the folder."""
+    is_whole, may_go_on, to_disk = threading.Event(), threading.Event(), files.to_disk
+
+    def slow(path: Path) -> None:
+        if path.suffix == ".partial":
+            is_whole.set()
+            assert may_go_on.wait(300)
+        to_disk(path)
+
+    def interrupt() -> None:
+        assert is_whole.wait(300) and waits.wait(300)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(files, "to_disk", slow)
+    saving = Saving(tmp_path / "x", {}, whole(odd()))
+    waits = threading.Event()
+
+    def wait_to_the_end() -> None:
+        waits.set()
+        saving.end()
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        saving.begin()
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_to_the_end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    threading.Timer(0.3, may_go_on.set).start()
+    saving.cancel()
+    assert may_go_on.is_set() and saving.deleted.done()
+    checkpoint_index.verify(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_number_that_json_lacks_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="could not be written"):
+        write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
+    assert not list(tmp_path.iterdir())
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 and older checkpoints are deleted without a reader ever seeing half of one.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -14,22 +15,24 @@ from typing import Any
 import pytest
 import torch
 
+from longctx import files
 from longctx.evaluation.load import load_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Sharded, Writers
-from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
+from tests.processes import killed_at
+from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
 from tests.written import write
 
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
 SHARD = "shard-00000-000.safetensors"
 
 
-def save(path: Path) -> list[BaseException | None]:
+def save(path: Path) -> list[object]:
     """Write a checkpoint of WHOLE with an optimizer state of twice the weights."""
     random = checkpoints.random_state()
 
-    def write_share(rank: int, barrier: Barrier) -> None:
+    def write_share(rank: int, agree: Agree) -> None:
         cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
         weights = {
             name: Sharded(x[cuts[name][rank]], x.shape, cuts[name]) for name, x in WHOLE.items()
@@ -42,7 +45,7 @@ def save(path: Path) -> list[BaseException | None]:
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         metadata = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
-        writers = Writers(rank, RANKS, barrier)
+        writers = Writers(rank, RANKS, agree)
         write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, writers))
 
     return on_all_ranks(write_share)
@@ -98,10 +101,10 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
 
 def test_a_missing_or_short_file_is_refused(path: Path) -> None:
     file = sorted(path.glob("*.safetensors"))[1]
-    for harm in (lambda: file.write_bytes(file.read_bytes()[:-1]), file.unlink):
-        harm()
-        with pytest.raises(checkpoints.Damaged, match=file.name):
-            checkpoints.verify(path)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert not checkpoint_index.is_intact(path, reads=False)
+    file.unlink()
+    assert not checkpoint_index.is_intact(path)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +223,45 @@ def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
     assert run_folder.checkpoints(run) == [second]
     assert delete([hidden, link, run / "gone"], threading.Event()) is None
     assert names(run) == {second.name} and len(list(second.iterdir())) == 6
+
+
+def test_one_undeletable_file_keeps_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(path: Path) -> None:
+        if path.name.endswith("002.safetensors"):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        path.unlink() if path.is_file() else os.rmdir(path)
+
+    first, second = run_folder.checkpoints(run)
+    hidden = set_aside(first)
+    monkeypatch.setattr(files, "remove", remove)
+    problem = delete([hidden], threading.Event())
+    assert problem is not None and "shard-00000-002.safetensors" in problem
+    assert [path.name for path in hidden.iterdir()] == ["shard-00000-002.safetensors"]
+    assert run_folder.checkpoints(run) == [second]
+
+
+KILLED = """
+import sys, threading, time
+from pathlib import Path
+from longctx import files
+from longctx.runs import checkpoint_index
+remove, left = files.remove, [3]
+def slow(path):
+    if not left[0]:
+        print("half", flush=True)
+        time.sleep(60)
+    remove(path)
+    left[0] -= 1
+files.remove = slow
+checkpoint_index.delete([checkpoint_index.set_aside(Path(sys.argv[1]))], threading.Event())
+"""
+
+
+def test_a_kill_while_deleting_leaves_no_half_checkpoint(run: Path) -> None:
+    first, second = run_folder.checkpoints(run)
+    killed_at("half", KILLED, first)
+    assert run_folder.checkpoints(run) == [second]
+    (left,) = (run / "checkpoints").glob(".*")
+    assert len(list(left.iterdir())) == 4
+    files.remove_partial(run / "checkpoints")
+    assert names(run) == {second.name}

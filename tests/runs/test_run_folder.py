@@ -42,6 +42,15 @@ def test_an_unwritable_root_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_the_newest_checkpoint_has_the_last_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for step in (99_999_999, 100_000_000, 5):
+        (tmp_path / "checkpoints" / f"step-{step:08d}.ckpt").touch()
+    names = [path.stem for path in run_folder.checkpoints(tmp_path)]
+    assert names == ["step-00000005", "step-99999999", "step-100000000"]
+    assert run_folder.checkpoint_of(tmp_path).stem == names[-1]
+
+
 def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from longctx.runs import run_folder\n"
@@ -144,5 +153,5 @@ def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     early_checks.check_training(config)
     assert config.runs == f"{tmp_path}/runs"
     (tmp_path / "runs" / "r").mkdir(parents=True)
-    with pytest.raises(ValueError, match="resume=~/runs/r: "):
+    with pytest.raises(ValueError, match="resume=~/runs/r: not the folder of a run"):
         run_folder.find("~/runs/r")

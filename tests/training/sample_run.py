@@ -56,7 +56,7 @@ def replace_newest(content: dict[str, Any], folder: Path) -> None:
     for number, values in optimizer["state"].items():
         for key, x in values.items():
             if x.ndim:
-                tensors[f"optimizer.{number}.{key}"] = x.clone()
+                tensors[f"optimizer.{number}.{key}"] = x
             else:
                 scalars = saving.metadata["optimizer_scalars"]
                 scalars.setdefault(str(number), {})[key] = float(x)

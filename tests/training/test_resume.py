@@ -1,6 +1,7 @@
 """Resumed runs are the uninterrupted ones bit for bit, and what cannot be resumed is refused."""
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.training.sample_run import (
     newest,
     steps,
     weights,
+    write_checkpoint,
 )
 
 
@@ -231,6 +233,33 @@ def test_a_damaged_newest_checkpoint_is_set_aside(
     assert figures(folder) == figures(straight)
     check_equal_weights(folder, straight)
     load_model(folder)
+
+
+def test_no_checkpoint_goes_for_a_damaged_one(overrides: Overrides, tmp_path: Path) -> None:
+    """Foreign and renamed folders, and one that lost a file, older or newer than all others."""
+    folder = tmp_path / "runs" / "r"
+    every = {"checkpoint_every": 1, "keep_checkpoints": 2}
+    assert train.main(overrides(name="r", max_steps=2, **every)) == 0
+    places = folder / "checkpoints"
+    (places / "step-99999999.ckpt").mkdir()
+    (places / "step-00000000.ckpt").mkdir()
+    first, second = run_folder.checkpoints(folder)
+    for name in ("step-00000009.ckpt", "step-2.ckpt", "step-00000003.ckpt"):
+        shutil.copytree(second, places / name)
+    torn = write_checkpoint(folder, 8)
+    next(torn.glob("*.safetensors")).unlink()
+    before = {path.name for path in places.iterdir()} - {first.name, second.name}
+    assert (places / "last.ckpt").resolve() == second
+    assert train.main([f"resume={folder}", "max_steps=4"]) == 0
+    left = {path.name for path in places.iterdir()}
+    assert {"step-00000003.ckpt", "step-00000004.ckpt"} <= left
+    assert before - {"step-00000003.ckpt", torn.name} <= left
+    assert (places / "last.ckpt").resolve().name == "step-00000004.ckpt"
+    assert newest(folder)["steps_done"] == 4
+    assert run_folder.checkpoint_of(folder).name == "step-00000004.ckpt"
+    load_model(folder)
+    rows = [row["step"] for row in steps(folder)]
+    assert rows == [1, 2, 3, 4]
 
 
 def test_no_intact_checkpoint_is_one_clear_line(

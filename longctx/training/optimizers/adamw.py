@@ -26,7 +26,7 @@ from longctx.training.run import Run
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(model: nn.Module, run: Run) -> TorchAdamW:
+def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
     """Return AdamW over `model`; its moments are stored as `memory.optimizer_state` says."""
     trained = [p for p in model.parameters() if p.requires_grad]
     beta1, beta2 = run.config.betas
@@ -34,7 +34,7 @@ def build(model: nn.Module, run: Run) -> TorchAdamW:
     decayed_or_not = groups(trained, run.config.weight_decay)
     is_whole = not any(isinstance(p, DTensor) for p in trained)
     if stored == "fp32" and is_whole and not all(by_kernel(p) for p in trained):
-        return TorchAdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
+        return torch.optim.AdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
     return AdamW(decayed_or_not, run.lr, (beta1, beta2), stored)
 
 
@@ -62,15 +62,7 @@ def by_kernel(p: Tensor) -> bool:
     return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
 
 
-class TorchAdamW(torch.optim.AdamW):
-    """AdamW by torch's kernels."""
-
-    def state_names(self, p: Tensor) -> tuple[str, ...]:
-        """Return the names of the states that a checkpoint holds of p."""
-        return ("step", *MOMENTS)
-
-
-class AdamW(TorchAdamW):
+class AdamW(torch.optim.AdamW):
     """AdamW by our kernel on a GPU, else by torch's.
 
     Its moments are `stored` next to the weights in fp32 ("fp32") or bf16 ("bf16"), or in pinned
