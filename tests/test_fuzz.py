@@ -196,13 +196,47 @@ lines = st.dictionaries(names, scalars, max_size=6).map(json.dumps) | json_value
 lines |= st.text(max_size=30)
 
 
+def check_view(folder: Path) -> None:
+    try:
+        messages = run_view.read(folder, points=50).notes
+    except (OSError, ValueError) as error:
+        messages = [str(error)]
+    assert all(str(folder) in one and "\n" not in one for one in messages)
+
+
 @given(st.lists(lines, max_size=5), st.booleans())
 @examples(120)
 def test_any_metrics_are_a_run_or_one_line(rows: list[str], is_whole: bool) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place) / "run", rows=None if is_whole else [], tail="\n".join(rows))
-        try:
-            messages = run_view.read(folder, points=50).notes
-        except (OSError, ValueError) as error:
-            messages = [str(error)]
-    assert all(str(folder) in message and "\n" not in message for message in messages)
+        check_view(folder)
+
+
+@given(st.sampled_from(["config.yaml", "kernel.lock.json"]), lines | st.binary(max_size=30))
+@examples(60)
+def test_any_settings_are_a_run_or_one_line(name: str, content: str | bytes) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = make(Path(place) / "run")
+        text = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+        (folder / name).write_bytes(text)
+        check_view(folder)
+
+
+PARTS = ["total", "context", "stride", "kinds", "accuracy", "lengths", "depths", "results", "loss"]
+evaluations = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*PARTS, "checkpoint", "positions"]), inner, max_size=6)
+    ),
+)
+
+
+@given(evaluations.map(json.dumps) | st.text(max_size=20))
+@examples(120)
+def test_any_evaluation_is_shown_or_left_out(content: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = make(Path(place) / "run")
+        (folder / "eval").mkdir()
+        (folder / "eval" / "a.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+        check_view(folder)

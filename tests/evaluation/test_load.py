@@ -45,7 +45,9 @@ def with_begin(plain: Tokenizer) -> Tokenizer:
     return Tokenizer(begins, plain.eos)
 
 
-def test_documents_of_files_are_uncut(folder: Path, tokenizer: Tokenizer) -> None:
+def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
     documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
     assert len(documents) == len(TEXTS)
     for name, ids, n_bytes, n_words, _ in documents:
@@ -56,7 +58,9 @@ def test_documents_of_files_are_uncut(folder: Path, tokenizer: Tokenizer) -> Non
         assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
 
 
-def test_texts_end_as_in_transformers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     model = TrainedModel(GPTConfig(300), tokenizer, tmp_path, tmp_path, 8, None)
     assert model.end_tokens == {tokenizer.eos_id}
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
@@ -67,7 +71,9 @@ def test_texts_end_as_in_transformers(tmp_path: Path, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("learnt", [["abc"], ["😀 😁 😂 😃"] * 9])
-def test_every_byte_of_a_character_counts_once(tmp_path: Path, learnt: list[str]) -> None:
+def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(
+    tmp_path: Path, learnt: list[str]
+) -> None:
     tokenizer = train(learnt, 264)
     for text in ("é!", "😄 !", "\ufffd?", "a"):
         ids = tokenizer.encode(text)
@@ -147,6 +153,17 @@ def test_documents_of_a_run_are_those_of_its_split(
     assert str(run) in capsys.readouterr().err
 
 
+def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: Tokenizer) -> None:
+    run = folder / "run"
+    run.mkdir()
+    with_begin(tokenizer).save(run / "tokenizer.json")
+    (folder / "one.txt").write_text("a rose is a rose \n" * 90)
+    data = {"source": "text", "path": str(folder / "one.txt"), "cache": str(folder / "cache")}
+    (cut,) = of_run(run, {"data": data | {"val_fraction": 0.5}, "seq_len": 64}, "train", "")
+    assert cut.name.endswith("(before its end)")
+    assert cut.n_bytes == len(tokenizer.decode(cut.ids[1:]).encode())
+
+
 def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
     run = folder / "run"
     run.mkdir()
@@ -184,3 +201,9 @@ def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
         answers = data.tokenizer.decode(document.ids[document.scored], special=False)
         assert set(answers.split()) == {"user"}, "no letter of a special token"
         assert (document.n_bytes, document.n_words) == (len(answers), len(answers.split()))
+
+
+def test_the_first_documents_alone_are_read(folder: Path, tokenizer: Tokenizer) -> None:
+    config = DataConfig(source="text", path=str(folder / "docs"))
+    everything = [document.name for document in of_source(config, tokenizer)]
+    assert [document.name for document in of_source(config, tokenizer, 20)] == everything[:20]

@@ -17,6 +17,8 @@ from longctx.evaluation.evaluate import decisive
 from longctx.evaluation.passkey import Cell
 from longctx.evaluation.perplexity import Contexts, Gain, Perplexity, Score
 from longctx.evaluation.positions import Positions
+from longctx.report import run_view
+from longctx.report.compare import rulers
 from longctx.runs import evaluations
 
 
@@ -104,7 +106,14 @@ def test_each_kind_has_a_picture(make: Callable[[], dict[str, Any]], tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_has_null_for_no_number(tmp_path: Path) -> None:
+def test_contents_have_the_numbers_of_each_cell() -> None:
+    assert recalled()["samples"] == 4
+    assert recalled()["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
+    assert recalled()["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
+    assert of_ruler()["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
+
+
+def test_json_has_every_document_and_null_for_no_number(tmp_path: Path) -> None:
     path = tmp_path / "eval" / "x.json"
     evaluations.write({"checkpoint": "runs/a", **result(4).content(str)}, path)
     content = json.loads(path.read_text(), parse_constant=pytest.fail)
@@ -118,6 +127,24 @@ def test_json_has_null_for_no_number(tmp_path: Path) -> None:
     assert not (tmp_path / "y.json").exists()
 
 
+def test_perplexity_that_overflows_is_infinite() -> None:
+    assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
+    assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
+
+
 def test_device_and_batch_size_decide_nothing() -> None:
     assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
     assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())
+
+
+def test_compare_shows_the_scores_of_ruler(tmp_path: Path) -> None:
+    evaluations.write(of_ruler(), tmp_path / "eval" / "ruler-x.json")
+    (tmp_path / "config.yaml").write_text("seq_len: 512\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')
+    table = rulers([run_view.read(tmp_path, 100)])
+    assert table.headings[-2:] == ["512", "2,048"]
+    assert [row[2:] for row in table.rows] == [
+        ["niah_single_2", "100.0", "100.0"],
+        ["qa_1 (own text)", "50.0", "50.0"],
+        ["mean", "75.0", "75.0"],
+    ]

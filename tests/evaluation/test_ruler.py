@@ -89,6 +89,16 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task:
     assert rows[0][0] != rows[1][0]
 
 
+def test_the_same_seed_makes_the_same_texts(tokenizer: Tokenizer) -> None:
+    for task in ("niah_multikey_2", "vt", "qa_2"):
+        first, again, other = (
+            [sample for sample, _ in texts_of(tokenizer, seed=seed).samples(task, LENGTH)]
+            for seed in (1, 1, 2)
+        )
+        assert first == again
+        assert first[0].outputs != other[0].outputs
+
+
 def test_each_task_asks_for_what_it_says(tokenizer: Tokenizer) -> None:
     counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
     texts = texts_of(tokenizer, samples=1)
@@ -106,6 +116,28 @@ def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
     assert {row["score"] for row in scored} == {1.0}
 
 
+def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"ruler\.lengths=\[500\]: vt needs [\d,]+ tokens"):
+        list(measured(Reader(tokenizer), texts_of(tokenizer, tasks=["vt"]), [500], {0}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "outputs", "share", "any_of_them"),
+    [
+        (" 1234567.", ["1234567"], 1.0, 1.0),
+        ("ab and\x00cd", ["AB", "cd", "ef", "gh"], 0.5, 1.0),
+        ("", ["x"], 0.0, 0.0),
+        ("\n\tA b\n", ["a B"], 1.0, 1.0),
+        ("a\tb", ["a b"], 0.0, 0.0),
+    ],
+)
+def test_scores_are_those_of_ruler(
+    answer: str, outputs: list[str], share: float, any_of_them: float
+) -> None:
+    assert score("vt", answer, outputs) == share
+    assert score("qa_1", answer, outputs) == any_of_them
+
+
 def test_scores_are_those_of_lm_eval() -> None:
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness")
     common = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
@@ -120,7 +152,7 @@ def test_scores_are_those_of_lm_eval() -> None:
         assert score("qa_2", answer, [first]) == theirs
 
 
-def test_essays_are_cut_into_sentences() -> None:
+def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:
     assert sentences(essay_words("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
     assert len(sentences(essay_words("x " * 100))) == 3
     unspaced = essay_words("数" * 100 + "。" + "字" * 5)
@@ -185,10 +217,14 @@ def test_questions_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ({}, {"lengths": [64]}, r"ruler\.lengths=64: a number from 128"),
         ({}, {"lengths": [256, 256]}, r"ruler\.lengths=\[256, 256\]: "),
         ({}, {"tasks": ["niah"]}, r"ruler\.tasks=niah: one of "),
+        ({}, {"tasks": []}, r"ruler\.tasks=\[\]: an empty list"),
+        ({}, {"samples": 0}, r"ruler\.samples=0: "),
         ({}, {"squad": "nowhere.json"}, r"ruler\.squad=nowhere.json: "),
         ({}, {"tasks": ["vt"], "squad": __file__}, r"ruler\.squad=.*qa_1"),
         ({"seq_len": 256}, {"lengths": [512]}, "seq_len=256: "),
         ({"stride": 8}, {}, "stride=8: "),
+        ({"batch_size": 8}, {}, "batch_size=8: "),
+        ({"compile": True}, {}, "compile=true: "),
         ({"tasks": ["a"]}, {}, r"tasks=\[a\]: "),
     ],
 )
