@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +68,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     variables = [name for name in NUMBERS if name in environ]
     if variables and (len(variables) == len(NUMBERS) or not in_step):
         processes = _of_torchrun(environ)
-    elif in_step and _number(environ, TASKS, 1) > 1:
+    elif in_step and _number(environ, *TASKS, default=1) > 1:
         processes = _of_srun(environ)
     else:
         _check_allocation(config.devices, environ)
@@ -133,7 +133,11 @@ def number_here(environ: Mapping[str, str] = os.environ) -> int:
     The others are silent, so a number alone, such as RANK=7, must not silence the only process.
     """
     is_torchrun = all(name in environ for name in TORCHRUN)
-    return int(environ["RANK"] if is_torchrun else environ.get("SLURM_PROCID", 0))
+    name, totals = ("RANK", ("WORLD_SIZE",)) if is_torchrun else ("SLURM_PROCID", TASKS)
+    rank = environ.get(name, "")
+    count = next((environ[total] for total in totals if total in environ), "")
+    is_known = rank.isdecimal() and count.isdecimal()
+    return int(rank) if is_known and int(rank) < int(count) else 0
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -153,7 +157,16 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
             f"{', '.join(missing)}: not set, but {present} is; start with torchrun, which sets all "
             f"of {', '.join(TORCHRUN)}, or set none of them"
         )
-    rank, ranks, local_rank, local_ranks = (int(environ[name]) for name in NUMBERS)
+    rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in NUMBERS)
+    for name, value, count in (("RANK", rank, ranks), ("LOCAL_RANK", local_rank, local_ranks)):
+        if value >= count:
+            total = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
+            raise ValueError(f"{name}={value}: of {total}={count} processes; count from 0")
+    if ranks % local_ranks:
+        raise ValueError(
+            f"WORLD_SIZE={ranks}: no multiple of LOCAL_WORLD_SIZE={local_ranks}; start as many "
+            "processes on every node"
+        )
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
     return Launched(
         OWN if STARTED_VARIABLE in environ else by,
@@ -162,12 +175,12 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
         rank,
         local_rank,
         environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        _number(environ, "MASTER_PORT"),
     )
 
 
 def _of_srun(environ: Mapping[str, str]) -> Launched:
-    ranks, nodes = (_number(environ, names, 1) for names in (TASKS, NODES))
+    ranks, nodes = _number(environ, *TASKS), _number(environ, *NODES, default=1)
     spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2) or 4,3
     if "," in spread or ranks % nodes:
         raise ValueError(
@@ -177,22 +190,26 @@ def _of_srun(environ: Mapping[str, str]) -> Launched:
     hosts = next((environ[name] for name in NODE_LISTS if name in environ), "")
     first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
     address = environ.get("MASTER_ADDR", first_host if nodes > 1 else "127.0.0.1")
+    if not address:
+        raise ValueError(
+            "MASTER_ADDR: not set, and no list of SLURM's nodes either; set it to the first node"
+        )
     # All tasks of a step know its numbers, and so agree on a port
-    step = int(environ.get("SLURM_JOB_ID", 0)) + int(environ["SLURM_STEP_ID"])
+    step = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID")
     return Launched(
         by="srun",
         ranks=ranks,
         local_ranks=ranks // nodes,
-        rank=int(environ["SLURM_PROCID"]),
-        local_rank=int(environ["SLURM_LOCALID"]),
+        rank=_number(environ, "SLURM_PROCID"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
         address=address,
-        port=int(environ.get("MASTER_PORT", 15000 + step % 10_000)),
+        port=_number(environ, "MASTER_PORT", default=15000 + step % 10_000),
     )
 
 
 def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
     """Raise ValueError if SLURM has allocated more than this one process starts."""
-    nodes, tasks = (_number(environ, names, 1) for names in (NODES, TASKS))
+    nodes, tasks = (_number(environ, *names, default=1) for names in (NODES, TASKS))
     if nodes > 1:
         raise ValueError(
             f"SLURM: {nodes} nodes, and one process on one of them; start one for each device with "
@@ -206,6 +223,14 @@ def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], names: Sequence[str], default: int) -> int:
+def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
     """Return the value of the first of `names` that is set."""
-    return next((int(environ[name]) for name in names if name in environ), default)
+    name = next((name for name in names if name in environ), names[0])
+    if name not in environ and default is not None:
+        return default
+    text = environ.get(name, "")
+    # Counts and ports begin at 1
+    if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "PORT"))):
+        shown = f"{name}={text}" if name in environ else f"{name}: not set"
+        raise ValueError(f"{shown}; not a number that torchrun or srun would set")
+    return int(text)

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from longctx import system
+from longctx.config.eval_config import EvalConfig
+from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, OWN, Launched, end_started, ended_early
 from longctx.planner.hardware import Machine
 from longctx.runs.run_folder import checkpoints
@@ -44,7 +46,9 @@ class Arrival(NamedTuple):
     rank: int
     pid: int
     host: str
+    local_rank: int
     device: str  # "cuda" or "cpu"
+    gpus: int
     torch: str
     problem: str  # the reason if it cannot take part, else ""
 
@@ -148,24 +152,25 @@ class Meeting:
         os._exit(code)
 
 
-def meet(launched: Launched, here: Arrival) -> Meeting:
+def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) -> Meeting:
     """Wait until all processes of a run are here and fit together.
 
     If one is missing or does not fit, rank 0 raises ValueError, one line. The others raise
     SystemExit, and print a line only if rank 0 itself is missing.
     """
-    seconds = float(os.environ.get(ARRIVAL_VARIABLE, ARRIVAL))
+    seconds = _seconds(ARRIVAL_VARIABLE, ARRIVAL)
     with named(launched, seconds):
         store = open_store(launched, seconds)
         if launched.rank:
             meeting = _join(launched, here, store, seconds)
     if launched.rank == 0:
         peers, problem = _gather(launched, store, seconds)
-        problem = problem or misfit(sorted([here, *peers.values()]))
+        arrivals = sorted([here, *peers.values()])
+        problem = problem or misfit(arrivals)
         meeting = Meeting(launched, here, store, peers)
         meeting.tell({"problem": problem, "here": here})
         if problem:
-            raise ValueError(f"{problem} ({launched})")
+            raise ValueError(f"{problem} ({asked(config, launched, arrivals)})")
     elif launched.by == OWN:
         # From now on rank 1 prints a line if rank 0 is killed, so it must live on
         system.end_with_parent(os.getppid(), 0)
@@ -270,9 +275,12 @@ def misfit(arrivals: list[Arrival]) -> str:
     first, *others = arrivals
     if first.problem:
         return first.problem
-    for other in others:
+    seats = {(first.host, first.local_rank)}
+    for other, rank in zip(others, range(1, len(arrivals)), strict=True):
         if other.problem:
             return f"{other}: {other.problem}"
+        if other.rank != rank:
+            return f"two processes have RANK={other.rank}; give each its own"
         if other.device != first.device:
             return (
                 f"{other} computes on {other.device}, rank 0 on {first.device} ({first.host}); "
@@ -280,7 +288,22 @@ def misfit(arrivals: list[Arrival]) -> str:
             )
         if other.torch != first.torch:
             return f"{other} has torch {other.torch}, rank 0 {first.torch}; install the same one"
+        if (other.host, other.local_rank) in seats and first.device == "cuda":
+            return (
+                f"LOCAL_RANK={other.local_rank}: two processes on {other.host} have it and would "
+                "share a GPU; count up on every machine"
+            )
+        seats.add((other.host, other.local_rank))
     return ""
+
+
+def asked(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[Arrival]) -> str:
+    """Return the layout asked for, the processes started, and the GPUs of the machines."""
+    machines = {arrival.host: f"{arrival.host}: {arrival.gpus} GPUs" for arrival in arrivals}
+    return (
+        f"asked: devices={config.devices} context={config.context.degree} "
+        f"strategy={config.strategy.name}; {launched}; {'; '.join(list(machines.values())[:4])}"
+    )
 
 
 def too_few_gpus(launched: Launched, machine: Machine) -> str:
@@ -298,15 +321,18 @@ def too_few_gpus(launched: Launched, machine: Machine) -> str:
     )
 
 
-def arrival(launched: Launched, device: str, problem: str) -> Arrival:
+def arrival(launched: Launched, device: str, machine: Machine, problem: str) -> Arrival:
     """Return this process as it introduces itself to rank 0."""
+    host, local_rank = socket.gethostname(), launched.local_rank
     version = str(torch.__version__)
-    return Arrival(launched.rank, os.getpid(), socket.gethostname(), device, version, problem)
+    return Arrival(
+        launched.rank, os.getpid(), host, local_rank, device, machine.gpus, version, problem
+    )
 
 
 def collective_timeout() -> timedelta:
     """Return how long a rank waits for another one inside a collective."""
-    return timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE)))
+    return timedelta(seconds=_seconds(COLLECTIVE_VARIABLE, COLLECTIVE))
 
 
 def go_on(folder: Path) -> str:
@@ -315,3 +341,15 @@ def go_on(folder: Path) -> str:
     if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
     return f"{system.typed_command()} train resume={folder} goes on"
+
+
+def _seconds(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable gives instead of `default`."""
+    text = os.environ.get(variable, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e6:
+        raise ValueError(f"{variable}={text}: give a number of seconds")
+    return seconds

@@ -313,13 +313,13 @@ class Parallel:
         shared: T = json.loads(text)
         return shared
 
-    def all_gather_objects(self, value: T) -> list[T]:
-        """Return every rank's `value`, in order."""
-        if self.ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value)
-        return values
+    def all_gather_objects(self, x: T) -> list[T]:
+        """Return every rank's `x`, in order."""
+        every: list[Any] = [x]
+        if self.ranks > 1:
+            every = [None] * self.ranks
+            dist.all_gather_object(every, x)
+        return every
 
     def first_problem(self, problem: str | None) -> str | None:
         """Return, on all ranks, the `problem` of the first rank that has one."""
@@ -349,7 +349,7 @@ def parallel_of(
         raise ValueError(problem)
     meeting = None
     if processes.ranks > 1:
-        meeting = meet(processes, arrival(processes, device, problem))
+        meeting = meet(config, processes, arrival(processes, device, machine, problem))
     return Parallel(config, device, processes, meeting)
 
 

@@ -47,8 +47,12 @@ def test_the_processes_are_those_that_a_launcher_has_started() -> None:
     assert launched(CONFIG, SRUN) == Launched("srun", 4, 2, 2, 0, "gpu07", 18456)
     several = TORCHRUN | SRUN  # torchrun inside srun
     assert launched(CONFIG, several).by == "torchrun"
-    assert number_here(TORCHRUN) == 3 and number_here(SRUN) == 2
-    assert number_here({}) == 0 and number_here({"RANK": "7"}) == 0
+    assert number_here(TORCHRUN) == 3 and number_here(SRUN) == 2 and number_here({}) == 0
+
+
+@pytest.mark.parametrize("alone", [{"RANK": "7"}, {"SLURM_PROCID": "7"}, TORCHRUN | {"RANK": "7"}])
+def test_number_without_others_silences_nobody(alone: dict[str, str]) -> None:
+    assert number_here(alone) == 0
 
 
 def test_one_task_of_srun_starts_the_others_itself() -> None:
@@ -69,12 +73,19 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (changed(TORCHRUN, WORLD_SIZE="5"), "WORLD_SIZE=5: no multiple of LOCAL_WORLD_SIZE=2"),
+        (changed(TORCHRUN, RANK="4"), "RANK=4: of WORLD_SIZE=4"),
+        (changed(TORCHRUN, LOCAL_RANK="2"), "LOCAL_RANK=2: of LOCAL_WORLD_SIZE=2"),
+        (changed(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE=two; not a number"),
+        (changed(TORCHRUN, MASTER_PORT="0"), "MASTER_PORT=0"),
         (changed(TORCHRUN, MASTER_ADDR=None), "MASTER_ADDR: not set"),
         (changed(TORCHRUN, MASTER_PORT=None), "MASTER_PORT: not set"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),
         ({"LOCAL_RANK": "0"}, "RANK, WORLD_SIZE"),
         (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="3,1"), "3,1 tasks on its 2 nodes"),
         (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have the same number"),
+        (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
+        (changed(SRUN, SLURM_STEP_NODELIST=None), "MASTER_ADDR: not set"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "devices=1: SLURM has set 4 tasks aside"),
         ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "SLURM: 2 nodes, and one process"),
         (

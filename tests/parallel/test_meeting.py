@@ -25,7 +25,7 @@ from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, wait_for_step
 
 ABSENT = Path(__file__).parent / "absent.py"
-HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
+HERE = Arrival(0, 100, "node1", 0, "cuda", 2, "2.13.0", "")
 OverridesIn = Callable[..., list[str]]
 Processes = list[subprocess.Popen[str]]
 VICTIMS = ["rank 1", "rank 0", "data worker"]
@@ -162,7 +162,7 @@ def test_only_rank_0_prints_what_is_wrong(
 
 
 def other(**changes: Any) -> Arrival:
-    return HERE._replace(**{"rank": 1, "pid": 101} | changes)
+    return HERE._replace(**{"rank": 1, "pid": 101, "local_rank": 1} | changes)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,9 @@ def other(**changes: Any) -> Arrival:
         (other(), ""),
         (other(device="cpu", host="node2"), "process 1 (PID 101 on node2) computes on cpu"),
         (other(torch="2.11.0"), "has torch 2.11.0, rank 0 2.13.0"),
-        (other(host="node2"), ""),
+        (other(local_rank=0), "LOCAL_RANK=0: two processes on node1"),
+        (other(local_rank=0, host="node2"), ""),
+        (other(rank=2), "two processes have RANK=2"),
         (other(problem="devices=8: too many"), "process 1 (PID 101 on node1): devices=8"),
     ],
 )

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,16 @@ import torch
 
 import train
 from longctx import files, system
-from longctx.runs import metrics_file, run_folder
-from tests.training.sample_run import Overrides, Trained, newest, steps, weights
+from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
+from longctx.training.saver import Saver
+from tests.training.sample_run import (
+    Overrides,
+    Trained,
+    newest,
+    steps,
+    weights,
+    write_checkpoint,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -164,6 +173,19 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
     assert newest(run.folder)["steps_done"] == metrics_file.read(run.folder)[-1]["step"]
 
 
+def test_a_second_signal_ends_a_run_at_once(
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(*_: Any, **__: Any) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2 * system.TOGETHER)
+
+    monkeypatch.setattr(Saver, "save", twice)
+    assert train.main(overrides(name="r", max_steps=2)) == 143
+    assert run_folder.checkpoints(tmp_path / "runs" / "r") == []
+
+
 def test_signals_in_a_validation_end_without_traceback(
     overrides: Overrides, tmp_path: Path
 ) -> None:
@@ -200,6 +222,18 @@ def test_a_start_that_is_stopped_leaves_no_half_run(
     else:
         assert err == "stopped by SIGUSR1\n"
         assert not folder.exists()
+
+
+def test_what_a_kill_left_of_a_checkpoint_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".step-00000002.77.ckpt").touch()
+    write_checkpoint(tmp_path, 1)
+    hidden = checkpoints.tidy(tmp_path, 1, keep=2)
+    assert checkpoint_index.delete(hidden, threading.Event()) is None
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step-00000001.ckpt",
+        "last.ckpt",
+    }
 
 
 @pytest.mark.slow

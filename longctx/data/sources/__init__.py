@@ -100,6 +100,10 @@ class Source(ABC):
         """Return the keys used with this configuration; a mix asks its members."""
         return self.keys
 
+    def ignored(self, config: DataConfig) -> dict[str, str]:
+        """Return the keys without effect in this configuration, each with the reason."""
+        return {"text_column": "data.chat=true reads `messages`"} if config.chat else {}
+
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
 
@@ -172,9 +176,14 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
     vocab_size = overrides.get("data.vocab_size")
     problem = f"data.vocab_size={vocab_size}: data.tokenizer={config.tokenizer} has its own"
     refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
-    for name, value in overrides.items():
-        if name.startswith("data."):
-            check_used(config, name.removeprefix("data."), value)
+    ignored = SOURCES[config.source].ignored(config)
+    for override, value in overrides.items():
+        place, _, name = override.partition(".")
+        if place != "data":
+            continue
+        check_used(config, name, value)
+        message = f"{override}={value}: has no effect, because {ignored.get(name)}; leave it out"
+        refuse((name in ignored, message))
 
 
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:

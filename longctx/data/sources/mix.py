@@ -35,6 +35,13 @@ class Mix(Source):
         inner = [SOURCES[member.source].keys_of(member) for _, member in members(config).values()]
         return self.keys | frozenset().union(*inner).difference(_OWN)
 
+    def ignored(self, config: DataConfig) -> dict[str, str]:
+        used = set(self.keys)
+        for _, member in members(config).values():
+            source = SOURCES[member.source]
+            used |= source.keys_of(member) - source.ignored(member).keys()
+        return dict.fromkeys(self.keys_of(config) - used, "no source of the mix reads it")
+
     def check(self, config: DataConfig) -> None:
         example = "data.mix.long.source=text data.mix.long.path=docs/"
         refuse((not config.mix, f"data.mix is not set; give sources, such as {example}"))

@@ -56,6 +56,11 @@ class Needles(Source):
     keys = frozenset({"path", "length", "text_column", "errors"})
     generated = True
 
+    def ignored(self, config: DataConfig) -> dict[str, str]:
+        if config.paths():
+            return Text().ignored(config)
+        return dict.fromkeys(("text_column", "errors"), "data.path is not set")
+
     def check_files(self, config: DataConfig) -> None:
         Text().check_files(config)
 
