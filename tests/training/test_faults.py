@@ -31,7 +31,7 @@ SCRIPT = Path(train.__file__)
         ({"data.path": "EMPTY"}, "data.path"),
         ({"data.path": "SHORT"}, "none of 5 documents has"),
         ({"runs": "/proc/runs"}, "runs=/proc/runs"),
-        ({"passkey": "true", "passkey.lengths": "[1000000]"}, "too few to fill 1,000,000"),
+        ({"passkey": "true", "passkey.lengths": "[1000000]"}, "passkey.lengths=[1000000]"),
         (
             {"val_every": "1", "data.val_fraction": "0"},
             "val_every=1: no document is left to validate on",
