@@ -5,18 +5,18 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 172,
-    "lines": 34300,
-    "files under 80 lines": 22,
-    "heavy sentences": 1.2,
-    "where": 1.0,
-    "docstrings without a verb": 0.7,
+    "files": 170,
+    "lines": 34100,
+    "files under 80 lines": 21,
+    "heavy sentences": 1.1,
+    "where": 0.9,
+    "docstrings without a verb": 0.5,
     "try": 3.0,
-    "raise": 11.2,
-    "long functions without comments": 5,
+    "raise": 11.0,
+    "long functions without comments": 0,
 }
-FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.1}
-TEST_LINES = 25750
+FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
+TEST_LINES = 24750
 
 
 @pytest.fixture(scope="module")
