@@ -100,9 +100,9 @@ class Source(ABC):
         """Return the keys used with this configuration; a mix asks its members."""
         return self.keys
 
-    def ignored(self, config: DataConfig) -> dict[str, str]:
-        """Return the keys without effect in this configuration, each with the reason."""
-        return {"text_column": "data.chat=true reads `messages`"} if config.chat else {}
+    def ignored(self, config: DataConfig, name: str) -> str:
+        """Return the reason if key `name` has no effect in this configuration, else ""."""
+        return "data.chat=true reads `messages`" if name == "text_column" and config.chat else ""
 
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
@@ -176,14 +176,13 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
     vocab_size = overrides.get("data.vocab_size")
     problem = f"data.vocab_size={vocab_size}: data.tokenizer={config.tokenizer} has its own"
     refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
-    ignored = SOURCES[config.source].ignored(config)
     for override, value in overrides.items():
         place, _, name = override.partition(".")
         if place != "data":
             continue
         check_used(config, name, value)
-        message = f"{override}={value}: has no effect, because {ignored.get(name)}; leave it out"
-        refuse((name in ignored, message))
+        reason = SOURCES[config.source].ignored(config, name)
+        refuse((bool(reason), f"{override}={value}: has no effect, because {reason}; leave it out"))
 
 
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:

@@ -136,12 +136,13 @@ class Text(Source):
         example = "data=text reads a file, folder or glob, data.path=..."
         refuse((not config.paths(), f"data.path is not set; {example}"))
 
-    def ignored(self, config: DataConfig) -> dict[str, str]:
+    def ignored(self, config: DataConfig, name: str) -> str:
+        if name != "text_column" or config.chat:
+            return super().ignored(config, name)
         # Of a missing path there is no file; `check_files` reports it
         formats = {_format(file)[0] for path in config.paths() for _, file in _find(path)}
-        if formats and formats.isdisjoint(OF_ROWS):
-            return {"text_column": "no file of data.path has rows with fields"}
-        return super().ignored(config)
+        has_rows = not formats or not formats.isdisjoint(OF_ROWS)
+        return "" if has_rows else "no file of data.path has rows with fields"
 
     def check_files(self, config: DataConfig) -> None:
         _find_all(config)
