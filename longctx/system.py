@@ -1,5 +1,6 @@
-"""The process of a command and its children: signals that end it in good order, exit codes,
-garbage, and commands that run this package in a child. Torch-free.
+"""The process of a command and its children. Torch-free.
+
+It has the handlers of signals, the exit codes, and the command lines of child processes.
 
 SIGINT is Ctrl-C, SIGTERM `kill` and preemption, SIGHUP a lost terminal. SLURM sends SIGUSR1 before
 the time limit (`--signal=USR1@60`). The exit code is 128 + the number, as in a shell.

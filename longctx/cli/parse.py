@@ -116,7 +116,7 @@ def split_positional(
 ) -> tuple[list[str], dict[str, list[str] | str]]:
     """Separate key=value arguments from values without a key, such as the paths of runs.
 
-    Lists may be written a,b as well as [a,b], except those of train, which sweeps.
+    A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
     """
     known, key_values, paths = keys(schema), list[str](), list[str]()
     names = [name for name, declared in known.items() if declared.rules.positional]

@@ -303,7 +303,7 @@ class _Step:
     def again(self, layer: int) -> float:
         """Return the bytes brought or computed back before a block's backward.
 
-        They are inputs that were not kept, and activations that lay on the host.
+        They are discarded inputs and offloaded activations.
         """
         if self.memory.recompute != "block":
             return 0.0

@@ -194,6 +194,7 @@ class StepBatch:
 
 
 def _unpickled(micro: bytes) -> StepBatch:
+    # Bytes of this run's own data workers alone; no file is ever unpickled
     return StepBatch(pickle.loads(micro))
 
 
