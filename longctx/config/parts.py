@@ -42,13 +42,69 @@ class Linear(NamedTuple):
         return self.weights + (self.outputs if self.has_bias else 0)
 
 
+class Fold:
+    """How a tensor of a Hugging Face folder becomes rows of a parameter, and these a tensor again.
+
+    This one changes nothing. Folding once, at load, spares a switch in every forward pass.
+    """
+
+    widens = False  # the parameter is in fp32, whatever the folder is in
+
+    def load(self, tensor: Any) -> Any:
+        """Return our rows of a folder's `tensor`."""
+        return tensor
+
+    def save(self, rows: Any) -> Any:
+        """Return the folder's tensor of our `rows`."""
+        return rows
+
+
+class OnePlus(Fold):
+    """The folder has w for a weight of 1 + w, as Gemma's norms.
+
+    A w in bf16 comes back exactly if it is 0 or at least 2**-16 in size. A smaller one, and one in
+    fp32, comes back within 2**-24; then too, 1 + w is the same number again.
+    """
+
+    widens = True
+
+    def load(self, tensor: Any) -> Any:
+        return tensor.float() + 1
+
+    def save(self, rows: Any) -> Any:
+        return rows.float() - 1
+
+
+@dataclass(frozen=True)
+class Interleaved(Fold):
+    """The folder's rotary pairs are channels 2i and 2i + 1, as in GLM-4; here they are half a head
+    apart. Only the first `rotated` channels of each head are paired.
+    """
+
+    head_size: int
+    rotated: int
+
+    def load(self, tensor: Any) -> Any:
+        return self._paired(tensor, (-1, 2))
+
+    def save(self, rows: Any) -> Any:
+        return self._paired(rows, (2, -1))
+
+    def _paired(self, rows: Any, pairs: tuple[int, int]) -> Any:
+        moved = rows.clone()
+        heads = moved.unflatten(0, (-1, self.head_size))[:, : self.rotated]
+        heads.copy_(heads.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
+        return moved
+
+
 class Piece(NamedTuple):
-    """A tensor of a Hugging Face folder: rows `first` and on of the parameter `ours`."""
+    """A tensor of a Hugging Face folder: rows `first` and on of the parameter `ours`, folded."""
 
     theirs: str
     ours: str
     first: int
     shape: tuple[int, ...]
+    fold: Fold = Fold()
 
 
 class Pass(NamedTuple):

@@ -103,9 +103,10 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
 
 def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, folder: Path) -> None:
     parameters = dict(model.named_parameters())
-    itemsize = (dtype or model.embed.weight.dtype).itemsize
-    shards = list(_shards(model.config, itemsize, shard_bytes))
+    common = dtype or model.embed.weight.dtype
+    shards = list(_shards(model.config, common.itemsize, shard_bytes))
     placed: dict[str, str] = {}
+    size = 0
     flawed: str | None = None
     for number, shard in enumerate(shards, start=1):
         name = (
@@ -113,14 +114,17 @@ def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, fold
             if len(shards) > 1
             else "model.safetensors"
         )
-        tensors = {piece.theirs: _rows(parameters[piece.ours], piece, dtype) for piece in shard}
+        tensors: dict[str, Tensor] = {}
+        for piece in shard:
+            own = common if piece.fold.widens else dtype
+            tensors[piece.theirs] = _rows(parameters[piece.ours], piece, own)
         flawed = flawed or not_finite(tensors)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.as_umask_allows(folder / name)
         placed |= dict.fromkeys(tensors, name)
+        size += sum(x.nbytes for x in tensors.values())
     warn_of_not_finite(flawed)
     if len(shards) > 1:
-        size = sum(x.numel() * (dtype or x.dtype).itemsize for x in parameters.values())
         write_json(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": size}, "weight_map": placed},
@@ -138,7 +142,7 @@ def warn_of_not_finite(name: str | None) -> None:
 
 
 def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
-    rows = parameter.detach()[piece.first : piece.first + piece.shape[0]]
+    rows = piece.fold.save(parameter.detach()[piece.first : piece.first + piece.shape[0]])
     return rows if dtype is None else rows.to(dtype)
 
 

@@ -64,7 +64,11 @@ def pretrained(
     stored = check_weights(config, folder)
     with torch.device("meta"):
         model = GPT(config, attention)
-    model = model.to(dtype or DTYPES[stored[EMBEDDING].dtype]).to_empty(device=device)
+    model = model.to(dtype or DTYPES[stored[EMBEDDING].dtype])
+    for piece in read_model(folder)[0].tensors(config):
+        if piece.fold.widens:
+            model.get_parameter(piece.ours).data = model.get_parameter(piece.ours).data.float()
+    model = model.to_empty(device=device)
     load_weights(model, folder)
     return model
 
@@ -86,7 +90,7 @@ def load_weights(
     for piece in family.tensors(source):
         # opened for each tensor: the pages of a file count as ours for as long as it is mapped
         with safe_open(stored[piece.theirs].file, framework="pt") as file:
-            tensor = file.get_tensor(piece.theirs)
+            tensor = piece.fold.load(file.get_tensor(piece.theirs))
             write(parameters[piece.ours], tensor, piece.first)
             del tensor
 
@@ -120,7 +124,8 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     # tensor by tensor
     stored = inventory(folder)
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
-    for name, _, _, shape in family.tensors(source):
+    for piece in family.tensors(source):
+        name, shape = piece.theirs, piece.shape
         tensor = stored.get(name)
         if tensor is None:
             raise ValueError(f"{folder}: no tensor {name}, which its config.json asks for")

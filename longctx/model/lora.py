@@ -160,7 +160,8 @@ def export_adapter(
             place = f"base_model.model.{piece.theirs.removesuffix('.weight')}"
             rows = slice(piece.first, piece.first + piece.shape[0])
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
-            tensors[f"{place}.lora_B.weight"] = layer.lora_b.detach()[rows].clone()
+            lora_b = piece.fold.save(layer.lora_b.detach()[rows])
+            tensors[f"{place}.lora_B.weight"] = lora_b.clone()
 
     warn_of_not_finite(not_finite(tensors))
     # peft scales by lora_alpha / r, so alpha is our scaling times the rank
