@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 170,
-    "lines": 34165,
+    "lines": 34240,
     "files under 80 lines": 21,
     "heavy sentences": 1.1,
     "where": 0.9,

@@ -6,9 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, build, key
+from longctx.config.fields import Group, build, group, key
 from longctx.config.parts import Attention, Block, FeedForward, Norm, Rope
 from longctx.config.rope_config import check_scaling
+
+
+@dataclass
+class Multipliers(Group):
+    """Factors on the way of the residual stream, as in Granite and Gemma."""
+
+    prefix = "model.multipliers."
+    embedding: float = key(1.0, "factor of the embedded tokens, as in Gemma and Granite", above=0)
+    residual: float = key(
+        1.0, "factor of what attention and MLP add to the residual stream, as in Granite", above=0
+    )
+    logits: float = key(1.0, "factor of the logits, as in Granite", above=0)
+    logit_softcap: float | None = key(
+        None,
+        "c: logits become c · tanh(logit / c), as in Gemma 2; null: as they are",
+        above=0,
+    )
 
 
 @dataclass
@@ -67,6 +84,7 @@ class GPTConfig(Group):
         "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
         above=0,
     )
+    multipliers: Multipliers = group(Multipliers)
     context: int | None = key(
         None,
         "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
@@ -114,14 +132,16 @@ class GPTConfig(Group):
         )
         mlp = FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias)
         attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
+        branch_scale = self.multipliers.residual
         if self.norms == "pre":
             mlp_norm = Norm("mlp_norm", "post_attention_layernorm", C, eps)
-            return Block(attention_norm, attention, mlp_norm, mlp)
+            return Block(attention_norm, attention, mlp_norm, mlp, branch_scale)
         return Block(
             attention_norm,
             attention,
             Norm("mlp_norm", "pre_feedforward_layernorm", C, eps),
             mlp,
+            branch_scale,
             attention_out_norm=Norm("attention_out_norm", "post_attention_layernorm", C, eps),
             mlp_out_norm=Norm("mlp_out_norm", "post_feedforward_layernorm", C, eps),
         )

@@ -307,6 +307,7 @@ class Block:
     attention: Attention
     mlp_norm: Norm
     mlp: FeedForward
+    branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     # of what attention and MLP add to the residual stream, if it is normalized
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
@@ -356,8 +357,9 @@ class Block:
         """Return the bytes that the backward of the part after attention takes, at its peak."""
         e, C, q, n = p.activation, self.mlp.size, self.attention.query_size, p.tile
         needed = e * C * p.tokens + self.mlp.backward(p)  # the gradient that comes in
-        if self.mlp_out_norm is not None:  # the gradient of its input too
-            needed += e * C * (p.tokens if p.recompute == "none" else n)
+        # The gradient of what is normalized or scaled too
+        scaled = (self.mlp_out_norm is not None) + (self.branch_scale != 1)
+        needed += scaled * e * C * (p.tokens if p.recompute == "none" else n)
         if p.recompute == "none":
             return needed + p.fp8_input * C * p.tokens  # transposed in FP8
         needed += 3 * e * C * n  # projection, norm, output

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.attention import Mask
@@ -204,7 +203,7 @@ class Decoder:
         return self._logits(x[:, 0])
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.model.embed.weight).to(self.dtype)
+        return self.model.embedded(tokens, self.model.embed.weight).to(self.dtype)
 
     def _through_blocks(
         self, x: Tensor, block_of: Callable[[int], Callable[..., Tensor]]
@@ -222,7 +221,7 @@ class Decoder:
             self.head.copy_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.model.norm(x), self.head)
+        return self.model.logits(self.model.norm(x), self.head)
 
 
 def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:

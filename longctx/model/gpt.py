@@ -23,7 +23,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Norm
 from longctx.model import compile_cache
 from longctx.model.layers import Block, RMSNorm, StreamNorm
-from longctx.model.loss import IGNORED, linear_cross_entropy
+from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
 from longctx.model.recompute import (
     checkpointed_blocks,
     checkpointed_mlp,
@@ -159,7 +159,7 @@ class GPT(nn.Module):
             embedding, lm_head = _TiedWeight.apply(self.embed.weight)
 
         tokens = shards.local(F.pad(tokens, (0, N - T)))
-        x = F.embedding(tokens, embedding, sparse=tied_in_place)
+        x = self.embedded(tokens, embedding, tied_in_place)
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -168,15 +168,29 @@ class GPT(nn.Module):
 
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
-            return F.linear(x, lm_head)
+            return self.logits(x, lm_head)
         # The mean is over target tokens of whole sequences; a rank knows only its own share
         if reduction == "mean" and context.ranks.count > 1:
             mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
-        loss = linear_cross_entropy(x, lm_head, targets, chunk, reduction, scale)
+        m = self.config.multipliers
+        loss = linear_cross_entropy(
+            x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap
+        )
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
+
+    def embedded(self, tokens: Tensor, weight: Tensor, sparse: bool = False) -> Tensor:
+        """Return the rows of the embedding `weight` that enter the first block."""
+        x = F.embedding(tokens, weight, sparse=sparse)
+        factor = self.config.multipliers.embedding
+        return x if factor == 1 else x * factor
+
+    def logits(self, x: Tensor, lm_head: Tensor) -> Tensor:
+        """Return the logits (..., V) of the normed x (..., C)."""
+        m = self.config.multipliers
+        return shaped(F.linear(x, lm_head), m.logits, m.logit_softcap)
 
     def _masks(self, mask: Mask, shards: Shards) -> list[Mask]:
         """The mask of each layer; each window's is made once, for all layers that have it."""

@@ -164,6 +164,7 @@ class Block(nn.Module):
         self.mlp_norm = block.mlp_norm.build()
         self.mlp = block.mlp.build()
         self.mlp_out_norm = optional(block.mlp_out_norm)
+        self.branch_scale = block.branch_scale
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
         self.always_needs_value = block.mlp_out_norm is not None
 
@@ -176,6 +177,10 @@ class Block(nn.Module):
         """
         return function(self, *arguments)
 
+    def scaled(self, branch: Tensor) -> Tensor:
+        """Return what a branch adds to the residual stream."""
+        return branch if self.branch_scale == 1 else branch * self.branch_scale
+
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the block's input."""
         return self.attention.project(self.attention_norm(x), cos, sin)
@@ -183,8 +188,9 @@ class Block(nn.Module):
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
         branch = self.attention_out_norm(self.attention.out(out.flatten(2)))
-        x, normed = self.mlp_norm.add_and_norm(x, branch)
-        return x + self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
+        x, normed = self.mlp_norm.add_and_norm(x, self.scaled(branch))
+        branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
+        return x + self.scaled(branch)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)

@@ -9,6 +9,9 @@ never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multi
 incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of
 the inputs, or in autocast's.
 
+Logits may have a factor s and a cap c: z = c tanh(s W h / c), and then dz is multiplied by
+s (1 - (z / c)²) on its way to h and W.
+
 On a GPU one kernel makes dz of a chunk's z in place (elementwise/cross_entropy.py). There logits
 with a gradient are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an
 evaluation stay in fp32.
@@ -31,6 +34,7 @@ if HAS_TRITON:
     from longctx.kernels import cross_entropy
 
 IGNORED = -100
+Shape = tuple[float, float | None]  # factor and softcap of logits
 
 
 def linear_cross_entropy(
@@ -40,9 +44,11 @@ def linear_cross_entropy(
     chunk: int,
     reduction: str = "mean",
     scale: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not
-    scored.
+    scored. Logits are multiplied by `logit_scale`, then capped: softcap · tanh(z / softcap).
 
     It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where
     no token is scored both are 0 with zero gradients. "none" gives a loss per token, 0 where not
@@ -53,25 +59,32 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    shape = logit_scale, softcap
     if reduction == "none":
         with torch.no_grad():
-            return _Chunks(flat, weight).losses(t, chunk).view(targets.shape)
+            return _Chunks(flat, weight, shape).losses(t, chunk).view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
     if reduction == "mean":
         scale = scale / (t != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk)
+        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk, shape)
         return total
-    return _Chunks(flat, weight).losses(t, chunk).sum() * scale
+    return _Chunks(flat, weight, shape).losses(t, chunk).sum() * scale
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        chunk: int,
+        shape: Shape,
     ) -> Tensor:
-        chunks = _Chunks(hidden, weight, scale, *ctx.needs_input_grad[:2])
+        chunks = _Chunks(hidden, weight, shape, scale, *ctx.needs_input_grad[:2])
         total = chunks.losses(targets, chunk).sum() * scale
         ctx.gradients = chunks.dh, chunks.dw
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -87,7 +100,7 @@ class _SummedLoss(torch.autograd.Function):
         (dh, dw), ctx.gradients = ctx.gradients, None
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
-        return dh, dw, None, None, None
+        return dh, dw, None, None, None, None
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
@@ -95,6 +108,17 @@ def _times(x: Tensor, by: Tensor) -> Tensor:
     if not fused(x.device, x.dtype):
         return x.mul_(by)
     return cross_entropy.multiply_(x, by)
+
+
+def shaped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Return the logits z times `scale`, then capped; z itself may be overwritten."""
+    if scale != 1:
+        z = z.mul_(scale)
+    if softcap is None:
+        return z
+    z = z.div_(softcap).tanh_()
+    # The gradient of tanh needs its value
+    return z * softcap if torch.is_grad_enabled() else z.mul_(softcap)
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:
@@ -113,6 +137,7 @@ class _Chunks:
         self,
         hidden: Tensor,
         weight: Tensor,
+        shape: Shape,
         scale: Tensor | None = None,
         need_dh: bool = False,
         need_dw: bool = False,
@@ -122,7 +147,10 @@ class _Chunks:
             dtype = torch.get_autocast_dtype(hidden.device.type)
         self.hidden, self.weight = hidden, weight.to(dtype)
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
+        self.logit_scale, self.softcap = shape
         self.scale = torch.ones((), device=hidden.device) if scale is None else scale
+        if self.logit_scale != 1:  # of the gradients, since dz is that of scaled logits
+            self.scale = self.scale * self.logit_scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
         self.begun = False  # whether dw holds the sum of earlier chunks
@@ -143,12 +171,15 @@ class _Chunks:
             t = targets[rows, None].masked_fill(ignored, 0)
             # (n, C); an ignored token adds nothing to dW
             h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
-            logp = self._logits(h).log_softmax(dim=-1)  # (n, V)
+            z = self._logits(h)  # (n, V)
+            logp, slope = z.log_softmax(dim=-1), self._slope_(z)
+            del z
             loss = -logp.gather(1, t)
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
             if self.dh is None and self.dw is None:
                 continue
-            dz = logp.exp_().scatter_(1, t, torch.expm1(-loss)).mul_(self.scale).to(self.dtype)
+            dz = logp.exp_().scatter_(1, t, torch.expm1(-loss)).mul_(self.scale)
+            dz = (dz if slope is None else dz.mul_(slope)).to(self.dtype)
             if self.dh is not None:
                 self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)
             if self.dw is not None:
@@ -164,8 +195,18 @@ class _Chunks:
             return
         if self.z is None:
             self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
-        z = torch.mm(h, self.weight.t(), out=self.z[: len(h)])
+        z, slope = self.z[: len(h)], None
+        if self.logit_scale == 1:
+            torch.mm(h, self.weight.t(), out=z)
+        else:  # before anything is rounded
+            torch.addmm(z, h, self.weight.t(), beta=0, alpha=self.logit_scale, out=z)
+        if self.softcap is not None:
+            wide = shaped(z.to(self.accumulate, copy=True), 1.0, self.softcap)
+            z.copy_(wide)
+            slope = self._slope_(wide)
         cross_entropy.cross_entropy_(z, targets, losses, self.scale)
+        if slope is not None:
+            z.mul_(slope)
         if self.dh is not None:
             torch.mm(z, self.weight, out=self.dh[rows])
         if self.dw is not None:
@@ -174,8 +215,16 @@ class _Chunks:
     def _logits(self, h: Tensor) -> Tensor:
         if h.is_cuda and self.dtype != self.accumulate:
             # The matmul's fp32 sums as they are, never rounded to 16 bits.
-            return torch.mm(h, self.weight.t(), out_dtype=self.accumulate)
-        return (h @ self.weight.t()).to(self.accumulate)
+            z = torch.mm(h, self.weight.t(), out_dtype=self.accumulate)
+        else:
+            z = (h @ self.weight.t()).to(self.accumulate)
+        return shaped(z, self.logit_scale, self.softcap)
+
+    def _slope_(self, z: Tensor) -> Tensor | None:
+        """Return the cap's derivative at capped logits z, in their memory; None: no cap."""
+        if self.softcap is None:
+            return None
+        return z.div_(self.softcap).square_().neg_().add_(1)
 
     def _add_to_dw(self, dz: Tensor, h: Tensor) -> None:
         """dw += dzᵀ h, or dw = dzᵀ h with the first chunk."""

@@ -186,7 +186,9 @@ class _Step:
         # Added to the head's in place
         sparse = tied and self.device == "cuda" and not self.workload.deterministic
         last += 0.0 if sparse else embedding
-        tokens = {GRADIENTS: last, KEPT: (FP32 + self.e) * self.C * self.N}
+        # The gradient in fp32 next to what it is made of
+        of = self.e if self.model.multipliers.embedding == 1 else FP32
+        tokens = {GRADIENTS: last, KEPT: (FP32 + of) * self.C * self.N}
         yield "backward of the embedding", _sum(always, tokens)
 
     def moments(self) -> Iterator[tuple[str, Terms]]:
@@ -298,7 +300,8 @@ class _Step:
         """
         weight = (self.copy + self.gradient) * self.V * self.C
         hidden = ((self.e if self.kernels else FP32) + 2 * self.e) * self.C * self.N
-        return {LOSS: weight + hidden + self.logits(self.e) + FP32 * self.N}
+        slopes = 0 if self.model.multipliers.logit_softcap is None else FP32
+        return {LOSS: weight + hidden + self.logits(self.e + slopes) + FP32 * self.N}
 
     def again(self, layer: int) -> float:
         """Return the bytes brought or computed back before a block's backward.

@@ -97,8 +97,11 @@ def test_extreme_logits() -> None:
     assert z.isfinite().all()
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "factor", "cap"),
+    [(1, 1.0, None), (100, 1.0, None), (7, 0.3, None), (7, 1.0, 3.0), (9, 2.0, 3.0)],
+)
+def test_the_chunked_loss_by_the_kernel(chunk: int, factor: float, cap: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
@@ -106,8 +109,11 @@ def test_the_chunked_loss_by_the_kernel(chunk: int) -> None:
     targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
     targets[::3] = -100
     scale = torch.tensor(0.375, device=DEVICE)
-    loss = linear_cross_entropy(hidden, weight, targets, chunk, scale=scale)
-    want = 0.375 * F.cross_entropy(hidden.double() @ weight.double().t(), targets)
+    loss = linear_cross_entropy(
+        hidden, weight, targets, chunk, scale=scale, logit_scale=factor, softcap=cap
+    )
+    z = hidden.double() @ weight.double().t() * factor
+    want = 0.375 * F.cross_entropy(z if cap is None else cap * (z / cap).tanh(), targets)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
     leaves = hidden, weight

@@ -73,6 +73,25 @@ def test_scale_multiplies_loss_and_gradients(reduction: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("factor", "cap"), [(0.125, None), (1.0, 3.0), (1.7, 2.0)])
+def test_logits_may_have_a_factor_and_a_cap(factor: float, cap: float | None) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    loss = linear_cross_entropy(
+        hidden, weight, targets, 5, scale=torch.tensor(0.3), logit_scale=factor, softcap=cap
+    )
+    z = hidden @ weight.t() * factor
+    z = z if cap is None else cap * torch.tanh(z / cap)
+    expected = 0.3 * F.cross_entropy(z, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-7, atol=0)
+    actual, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    torch.testing.assert_close(actual, want, rtol=1e-7, atol=1e-12)
+    losses = linear_cross_entropy(
+        hidden, weight, targets, 4, "none", logit_scale=factor, softcap=cap
+    )
+    each = F.cross_entropy(z, targets, reduction="none")
+    torch.testing.assert_close(losses, each.detach(), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
     hidden, weight, targets = inputs(torch.float32, ignored=2.0)

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 from longctx import cli
 from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.model_config import LoraConfig
+from longctx.config.model_config import LoraConfig, Multipliers
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
 from longctx.model.export import architecture
-from longctx.planner.peak_memory import KEPT, predict
+from longctx.planner.peak_memory import KEPT, _Step, predict
 from longctx.planner.workload import workload_of
 
 SMALL = GPTConfig(
@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
+    "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
 }
 POLICIES = {
     "none": MemoryConfig("fast"),
@@ -68,7 +69,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     T, D = len(tokens), c.head_size
     place = torch.arange(T)
     positions = place - (documents[:, None] > documents).sum(1)
-    x = w["embed.weight"][tokens]
+    x = w["embed.weight"][tokens] * c.multipliers.embedding
     for n in range(c.layers):
         of = {name.removeprefix(f"blocks.{n}."): p for name, p in w.items()}
         qkv = (rms(x, of["attention_norm.weight"]) @ of["attention.qkv.weight"].T).view(T, -1, D)
@@ -87,13 +88,15 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
         if c.norms == "sandwich":
             branch = rms(branch, of["attention_out_norm.weight"])
-        x = x + branch
+        x = x + branch * c.multipliers.residual
         gate, up = (rms(x, of["mlp_norm.weight"]) @ of["mlp.gate_up.weight"].T).chunk(2, -1)
         branch = (F.silu(gate) * up) @ of["mlp.down.weight"].T
         if c.norms == "sandwich":
             branch = rms(branch, of["mlp_out_norm.weight"])
-        x = x + branch
-    return rms(x, w["norm.weight"]) @ w["embed.weight"].T
+        x = x + branch * c.multipliers.residual
+    z = rms(x, w["norm.weight"]) @ w["embed.weight"].T * c.multipliers.logits
+    cap = c.multipliers.logit_softcap
+    return z if cap is None else cap * torch.tanh(z / cap)
 
 
 def check_gradients(model: GPT, expected: GPT) -> None:
@@ -143,8 +146,7 @@ def test_decoding_continues_the_formula(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
-    key = next(iter(FEATURES[feature]))
-    with pytest.raises(ValueError, match=rf"model\.{key}="):
+    with pytest.raises(ValueError, match=rf"model\.({'|'.join(FEATURES[feature])})[.=]"):
         architecture(replace(SMALL, **FEATURES[feature]), 64)
 
 
@@ -162,6 +164,23 @@ def test_norms_after_branches_are_counted() -> None:
     more = saved_activations(norms="sandwich") - saved_activations()
     # 1 / rms of both, and the MLP's output, 128 channels of 4 bytes
     assert more == 4 * tokens * (4 + 4 + 4 * 128)
+
+
+def test_multipliers_are_counted() -> None:
+    overrides = ["model=tiny", "model.vocab_size=512", "seq_len=512", "memory=fast"]
+    config = cli.compose("train", overrides).config
+    workload = workload_of(config, "cuda", 512, config.model)
+
+    def moments(multipliers: Multipliers) -> dict[str, float]:
+        work = replace(workload, model=replace(config.model, multipliers=multipliers))
+        return {name: sum(terms.values()) for name, terms in _Step(work).moments()}
+
+    before, after = moments(Multipliers()), moments(Multipliers(2.0, 0.5, 0.5, 5.0))
+    more = {name: after[name] - before[name] for name in before}
+    tokens = 512 * 32  # of a micro-batch on a GPU
+    assert more["loss"] == 4 * 512 * tokens  # the cap's derivative
+    assert more["backward of block 1, MLP"] == 2 * 128 * tokens  # the branch's gradient
+    assert more["backward of the embedding"] == 2 * 128 * tokens
 
 
 GEMMA: dict[str, Any] = {

@@ -7,10 +7,11 @@ itself; reading, checking, loading and writing of folders ask the registry and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from longctx.config.fields import keys
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Piece
 from longctx.config.rope_config import check_scaling
@@ -106,19 +107,17 @@ class Family:
 
     def check(self, config: GPTConfig) -> None:
         """Raise ValueError naming the first key of `config` that this family cannot express."""
-        for item in fields(config):
-            if item.name in COMMON or item.name in self.features:
+        default = GPTConfig()
+        for name, declared in keys(GPTConfig).items():
+            if name in COMMON or name in self.features or declared.is_group:
                 continue
-            default = item.default
-            if default is MISSING and item.default_factory is not MISSING:
-                default = item.default_factory()
-            if getattr(config, item.name) != default:
-                raise self.cannot(config, item.name)
+            if attrgetter(name)(config) != attrgetter(name)(default):
+                raise self.cannot(config, name)
         self.check_features(config)
 
     def cannot(self, config: GPTConfig, key: str) -> ValueError:
         """The error for a key of `config` that this family cannot express."""
-        value = getattr(config, key)
+        value = attrgetter(key)(config)
         shown = str(value).lower() if isinstance(value, bool) else value
         return ValueError(
             f"model.{key}={shown}: no class of transformers has it beside the model's other keys "
