@@ -233,7 +233,7 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
         needed.append("liger-kernel")
         if work.device != "cuda":
             return "Liger's kernels need a GPU"
-        if model.qk_norm or model.qkv_bias or model.nope_layers:
+        if model.qk_norm != "none" or model.qkv_bias or model.nope_layers:
             return (
                 "here Liger's kernels are put into Llama only, and this model is of another family"
             )

@@ -111,12 +111,13 @@ def cached_attention(
     visible: Visible,
     kernel: str,
     softcap: float | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
 
-    `kernel` is as `decode_kernel` returned it. Scores are divided by sqrt(D).
+    `kernel` is as `decode_kernel` returned it. `scale` defaults to D**-0.5.
     """
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if kernel == "triton":
         from longctx.kernels import decoding  # imports Triton
 

@@ -70,15 +70,26 @@ class GPTConfig(Group):
     )
     norms: str = key(
         "pre",
-        "of a block: pre: before attention and MLP; sandwich: after them too, as in Gemma 2",
-        choices=("pre", "sandwich"),
+        "of a block: pre: before attention and MLP; post: after them, as in OLMo 2; "
+        "sandwich: both, as in Gemma 2",
+        choices=("pre", "post", "sandwich"),
     )
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
     tied: bool = key(True, "the output head is the embedding")
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
-    qk_norm: bool = key(False, "RMSNorm on every head of q and k, as in Qwen3")
+    activation: str = key(
+        "silu", "of the MLP's gate; gelu_tanh as in Gemma", choices=("silu", "gelu_tanh")
+    )
+    qk_norm: str = key(
+        "none",
+        "RMSNorm of q and k: head: of every head, as in Qwen3; whole: of all heads, as in OLMo 2",
+        choices=("none", "head", "whole"),
+    )
+    attention_scale: float | None = key(
+        None, "factor of attention's scores; null: head size ** -0.5", above=0
+    )
     softcap: float | None = key(
         None,
         "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
@@ -124,22 +135,30 @@ class GPTConfig(Group):
             head_size=self.head_size,
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
-            norm_eps=eps if self.qk_norm else None,
+            qk_norm=self.qk_norm,
+            norm_eps=eps,
+            scale=self.attention_scale,
             window=window,
             rope=rope,
             rotates=layer not in self.nope_layers,
             softcap=self.softcap,
         )
-        mlp = FeedForward("mlp", "mlp", C, inner=self.ffn, has_bias=self.mlp_bias)
+        mlp = FeedForward(
+            *("mlp", "mlp", C),
+            inner=self.ffn,
+            has_bias=self.mlp_bias,
+            activation=self.activation,
+        )
         attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
         branch_scale = self.multipliers.residual
         if self.norms == "pre":
             mlp_norm = Norm("mlp_norm", "post_attention_layernorm", C, eps)
             return Block(attention_norm, attention, mlp_norm, mlp, branch_scale)
+        is_post = self.norms == "post"
         return Block(
-            attention_norm,
+            None if is_post else attention_norm,
             attention,
-            Norm("mlp_norm", "pre_feedforward_layernorm", C, eps),
+            None if is_post else Norm("mlp_norm", "pre_feedforward_layernorm", C, eps),
             mlp,
             branch_scale,
             attention_out_norm=Norm("attention_out_norm", "post_attention_layernorm", C, eps),

@@ -201,11 +201,13 @@ class Attention(Part):
     head_size: int
     qkv_bias: bool
     out_bias: bool
-    norm_eps: float | None  # of an RMSNorm on every head of q and k; None: no norm
+    qk_norm: str  # RMSNorm of q and k: none | head: of every head | whole: of all heads
+    norm_eps: float
     window: int | None  # keys that a query sees; None: all before it
     rope: Rope
     rotates: bool  # False: a layer without positions, as in SmolLM3
     softcap: float | None  # scores become softcap · tanh(score / softcap)
+    scale: float | None  # of scores; None: head size ** -0.5
     module = "longctx.model.layers.SelfAttention"
 
     @property
@@ -229,8 +231,11 @@ class Attention(Part):
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        names = () if self.norm_eps is None else ("q_norm.weight", "k_norm.weight")
-        return tuple((name, self.head_size) for name in names)
+        if self.qk_norm == "none":
+            return ()
+        is_whole = self.qk_norm == "whole"
+        sizes = (self.query_size, self.key_size) if is_whole else (self.head_size, self.head_size)
+        return tuple(zip(("q_norm.weight", "k_norm.weight"), sizes, strict=True))
 
     def required(self) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`."""
@@ -259,10 +264,11 @@ class Attention(Part):
 
 @dataclass(frozen=True)
 class FeedForward(Part):
-    """SwiGLU with a fused projection of gate and up."""
+    """SwiGLU, or the same with another activation, with a fused projection of gate and up."""
 
     inner: int
     has_bias: bool
+    activation: str  # silu | gelu_tanh
     module = "longctx.model.layers.SwiGLU"
 
     @cached_property
@@ -301,11 +307,11 @@ class FeedForward(Part):
 
 @dataclass(frozen=True)
 class Block:
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing."""
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     attention: Attention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: FeedForward
     branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     # of what attention and MLP add to the residual stream, if it is normalized
@@ -343,10 +349,14 @@ class Block:
         stream = p.activation * self.mlp.size * p.tokens
         if p.recompute == "block":
             return self.attention.saved_output(p) + (stream if keeps_input else 0)
-        saved = stream + self.attention_norm.saved(p) + self.attention.saved(p)
+        # A product saves its input, which without a norm is the stream itself
+        unnormed = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
+        saved = unnormed if self.attention_norm is None else stream + self.attention_norm.saved(p)
+        saved += self.attention.saved(p)
         if p.recompute == "mlp":
-            return saved
-        saved += self.attention.saved_after(p) + self.mlp_norm.saved(p) + self.mlp.saved(p)
+            return saved if self.attention_norm is not None or not p.fp8_input else saved + stream
+        saved += self.attention.saved_after(p) + self.mlp.saved(p)
+        saved += unnormed if self.mlp_norm is None else self.mlp_norm.saved(p)
         if self.attention_out_norm is not None:  # its input is attention's projection
             saved += FP32 * p.tokens
         if self.mlp_out_norm is not None:  # its input, and 1 / rms

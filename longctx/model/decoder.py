@@ -192,6 +192,7 @@ class Decoder:
                     visible[self.windows[n]],
                     self.kernel,
                     block.attention.attend.softcap,
+                    block.attention.attend.scale,
                 )
                 y: Tensor = block.after(x, out[:, None])
                 return y

@@ -93,7 +93,7 @@ def product(
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b of x (N, I), or of silu(gate) · up where x (N, 2I) is `gated`."""
+    """x Wᵀ + b of x (N, I), or of activation(gate) · up if x (N, 2I) is `gated` by that one."""
 
     @staticmethod
     def forward(
@@ -104,14 +104,14 @@ class _Product(torch.autograd.Function):
         w_rows: Tensor | None,
         w_columns: Tensor | None,
         w_scale: Tensor | None,
-        gated: bool,
+        gated: str,
         trains: bool,
         with_output: bool,
     ) -> Tensor:
         dtype, x8 = x.dtype, None
         if with_output:
             trained_as_is = trains and not gated
-            x8 = quantized(swiglu.swiglu(x) if gated else x, VALUES, columns=trained_as_is)
+            x8 = quantized(swiglu.swiglu(x, gated) if gated else x, VALUES, columns=trained_as_is)
             if w_rows is None:
                 w_rows, _, w_scale = quantized(weight, VALUES, columns=False)
         ctx.save_for_backward(  # tensors only, as torch.compile wants them
@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
                 _, w, w_scale = quantized(w, VALUES, rows=False, scale=known)
             dx = product(dy8.rows, dy8.scale, w, w_scale, ctx.dtype, FAST_BACKWARD)
         if ctx.gated:
-            dx, act = swiglu.swiglu_backward(x, dx)
+            dx, act = swiglu.swiglu_backward(x, dx, ctx.gated)
             if needs_dweight:
                 known = x_scale if ctx.has_scale else None
                 _, x, x_scale = quantized(act, VALUES, rows=False, scale=known)
@@ -167,19 +167,24 @@ class Product(nn.Module):
         return self._product(x, weight, bias) if self.training else linear(x, weight, bias)
 
     def gated_down(
-        self, gate_up: Tensor, weight: Tensor, bias: Tensor | None, with_output: bool = True
+        self,
+        gate_up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        with_output: bool = True,
+        activation: str = "silu",
     ) -> Tensor:
         """`longctx.kernels.elementwise.swiglu.gated_down` of gate_up (..., 2I)."""
         if not self.training:
-            return swiglu.gated_down(gate_up, weight, bias, with_output)
-        return self._product(gate_up, weight, bias, True, with_output)
+            return swiglu.gated_down(gate_up, weight, bias, with_output, activation)
+        return self._product(gate_up, weight, bias, activation, with_output)
 
     def _product(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        gated: bool = False,
+        gated: str = "",
         with_output: bool = True,
     ) -> Tensor:
         copies = (None, None, None) if self.copies is None else self.copies

@@ -92,9 +92,18 @@ class StreamNorm(RMSNorm):
         return rms_norm.add_and_norm(x, branch, self.weight, self.eps)
 
 
+class NoNorm(nn.Identity):
+    """The place of a StreamNorm that a block does not have."""
+
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the residual stream x plus `branch` twice: the sum is its own norm."""
+        x = x if branch is None else x + branch
+        return x, x
+
+
 def optional(part: parts.Part | None) -> nn.Module:
     """Return a new module of `part`, or one that changes nothing."""
-    module: nn.Module = nn.Identity() if part is None else part.build()
+    module: nn.Module = NoNorm() if part is None else part.build()
     return module
 
 
@@ -105,11 +114,11 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = part.heads, part.kv_heads, part.head_size
         self.rotates = part.rotates
-        self.attend = Attention(backend.backend, backend.options, softcap=part.softcap)
+        self.attend = Attention(backend.backend, backend.options, part.scale, part.softcap)
         self.qkv, self.out = linears(part)
-        eps = part.norm_eps
-        self.q_norm = nn.Identity() if eps is None else RMSNorm(self.head_dim, eps)
-        self.k_norm = nn.Identity() if eps is None else RMSNorm(self.head_dim, eps)
+        norms = [RMSNorm(size, part.norm_eps) for _, size in part.vectors]
+        self.q_norm, self.k_norm = norms or (nn.Identity(), nn.Identity())
+        self.norms_heads = part.qk_norm == "head"
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are rotated."""
@@ -118,7 +127,11 @@ class SelfAttention(nn.Module):
             return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        else:  # over all heads
+            q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_dim))
+            k = self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_dim))
         if self.rotates:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q, k, v
@@ -129,11 +142,12 @@ class SelfAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), arXiv 2002.05202."""
+    """down(silu(gate(x)) · up(x)), arXiv 2002.05202; or with another activation than silu."""
 
     def __init__(self, part: parts.FeedForward) -> None:
         super().__init__()
         self.gate_up, self.down = linears(part)
+        self.activation = part.activation
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (B, T, C); without `needs_value` the result may be 0, and its gradients are right.
@@ -143,10 +157,12 @@ class SwiGLU(nn.Module):
         gate_up, down = self.gate_up(x), self.down
         if fused(gate_up) and type(down) is Linear:
             gated_down = swiglu.gated_down if down.product is linear else down.product.gated_down
-            y: Tensor = gated_down(gate_up, down.weight, down.bias, needs_value)
+            weights = down.weight, down.bias
+            y: Tensor = gated_down(gate_up, *weights, needs_value, self.activation)
             return y
         gate, up = gate_up.chunk(2, dim=-1)
-        return down(F.silu(gate) * up)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return down(gate * up)
 
 
 class Block(nn.Module):
@@ -158,10 +174,10 @@ class Block(nn.Module):
 
     def __init__(self, block: parts.Block, backend: AttentionConfig) -> None:
         super().__init__()
-        self.attention_norm = block.attention_norm.build()
+        self.attention_norm: Any = optional(block.attention_norm)
         self.attention = block.attention.build(backend)
         self.attention_out_norm = optional(block.attention_out_norm)
-        self.mlp_norm = block.mlp_norm.build()
+        self.mlp_norm: Any = optional(block.mlp_norm)
         self.mlp = block.mlp.build()
         self.mlp_out_norm = optional(block.mlp_out_norm)
         self.branch_scale = block.branch_scale

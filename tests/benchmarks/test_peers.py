@@ -225,7 +225,7 @@ def test_checkpointing_begins_when_memory_ends(card: list[dict[str, Any]]) -> No
         ("nanogpt", "model=124m lora.rank=4", {"nanogpt": "there"}, "no LoRA"),
         ("nanogpt", "model=124m", {"nanogpt": "there"}, "made up"),
         ("transformers-liger", "model=1b model.qkv_bias=true", {}, "another family"),
-        ("transformers", "model.qk_norm=true model.mlp_bias=true", {}, "model.mlp_bias=true"),
+        ("transformers", "model.qk_norm=head model.mlp_bias=true", {}, "model.mlp_bias=true"),
     ],
 )
 def test_a_peer_that_cannot_run_says_why(

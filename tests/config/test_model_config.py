@@ -83,7 +83,7 @@ VARIANTS = [
     {},
     {"tied": False},
     {"qkv_bias": True},
-    {"qk_norm": True},
+    {"qk_norm": "head"},
     {"head_dim": 10},
     {"kv_heads": 6},
 ]

@@ -68,7 +68,9 @@ def test_more_elements_than_an_int32_counts() -> None:
 def test_layer_uses_the_kernel_without_norm_between(
     unlike: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = GPTConfig(channels=24, heads=3, kv_heads=1, qk_norm=unlike == "qk_norm")
+    config = GPTConfig(
+        channels=24, heads=3, kv_heads=1, qk_norm="head" if unlike == "qk_norm" else "none"
+    )
     part = replace(config.block(0).attention, rotates=unlike != "nope")
     layer = SelfAttention(part, AttentionConfig("naive")).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def gated(gate_up: Tensor) -> Tensor:
+def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -24,16 +24,17 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("N", "width"), [(1, 1), (3, 5), (7, 127), (2, 128), (5, 2049), (2, 4100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_and_backward(N: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_forward_and_backward(N: int, width: int, dtype: torch.dtype, activation: str) -> None:
     gate_up, dact = inputs(N, 2 * width).to(dtype), inputs(N, width, seed=1).to(dtype)
     exact = gate_up.double().requires_grad_()
-    want = gated(exact)
+    want = gated(exact, activation)
     (dwant,) = torch.autograd.grad(want, exact, dact.double())
-    dgate_up, again = swiglu_backward(gate_up, dact)
+    dgate_up, again = swiglu_backward(gate_up, dact, activation)
     close = (
         {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
     )
-    torch.testing.assert_close(swiglu(gate_up).double(), want.detach(), **close)
+    torch.testing.assert_close(swiglu(gate_up, activation).double(), want.detach(), **close)
     torch.testing.assert_close(again.double(), want.detach(), **close)
     torch.testing.assert_close(dgate_up.double(), dwant, **close)
 
@@ -59,8 +60,10 @@ def test_with_the_down_projection(bias: bool, with_output: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
 
 
-def test_layer_is_the_formula_and_saves_no_activation() -> None:
-    layer = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_layer_is_the_formula_and_saves_no_activation(activation: str) -> None:
+    config = GPTConfig(channels=16, ffn=24, activation=activation)
+    layer = SwiGLU(config.block(0).mlp).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x = inputs(3, 11, 16).to(dtype)
     layer = layer.to(dtype)
@@ -69,7 +72,7 @@ def test_layer_is_the_formula_and_saves_no_activation() -> None:
         lambda t: sizes.append(t.numel()) or t, lambda t: t
     ):  # type: ignore[func-returns-value]
         y = layer(x)
-    want = layer.down(gated(layer.gate_up(x)))
+    want = layer.down(gated(layer.gate_up(x), activation))
     torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4) if DEVICE == "cpu" else None
     assert 3 * 11 * 24 not in sizes
     assert 3 * 11 * 48 in sizes

@@ -55,11 +55,11 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv_bias": True, "qk_norm": True}, r"model\.out_bias=false: no class of transformers"),
+        ({"qkv_bias": True, "qk_norm": "head"}, r"model\.out_bias=false: no class of transformers"),
         ({"out_bias": True}, r"model\.out_bias=true: no class of transformers"),
-        ({"qk_norm": True, "mlp_bias": True}, r"model\.mlp_bias=true: no class of transformers"),
+        ({"qk_norm": "head", "mlp_bias": True}, r"model\.mlp_bias=true: no class of transformers"),
         (
-            {"qk_norm": True, "nope_layers": [1]},
+            {"qk_norm": "head", "nope_layers": [1]},
             r"model\.nope_layers=\[1\]: no class of transformers",
         ),
         (

@@ -75,7 +75,7 @@ def test_a_packed_document_has_the_losses_of_the_document_alone(attention: str) 
     "mask", [Mask.causal(), Mask.causal(window=5), Mask.documents(doc_ids(20, 17, 2).expand(2, -1))]
 )
 @pytest.mark.parametrize(
-    "changes", [{}, {"qkv_bias": True, "qk_norm": True, "tied": False}, {"head_dim": 20}]
+    "changes", [{}, {"qkv_bias": True, "qk_norm": "head", "tied": False}, {"head_dim": 20}]
 )
 def test_naive_and_flash_agree(mask: Mask, changes: dict) -> None:
     naive, flash = (make(replace(CONFIG, **changes), name) for name in ("naive", "flash"))
@@ -113,7 +113,7 @@ def test_reductions_agree() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_survive_safetensors(tmp_path: Path, tied: bool) -> None:
-    config = replace(CONFIG, tied=tied, qkv_bias=True, qk_norm=True)
+    config = replace(CONFIG, tied=tied, qkv_bias=True, qk_norm="head")
     model, other = make(config), make(config, seed=5)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
@@ -175,8 +175,8 @@ def test_it_learns_to_repeat_one_row() -> None:
     assert loss.item() < 0.2
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_16_bits_stay_near_fp32(qk_norm: bool) -> None:
+@pytest.mark.parametrize("qk_norm", ["none", "head", "whole"])
+def test_16_bits_stay_near_fp32(qk_norm: str) -> None:
     config = replace(CONFIG, qk_norm=qk_norm, qkv_bias=True)
     x = tokens(2, 33)
     expected = make(config)(x, x)

@@ -24,13 +24,17 @@ from longctx.planner.workload import workload_of
 
 SMALL = GPTConfig(
     **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
-    **{"init_std": 0.3, "qk_norm": True, "window": 5, "window_layers": [0, 2]},
+    **{"init_std": 0.3, "qk_norm": "head", "window": 5, "window_layers": [0, 2]},
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
     "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
+    "post": {"norms": "post"},
+    "whole": {"qk_norm": "whole"},
+    "scale": {"attention_scale": 0.3},
+    "gelu": {"activation": "gelu_tanh"},
 }
 POLICIES = {
     "none": MemoryConfig("fast"),
@@ -72,26 +76,34 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     x = w["embed.weight"][tokens] * c.multipliers.embedding
     for n in range(c.layers):
         of = {name.removeprefix(f"blocks.{n}."): p for name, p in w.items()}
-        qkv = (rms(x, of["attention_norm.weight"]) @ of["attention.qkv.weight"].T).view(T, -1, D)
-        q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=1)
-        q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
+        normed = x if c.norms == "post" else rms(x, of["attention_norm.weight"])
+        qkv = normed @ of["attention.qkv.weight"].T
+        widths = c.heads * D, c.kv_heads * D, c.kv_heads * D
+        q, k, v = (
+            t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)
+        )
+        if c.qk_norm != "none":
+            q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
+        q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))
         window = c.window_of(n)
         theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = rotated(q, positions, theta), rotated(k, positions, theta)
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) * D**-0.5
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or D**-0.5)
         if cap := c.softcap:
             scores = cap * torch.tanh(scores / cap)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or T)) & (documents[:, None] == documents)
         out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
-        if c.norms == "sandwich":
+        if c.norms != "pre":
             branch = rms(branch, of["attention_out_norm.weight"])
         x = x + branch * c.multipliers.residual
-        gate, up = (rms(x, of["mlp_norm.weight"]) @ of["mlp.gate_up.weight"].T).chunk(2, -1)
-        branch = (F.silu(gate) * up) @ of["mlp.down.weight"].T
-        if c.norms == "sandwich":
+        normed = x if c.norms == "post" else rms(x, of["mlp_norm.weight"])
+        gate, up = (normed @ of["mlp.gate_up.weight"].T).chunk(2, -1)
+        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
+        branch = (gate * up) @ of["mlp.down.weight"].T
+        if c.norms != "pre":
             branch = rms(branch, of["mlp_out_norm.weight"])
         x = x + branch * c.multipliers.residual
     z = rms(x, w["norm.weight"]) @ w["embed.weight"].T * c.multipliers.logits
@@ -240,7 +252,7 @@ def test_gemma2_blocks_compute_as_in_transformers() -> None:
     rope = {"rope_type": "default", "rope_theta": SMALL.rope_theta}
     config = Gemma2Config(**GEMMA, **capped, tie_word_embeddings=False, rope_parameters=rope)
     check_as_in_transformers(
-        config, FEATURES["sandwich"] | FEATURES["softcap"] | {"qk_norm": False}
+        config, FEATURES["sandwich"] | FEATURES["softcap"] | {"qk_norm": "none"}
     )
 
 

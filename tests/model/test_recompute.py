@@ -15,7 +15,7 @@ from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
 
 CONFIG = GPTConfig(
-    vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm=True
+    vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm="head"
 )
 B, T = 2, 150
 WAYS = {

@@ -58,7 +58,7 @@ FAMILIES = {
     "qwen3": (
         Qwen3ForCausalLM,
         Qwen3Config(**SIZES, **ROPE, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False),
-        {"qk_norm": True},
+        {"qk_norm": "head"},
     ),
 }
 

@@ -59,7 +59,7 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         ffn=40,
         window=draw.choice([None, None, 6]),
         tied=draw.random() < 0.5,
-        qk_norm=draw.random() < 0.3,
+        qk_norm="head" if draw.random() < 0.3 else "none",
         qkv_bias=draw.random() < 0.3,
     )
     memory = draw.choice(MEMORIES)

@@ -118,7 +118,7 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "muon": SHARED | {"optimizer": "muon", "strategy": "fsdp"},
         "sdpa, biases and norms": SHARED
         | {"attention": "sdpa", "model.kv_heads": 1}
-        | {"model.qkv_bias": True, "model.qk_norm": True, "model.tied": False},
+        | {"model.qkv_bias": True, "model.qk_norm": "head", "model.tied": False},
         "long documents": SHARED | {"seq_len": 16},
         "rows longer than documents": SHARED | {"seq_len": 1000},
     },

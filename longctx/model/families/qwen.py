@@ -101,12 +101,12 @@ class Qwen3(Family):
     features = ("qk_norm", "qkv_bias", "out_bias", "window", "window_layers")
 
     def suits(self, config: GPTConfig) -> bool:
-        return config.qk_norm
+        return config.qk_norm == "head"
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         biased = source.flag("attention_bias")
         windows = read_qwen_windows(source, layers)
-        return {"qk_norm": True, "qkv_bias": biased, "out_bias": biased, **windows}
+        return {"qk_norm": "head", "qkv_bias": biased, "out_bias": biased, **windows}
 
     def check_features(self, config: GPTConfig) -> None:
         if config.out_bias != config.qkv_bias:

@@ -21,7 +21,7 @@ def config(**changes: object):
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    model = GPT(GPTConfig(vocab_size=40, layers=2, qkv_bias=True, qk_norm=True))
+    model = GPT(GPTConfig(vocab_size=40, layers=2, qkv_bias=True, qk_norm="head"))
     decayed, free = build(model, config(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
     assert all(p.ndim == 2 for p in decayed["params"])
