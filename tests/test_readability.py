@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 170,
-    "lines": 34240,
+    "lines": 34340,
     "files under 80 lines": 21,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 24830
+TEST_LINES = 24860
 
 
 @pytest.fixture(scope="module")

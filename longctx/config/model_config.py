@@ -122,27 +122,7 @@ class GPTConfig(Group):
     def block(self, layer: int) -> Block:
         """Return the parts of block `layer`, the first is 0."""
         C, eps = self.channels, self.norm_eps
-        rope = Rope(self.head_size, self.rope_theta, self.rope_scaling, self.context)
-        window = self.window_of(layer)
-        if window is not None and self.window_rope_theta is not None:
-            rope = Rope(self.head_size, self.window_rope_theta, {}, None)
-        attention = Attention(
-            "attention",
-            "self_attn",
-            C,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_size=self.head_size,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            qk_norm=self.qk_norm,
-            norm_eps=eps,
-            scale=self.attention_scale,
-            window=window,
-            rope=rope,
-            rotates=layer not in self.nope_layers,
-            softcap=self.softcap,
-        )
+        attention = self._attention(layer)
         mlp = FeedForward(
             *("mlp", "mlp", C),
             inner=self.ffn,
@@ -163,6 +143,27 @@ class GPTConfig(Group):
             branch_scale,
             attention_out_norm=Norm("attention_out_norm", "post_attention_layernorm", C, eps),
             mlp_out_norm=Norm("mlp_out_norm", "post_feedforward_layernorm", C, eps),
+        )
+
+    def _attention(self, layer: int) -> Attention:
+        rope = Rope(self.head_size, self.rope_theta, self.rope_scaling, self.context)
+        window = self.window_of(layer)
+        if window is not None and self.window_rope_theta is not None:
+            rope = Rope(self.head_size, self.window_rope_theta, {}, None)
+        return Attention(
+            *("attention", "self_attn", self.channels),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+            norm_eps=self.norm_eps,
+            scale=self.attention_scale,
+            window=window,
+            rope=rope,
+            rotates=layer not in self.nope_layers,
+            softcap=self.softcap,
         )
 
     def blocks(self) -> list[Block]:

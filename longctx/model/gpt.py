@@ -185,7 +185,8 @@ class GPT(nn.Module):
         """Return the rows of the embedding `weight` that enter the first block."""
         x = F.embedding(tokens, weight, sparse=sparse)
         factor = self.config.multipliers.embedding
-        return x if factor == 1 else x * factor
+        # Rounded to the weight's dtype, as Gemma does
+        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
 
     def logits(self, x: Tensor, lm_head: Tensor) -> Tensor:
         """Return the logits (..., V) of the normed x (..., C)."""
