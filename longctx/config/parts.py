@@ -351,7 +351,8 @@ class Block:
             return self.attention.saved_output(p) + (stream if keeps_input else 0)
         # A product saves its input, which without a norm is the stream itself
         unnormed = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
-        saved = unnormed if self.attention_norm is None else stream + self.attention_norm.saved(p)
+        normed = 0 if self.attention_norm is None else stream + self.attention_norm.saved(p)
+        saved: float = normed or unnormed
         saved += self.attention.saved(p)
         if p.recompute == "mlp":
             return saved if self.attention_norm is not None or not p.fp8_input else saved + stream

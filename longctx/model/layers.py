@@ -116,8 +116,8 @@ class SelfAttention(nn.Module):
         self.rotates = part.rotates
         self.attend = Attention(backend.backend, backend.options, part.scale, part.softcap)
         self.qkv, self.out = linears(part)
-        norms = [RMSNorm(size, part.norm_eps) for _, size in part.vectors]
-        self.q_norm, self.k_norm = norms or (nn.Identity(), nn.Identity())
+        norms: list[nn.Module] = [RMSNorm(size, part.norm_eps) for _, size in part.vectors]
+        self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = part.qk_norm == "head"
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
