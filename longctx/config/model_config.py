@@ -55,6 +55,12 @@ class GPTConfig(Group):
         above=0,
     )
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
+    rotary_share: float = key(
+        1.0,
+        "share of a head's channels that rotate, the first ones, as in Phi-4-mini and GLM-4",
+        between=(0, 1),
+        above=0,
+    )
     nope_layers: list[int] = key(
         [], "layers without rotary embedding, as in SmolLM3; first is 0", between=(0, 4095)
     )
@@ -115,6 +121,11 @@ class GPTConfig(Group):
         """Channels of one head."""
         return self.channels // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def rotary_size(self) -> int:
+        """Channels of one head that rotate."""
+        return int(self.head_size * self.rotary_share)
+
     def window_of(self, layer: int) -> int | None:
         """Keys that a query sees at most in `layer`, or None."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
@@ -146,10 +157,10 @@ class GPTConfig(Group):
         )
 
     def _attention(self, layer: int) -> Attention:
-        rope = Rope(self.head_size, self.rope_theta, self.rope_scaling, self.context)
+        rope = Rope(self.rotary_size, self.rope_theta, self.rope_scaling, self.context)
         window = self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
-            rope = Rope(self.head_size, self.window_rope_theta, {}, None)
+            rope = Rope(self.rotary_size, self.window_rope_theta, {}, None)
         return Attention(
             *("attention", "self_attn", self.channels),
             heads=self.heads,
@@ -219,7 +230,12 @@ class GPTConfig(Group):
                 f"{name}={self.head_size} must be an even number of at least 2: rotary embedding "
                 "rotates pairs of channels"
             )
-        check_scaling("model.rope_scaling", self.rope_scaling, self.head_size, self.context)
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            raise ValueError(
+                f"model.rotary_share={self.rotary_share}: rotates {self.rotary_size} of the "
+                f"{self.head_size} channels of a head; it must be an even number of at least 2"
+            )
+        check_scaling("model.rope_scaling", self.rope_scaling, self.rotary_size, self.context)
 
     def _validate_layers(self) -> None:
         for name in ("window_layers", "window_rope_theta"):

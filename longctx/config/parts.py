@@ -186,7 +186,7 @@ class Norm(Part):
 class Rope(NamedTuple):
     """Rotary positions: the base of the frequencies, and transformers' rope_parameters."""
 
-    head_size: int
+    size: int  # channels of a head that rotate
     theta: float
     scaling: Mapping[str, Any]
     context: int | None

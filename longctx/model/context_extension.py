@@ -109,7 +109,7 @@ def _stretched(
     assert model.context is not None
     context = max(model.context, seq_len)
     if kind == "ntk":
-        D = model.head_size
+        D = model.rotary_size
         if D <= 2:
             raise ValueError("rope=ntk: needs heads of more than 2 channels")
         return replace(

@@ -123,7 +123,8 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are rotated."""
         qkv = self.qkv(x)
-        if self.rotates and isinstance(self.q_norm, nn.Identity) and fused(qkv):
+        is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
+        if is_whole and isinstance(self.q_norm, nn.Identity) and fused(qkv):
             return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
         heads = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)

@@ -141,9 +141,14 @@ def frequencies(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of x (B, T, H, D) by its token's angles, in fp32 at least."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    """Rotate each head of x (B, T, H, D) by its token's angles, in fp32 at least.
+
+    If there are fewer angles than pairs of channels, the last channels stay as they are.
+    """
+    size = 2 * cos.shape[-1]
+    x1, x2 = x[..., :size].chunk(2, dim=-1)
+    rest = () if size == x.shape[-1] else (x[..., size:],)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1).to(x.dtype)
 
 
 def _dynamic_base(

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
+    "rotary share": {"rotary_share": 0.5},
     "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
     "post": {"norms": "post"},
     "whole": {"qk_norm": "whole"},
@@ -59,12 +60,14 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + SMALL.norm_eps).sqrt() * weight
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate x (T, H, D); channel d turns with channel d + D/2."""
-    half = x.shape[-1] // 2
+def rotated(x: Tensor, positions: Tensor, theta: float, size: int) -> Tensor:
+    """Rotate the first `size` channels of x (T, H, D); channel d turns with channel d + size/2."""
+    x, rest = x[..., :size], x[..., size:]
+    half = size // 2
     angles = positions[:, None] * theta ** -(torch.arange(half) / half)
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * angles.cos().repeat(1, 2)[:, None] + turned * angles.sin().repeat(1, 2)[:, None]
+    x = x * angles.cos().repeat(1, 2)[:, None] + turned * angles.sin().repeat(1, 2)[:, None]
+    return torch.cat((x, rest), dim=-1)
 
 
 def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))
         window = c.window_of(n)
         theta = (window and c.window_rope_theta) or c.rope_theta
-        q, k = rotated(q, positions, theta), rotated(k, positions, theta)
+        q, k = (rotated(t, positions, theta, int(D * c.rotary_share)) for t in (q, k))
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or D**-0.5)
         if cap := c.softcap:

@@ -133,8 +133,6 @@ class ConfigJson:
             if isinstance(value, dict):
                 shown = f"{place}.{key}={_short(value)}"
                 raise self.error(f"{shown} is not covered yet; one rope for all layers")
-        partial = rope.get("partial_rotary_factor")
-        self.refuse_unless(f"{place}.partial_rotary_factor", partial, (1.0, None))
         owner = rope if "rope_theta" in rope else self.keys
         theta = self._number("rope_theta", owner.get("rope_theta"), 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -156,6 +154,17 @@ class ConfigJson:
             default = self.keys["max_position_embeddings"] if outer is None else outer
             scaling.setdefault(ORIGINAL, default)
         return theta, scaling
+
+    def rotary_share(self, is_covered: bool) -> float:
+        """The share of a head's channels that rotate; all, unless `is_covered`."""
+        place, rope = self.rope_key, self.keys.get(self.rope_key) or {}
+        name = "partial_rotary_factor"
+        value, shown = self.keys.get(name), name
+        if rope.get(name) is not None:
+            value, shown = rope[name], f"{place}.{name}"
+        if not is_covered:
+            self.refuse_unless(shown, value, (1.0, None))
+        return self._number(shown, value, 1.0)
 
     def refuse_uncovered(self, read: Collection[str], harmless: Collection[str] = ()) -> None:
         """Raise for the first key that is not among `read`, and is not known to change nothing.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from longctx.config.fields import keys
 from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Piece
+from longctx.config.parts import Block, Piece
 from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
 
@@ -39,6 +39,8 @@ class Family:
     keys: ClassVar[tuple[str, ...]] = ()
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
+    # words in names of tensors that are others here; tensors that get one name are one
+    names: ClassVar[dict[str, str]] = {}
     # keys of GPTConfig that it can express, beside COMMON; all others must have their defaults
     features: ClassVar[tuple[str, ...]] = ()
 
@@ -65,11 +67,24 @@ class Family:
         embedding = config.vocab_size or 0, config.channels
         yield Piece(EMBEDDING, "embed.weight", 0, embedding)
         for n, block in enumerate(config.blocks()):
-            for part in block.parts():
-                yield from part.pieces(f"model.layers.{n}", f"blocks.{n}")
+            yield from self.renamed(block, n)
         yield Piece("model.norm.weight", "norm.weight", 0, (config.channels,))
         if not config.tied:
             yield Piece(LM_HEAD, "head.weight", 0, embedding)
+
+    def renamed(self, block: Block, n: int) -> Iterator[Piece]:
+        """Yield the tensors of layer `n` by the `names` of this family."""
+        joined: dict[str, Piece] = {}
+        for part in block.parts():
+            for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
+                words = piece.theirs.split(".")
+                theirs = ".".join(self.names.get(word, word) for word in words)
+                piece = piece._replace(theirs=theirs)
+                if before := joined.get(theirs):
+                    rows = before.shape[0] + piece.shape[0]
+                    piece = before._replace(shape=(rows, *piece.shape[1:]))
+                joined[theirs] = piece
+        yield from joined.values()
 
     def read(self, source: ConfigJson) -> GPTConfig:
         """The model of a config.json; ValueError naming the first key that GPT does not cover."""
@@ -90,6 +105,7 @@ class Family:
             head_dim=head_dim,
             ffn=source.size("intermediate_size"),
             rope_theta=theta,
+            rotary_share=source.rotary_share("rotary_share" in self.features),
             norm_eps=source.number("rms_norm_eps", 1e-6),
             tied=source.flag("tie_word_embeddings"),
             init_std=source.number("initializer_range", 0.02),
@@ -97,7 +113,7 @@ class Family:
             **self.read_features(source, layers),
         )
         place = f"{source.file}: {source.rope_key}"
-        check_scaling(place, scaling, config.head_size, config.context)
+        check_scaling(place, scaling, config.rotary_size, config.context)
         config.rope_scaling = scaling
         try:
             config.validate()
@@ -162,7 +178,9 @@ def register(family: type[Family]) -> type[Family]:
 
 def write_rope(config: GPTConfig) -> dict[str, Any]:
     """RoPE as transformers 5 names it (rope_parameters), and as tools that follow older ones do."""
-    base = {"rope_theta": config.rope_theta}
+    base: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if config.rotary_share != 1:
+        base["partial_rotary_factor"] = config.rotary_share
     scaling = dict(config.rope_scaling) or {"rope_type": "default"}
     older = {"rope_scaling": scaling} if config.rope_scaling else {}
     return {"rope_parameters": scaling | base, **base, **older}

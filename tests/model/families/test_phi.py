@@ -1,0 +1,63 @@
+"""Phi-3 and Phi-4 compute as in transformers, with fused projections and a share that rotates."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import Phi3Config
+
+from longctx.model.huggingface import read_config
+from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests
+
+IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0}
+# a rope of its own: transformers adds keys to it
+PLAIN = {**SIZES, **IDS, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+GROUPED = {**PLAIN, "num_key_value_heads": 2}
+PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.75}
+HALF_LONGROPE = {
+    **ROPES["longrope"],
+    **{"rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    **{"short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0]},
+}
+
+
+class TestPhi3(FamilyTests):
+    config_class = Phi3Config
+    cases = {
+        "whole": Phi3Config(**PLAIN),
+        "window": Phi3Config(**GROUPED, sliding_window=9),
+        "partial": Phi3Config(**GROUPED | {"rope_parameters": PARTIAL}),
+        "partial, window, tied": Phi3Config(
+            **GROUPED | {"rope_parameters": PARTIAL}, sliding_window=9, tie_word_embeddings=True
+        ),
+        "partial longrope": Phi3Config(**GROUPED | {"rope_parameters": HALF_LONGROPE, OLD: 32}),
+    }
+    special = IDS
+    stretched = {"num_key_value_heads": 2, OLD: 32}
+    ropes = ("longrope",)
+    fast_ropes = ("longrope",)
+    # as the Llama and the Mistral that they are
+    other_class = ("whole", "window", "stretched")
+
+
+def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
+    old = {
+        "type": "su",
+        **{key: HALF_LONGROPE[key] for key in ("short_factor", "long_factor")},
+    }
+    keys = {k: v for k, v in GROUPED.items() if k != "rope_parameters"}
+    content = {**keys, "model_type": "phi3", "rope_scaling": old, OLD: 32}
+    content |= {"partial_rotary_factor": 0.5, "auto_map": {"AutoConfig": "a.B"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    assert config.rope_scaling["rope_type"] == "longrope"
+    assert config.rope_scaling[OLD] == 32
+    assert config.rotary_share == 0.5
+
+
+def test_other_scalings_are_not_claimed_for_phi3(tmp_path: Path) -> None:
+    content = {**GROUPED, "model_type": "phi3"}
+    content["rope_parameters"] = PARTIAL | {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"rope_type=linear is not covered"):
+        read_config(tmp_path)
