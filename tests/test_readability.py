@@ -5,9 +5,9 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 171,
-    "lines": 34440,
-    "files under 80 lines": 22,
+    "files": 172,
+    "lines": 34500,
+    "files under 80 lines": 23,
     "heavy sentences": 1.1,
     "where": 0.9,
     "docstrings without a verb": 0.5,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 24920
+TEST_LINES = 24950
 
 
 @pytest.fixture(scope="module")
