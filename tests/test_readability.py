@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 172,
-    "lines": 34500,
+    "files": 174,
+    "lines": 34790,
     "files under 80 lines": 23,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 24950
+TEST_LINES = 25090
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ def test_decoding_continues_the_formula(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
-    with pytest.raises(ValueError, match=rf"model\.({'|'.join(FEATURES[feature])})[.=]"):
+    with pytest.raises(ValueError, match=r"model\.[\w.]+=.*: no class of"):
         architecture(replace(SMALL, **FEATURES[feature]), 64)
 
 

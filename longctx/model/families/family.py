@@ -6,6 +6,7 @@ itself; reading, checking, loading and writing of folders ask the registry and n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 # Keys of GPTConfig that every family can express, whatever their values.
 COMMON = (
     *("vocab_size", "layers", "channels", "heads", "kv_heads", "head_dim", "ffn"),
@@ -221,3 +223,39 @@ def write_windows(config: GPTConfig) -> dict[str, Any]:
             "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)
         ],
     }
+
+
+class TwoRopes(Family):
+    """A family with rope_parameters for each kind of layer; those of windows are not scaled."""
+
+    # base of the rotary frequencies in full layers, and in those with a window
+    thetas: ClassVar[tuple[float, float]]
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        kinds = source.get("rope_parameters") or {}
+        if not isinstance(kinds, dict) or not kinds.keys() <= {FULL, WINDOWED}:
+            shown = json.dumps(kinds)[:80]
+            raise source.error(f"rope_parameters={shown} must have {FULL} and {WINDOWED}")
+        # As transformers fills them in
+        full = {"rope_theta": source.get("rope_theta", self.thetas[0]), **(kinds.get(FULL) or {})}
+        full |= source.get("rope_scaling") or {}
+        base = source.get("rope_local_base_freq", self.thetas[1])
+        windowed = {"rope_theta": base, **(kinds.get(WINDOWED) or {})}
+        plain = {"rope_parameters": full, "rope_scaling": None}
+        config = super().read(ConfigJson(source.file, source.keys | plain))
+        if config.window is not None:
+            plain["rope_parameters"] = windowed
+            theta, scaling = ConfigJson(source.file, source.keys | plain).rope()
+            if not scaling:
+                config.window_rope_theta = theta
+            elif (theta, scaling) != (config.rope_theta, config.rope_scaling):
+                shown = f"rope_parameters.{WINDOWED}={json.dumps(windowed)[:80]}"
+                raise source.error(f"{shown} is not covered yet; only the base may be its own")
+        return config
+
+    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
+        keys = super().write(config, context)
+        full = windowed = keys["rope_parameters"]
+        if config.window_rope_theta is not None:
+            windowed = {"rope_type": "default", "rope_theta": config.window_rope_theta}
+        return keys | {"rope_parameters": {FULL: full, WINDOWED: windowed}}

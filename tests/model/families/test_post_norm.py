@@ -1,0 +1,113 @@
+"""Families whose blocks normalize what a branch adds: OLMo 2 and 3, EXAONE 4, Gemma 3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Exaone4Config, Gemma3TextConfig, Olmo2Config, Olmo3Config
+
+from longctx.model.huggingface import read_config
+from tests.model.families.parity import OLD, SIZES, SPECIAL, FamilyTests
+
+SMALL: dict[str, Any] = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4}
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, OLD: 32}
+TWO_ROPES = {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}
+ONE_ROPE = {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}
+
+
+class TestOlmo2(FamilyTests):
+    config_class = Olmo2Config
+    cases = {
+        "every head its own keys": Olmo2Config(**SIZES | SPECIAL),
+        "biases": Olmo2Config(**SMALL, attention_bias=True, tie_word_embeddings=True),
+        "own size of heads": Olmo2Config(**SMALL, head_dim=10),
+    }
+    stretched = {"num_key_value_heads": 2}
+    special = SPECIAL
+
+
+class TestOlmo3(FamilyTests):
+    config_class = Olmo3Config
+    cases = {
+        "two ropes": Olmo3Config(**SMALL | TWO_ROPES, sliding_window=9),
+        "one rope": Olmo3Config(**SMALL | ONE_ROPE, sliding_window=9),
+        "no full layer": Olmo3Config(
+            **SMALL | TWO_ROPES, sliding_window=9, layer_types=["sliding_attention"] * 4
+        ),
+        "no window": Olmo3Config(
+            **SMALL | TWO_ROPES, sliding_window=9, layer_types=["full_attention"] * 4
+        ),
+    }
+    stretched = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 40}
+    special = SPECIAL
+    windowed_rope = PLAIN
+    # as the OLMo 2 that it is
+    other_class = ("no window",)
+
+
+class TestExaone4(FamilyTests):
+    config_class = Exaone4Config
+    cases = {
+        "windows": Exaone4Config(**SMALL, sliding_window=9),
+        "no window": Exaone4Config(
+            **SMALL, sliding_window=None, layer_types=["full_attention"] * 4, head_dim=10
+        ),
+        "no positions": Exaone4Config(**SMALL, layer_types=["full_attention"] * 4),
+    }
+    stretched = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 40}
+    special = SPECIAL
+
+
+class TestGemma3(FamilyTests):
+    config_class = Gemma3TextConfig
+    cases = {
+        "two ropes": Gemma3TextConfig(
+            **SMALL | TWO_ROPES | {"num_hidden_layers": 7}, head_dim=16, sliding_window=9
+        ),
+        "its own scale and cap": Gemma3TextConfig(
+            **SMALL | TWO_ROPES,
+            head_dim=16,
+            query_pre_attn_scalar=23,
+            sliding_window=9,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            final_logit_softcapping=2.0,
+            tie_word_embeddings=False,
+            hidden_activation="silu",
+        ),
+        "no window": Gemma3TextConfig(
+            **SMALL | TWO_ROPES, head_dim=8, layer_types=["full_attention"] * 4
+        ),
+    }
+    stretched = {
+        **{"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 8},
+        "sliding_window": 40,
+    }
+    special = SPECIAL
+    windowed_rope = PLAIN
+    # the rope of windows that no layer has is gone
+    other_class = ("no window",)
+
+
+@pytest.mark.parametrize("scaled", [{**YARN, "factor": 2.0}, {**YARN, "rope_theta": 300.0}])
+def test_windows_with_a_scaling_of_their_own_are_refused(
+    scaled: dict[str, Any], tmp_path: Path
+) -> None:
+    ropes = {"rope_parameters": {"full_attention": YARN, "sliding_attention": scaled}}
+    content = {**SMALL, **ropes, "model_type": "olmo3", "sliding_window": 9}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"config\.json: rope_parameters\.sliding_attention="):
+        read_config(tmp_path)
+
+
+def test_older_files_name_two_ropes_otherwise(tmp_path: Path) -> None:
+    older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window": 9}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+    content = {**SMALL, **older, "model_type": "gemma3_text"}
+    del content["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    assert (config.rope_theta, config.window_rope_theta) == (5000.0, 300.0)
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert config.window_layers == [0, 2]
