@@ -5,9 +5,9 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 174,
-    "lines": 34790,
-    "files under 80 lines": 23,
+    "files": 176,
+    "lines": 34930,
+    "files under 80 lines": 25,
     "heavy sentences": 1.1,
     "where": 0.9,
     "docstrings without a verb": 0.5,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 25090
+TEST_LINES = 25150
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,11 @@ class GPTConfig(Group):
     attention_scale: float | None = key(
         None, "factor of attention's scores; null: head size ** -0.5", above=0
     )
+    query_growth: list[float] = key(
+        [],
+        "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n)), as in "
+        "Ministral 3; []: they are not",
+    )
     softcap: float | None = key(
         None,
         "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
@@ -157,10 +162,11 @@ class GPTConfig(Group):
         )
 
     def _attention(self, layer: int) -> Attention:
-        rope = Rope(self.rotary_size, self.rope_theta, self.rope_scaling, self.context)
+        size, growth = self.rotary_size, tuple(self.query_growth)
+        rope = Rope(size, self.rope_theta, self.rope_scaling, self.context, growth)
         window = self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
-            rope = Rope(self.rotary_size, self.window_rope_theta, {}, None)
+            rope = Rope(size, self.window_rope_theta, {}, None, growth)
         return Attention(
             *("attention", "self_attn", self.channels),
             heads=self.heads,
@@ -234,6 +240,10 @@ class GPTConfig(Group):
             raise ValueError(
                 f"model.rotary_share={self.rotary_share}: rotates {self.rotary_size} of the "
                 f"{self.head_size} channels of a head; it must be an even number of at least 2"
+            )
+        if self.query_growth and (len(self.query_growth) != 2 or min(self.query_growth) <= 0):
+            raise ValueError(
+                f"model.query_growth={self.query_growth}: two numbers above 0, [beta,n], or []"
             )
         check_scaling("model.rope_scaling", self.rope_scaling, self.rotary_size, self.context)
 

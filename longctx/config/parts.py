@@ -190,6 +190,13 @@ class Rope(NamedTuple):
     theta: float
     scaling: Mapping[str, Any]
     context: int | None
+    # (beta, n): queries are multiplied by 1 + beta · ln(1 + floor(position / n))
+    growth: tuple[float, ...] = ()
+
+    @property
+    def numbers(self) -> int:
+        """Numbers per token: cos and sin of each pair, and the factor of queries."""
+        return self.size + bool(self.growth)
 
 
 @dataclass(frozen=True)

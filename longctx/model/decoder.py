@@ -95,7 +95,7 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.angles = [self._buffers(rope.head_dim) for rope in model.ropes]
+        self.angles = [self._buffers(rope) for rope in model.ropes]
         self.logits = torch.zeros(0, device=self.device)
         self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
@@ -156,16 +156,15 @@ class Decoder:
                 self.logits = self._one_token()
         return logits
 
-    def _buffers(self, head_dim: int) -> Angles:
-        shape = self.cache.rows, 1, 1, head_dim // 2
-        return torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device)
+    def _buffers(self, rope: Rope) -> Angles:
+        angles: Angles = rope(self.cache.lengths[:, None])
+        return angles
 
     def _angles(self, rope: Rope) -> Angles:
         """Return cos and sin of the newest tokens, (rows, 1, 1, D/2), by each text's length."""
         texts = zip(self.cache.lengths[:, None], self.lengths, strict=True)
         angles = [rope.of_length(position[None], n) for position, n in texts]
-        cos, sin = (torch.cat(x) for x in zip(*angles, strict=True))
-        return cos, sin
+        return tuple(torch.cat(x) for x in zip(*angles, strict=True))
 
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
@@ -228,8 +227,7 @@ class Decoder:
 def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:
     """Return cos and sin of whole texts with these `positions`, one text after the other."""
     angles = [rope.of_length(at[None], len(at)) for at in positions]
-    cos, sin = (torch.cat(x, dim=1) for x in zip(*angles, strict=True))
-    return cos, sin
+    return tuple(torch.cat(x, dim=1) for x in zip(*angles, strict=True))
 
 
 def continuations(

@@ -205,13 +205,13 @@ class GPT(nn.Module):
         recompute = self.memory.recompute if training else "none"
         if recompute == "block":
             return checkpointed_blocks(self.blocks, x, angles, masks, self.memory)
-        for block, (cos, sin), mask in zip(self.blocks, angles, masks, strict=True):
+        for block, own, mask in zip(self.blocks, angles, masks, strict=True):
             if recompute == "mlp":
-                x = block.calling(checkpointed_mlp, x, cos, sin, mask, tile).view(x.shape)
+                x = block.calling(checkpointed_mlp, x, own, mask, tile).view(x.shape)
             elif tile and not training:
-                x = block.calling(forward_in_tiles, x, cos, sin, mask, tile)
+                x = block.calling(forward_in_tiles, x, own, mask, tile)
             else:
-                x = block(x, cos, sin, mask)
+                x = block(x, own, mask)
         return x
 
     def _adds_tied_gradients_in_place(self, tokens: Tensor) -> bool:

@@ -22,7 +22,7 @@ from longctx.attention import Attention, Mask
 from longctx.attention.description import AttentionConfig
 from longctx.config import parts
 from longctx.kernels import HAS_TRITON, linear
-from longctx.model.rope import rotate
+from longctx.model.rope import Angles, rotate
 
 if HAS_TRITON:
     from longctx.kernels import rms_norm, rotary, swiglu
@@ -120,9 +120,15 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = part.qk_norm == "head"
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, H, D), k and v (B, T, Hkv, D) of x (B, T, C); q and k are rotated."""
-        qkv = self.qkv(x)
+        q, k, v = self.rotated(self.qkv(x), cos, sin)
+        return q if growth is None else (q * growth).to(q.dtype), k, v
+
+    def rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of their projection, normed and rotated."""
         is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
         if is_whole and isinstance(self.q_norm, nn.Identity) and fused(qkv):
             return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
@@ -198,9 +204,9 @@ class Block(nn.Module):
         """Return what a branch adds to the residual stream."""
         return branch if self.branch_scale == 1 else branch * self.branch_scale
 
-    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of the block's input."""
-        return self.attention.project(self.attention_norm(x), cos, sin)
+        return self.attention.project(self.attention_norm(x), *angles)
 
     def after(self, x: Tensor, out: Tensor, needs_value: bool = True) -> Tensor:
         """The block's output, from its input and attention's output (B, T, H, D)."""
@@ -209,7 +215,7 @@ class Block(nn.Module):
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
         return x + self.scaled(branch)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles, mask: Mask) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)
-        q, k, v = self.attention.project(normed, cos, sin)
+        q, k, v = self.attention.project(normed, *angles)
         return self.after(x, self.attention(q, k, v, mask))

@@ -43,7 +43,7 @@ def checkpointed_blocks(
 ) -> Tensor:
     """Return x (B, T, C) after `blocks`, each with its angles and mask: memory.recompute=block."""
     # Layers share their angles, and so the views of them
-    flat = {id(pair): _flat(*pair) for pair in angles}
+    flat = {id(pair): _flat(pair) for pair in angles}
     tape = _Tape(blocks, x.shape, [flat[id(pair)] for pair in angles], masks, memory)
     y = x.reshape(1, -1, x.shape[-1])
     for i, block in enumerate(blocks):
@@ -56,32 +56,28 @@ def _checkpointed(block: Any, y: Tensor, tape: _Tape, i: int) -> Tensor:
     return result
 
 
-def checkpointed_mlp(
-    block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
-) -> Tensor:
-    """block(x, cos, sin, mask) as (1, B·T, C), after attention saving nothing but x and its output:
+def checkpointed_mlp(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
+    """block(x, angles, mask) as (1, B·T, C), after attention saving nothing but x and its output:
     memory.recompute=mlp.
     """
-    out = block.attention(*block.before(x, cos, sin), mask)
+    out = block.attention(*block.before(x, *angles), mask)
     flat = x.reshape(1, -1, x.shape[-1]), out.reshape(1, -1, *out.shape[2:])
     y: Tensor = _After.apply(*flat, block, tile, *_trained(block))
     return y
 
 
-def forward_in_tiles(
-    block: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, tile: int
-) -> Tensor:
-    """block(x, cos, sin, mask) without gradients; outside attention, `tile` tokens at a time."""
+def forward_in_tiles(block: Any, x: Tensor, angles: Angles, mask: Mask, tile: int) -> Tensor:
+    """block(x, angles, mask) without gradients; outside attention, `tile` tokens at a time."""
     rows, flat = x.shape[:2], x.reshape(1, -1, x.shape[-1])
-    inputs = flat, *_flat(cos, sin)
+    inputs = flat, *_flat(angles)
     qkv = (t.view(*rows, *t.shape[2:]) for t in in_tiles(block.before, tile, inputs))
     out = block.attention(*qkv, mask)
     return in_tiles(block.after, tile, (flat, out.reshape(1, -1, *out.shape[2:])))[0].view(x.shape)
 
 
-def _flat(cos: Tensor, sin: Tensor) -> Angles:
+def _flat(angles: Angles) -> Angles:
     """Return the angles of all tokens as one sequence, (1, B·T, 1, D/2)."""
-    return cos.flatten(0, 1)[None], sin.flatten(0, 1)[None]
+    return tuple(x.flatten(0, 1)[None] for x in angles)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from longctx.config import parts
 
-Angles = tuple[Tensor, Tensor]  # cos, sin
+Angles = tuple[Tensor, ...]  # cos, sin and, if queries grow, their factor
 
 
 class Rope(nn.Module):
@@ -38,9 +38,10 @@ class Rope(nn.Module):
         theta: float,
         scaling: Mapping[str, Any] | None = None,
         context: int | None = None,
+        growth: tuple[float, ...] = (),
     ) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta, self.growth = head_dim, theta, growth
         self.scaling, self.context = dict(scaling or {}), context
         # (D/2,), no buffer: a model cast to bf16 keeps it in fp32
         self.frequencies, self.attention_factor = frequencies(
@@ -66,10 +67,8 @@ class Rope(nn.Module):
         ]
         return torch.stack(table), number.repeat_interleave(each)
 
-    def forward(
-        self, positions: Tensor, own_frequencies: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """positions (B, T) → cos, sin (B, T, 1, D/2) in fp32.
+    def forward(self, positions: Tensor, own_frequencies: Tensor | None = None) -> Angles:
+        """positions (B, T) → cos, sin (B, T, 1, D/2), a factor of queries (B, T, 1, 1), in fp32.
 
         `own_frequencies` (B, T, D/2) are those of each token, where its document's length decides.
         """
@@ -78,18 +77,22 @@ class Rope(nn.Module):
         per_token = self.frequencies if own_frequencies is None else own_frequencies[..., None, :]
         angles = positions[..., None, None].double() * per_token.double()
         cos, sin = angles.cos().float(), angles.sin().float()
-        if self.attention_factor == 1:
+        if self.attention_factor != 1:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        if not self.growth:
             return cos, sin
-        return cos * self.attention_factor, sin * self.attention_factor
+        beta, tokens = self.growth
+        steps = (positions[..., None, None] / tokens).floor().float()
+        return cos, sin, 1 + beta * steps.log1p()
 
-    def of_length(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def of_length(self, positions: Tensor, length: int) -> Angles:
         """As forward, of tokens in documents of `length` tokens."""
         own = None
         if self.follows_length:
             own, _ = frequencies(self.head_dim, self.theta, self.scaling, self.context, length)
             own = own.to(positions.device).expand(*positions.shape, -1)
-        cos, sin = self(positions, own)
-        return cos, sin
+        angles: Angles = self(positions, own)
+        return angles
 
 
 class Ropes(nn.ModuleList):

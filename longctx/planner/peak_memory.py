@@ -223,7 +223,7 @@ class _Step:
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
-        rope = FP32 * self.N * sum(rope.size for rope in self.model.ropes())  # cos and sin
+        rope = FP32 * self.N * sum(rope.numbers for rope in self.model.ropes())  # cos and sin
         return {
             PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,

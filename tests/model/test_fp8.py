@@ -130,7 +130,8 @@ def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned() -> None:
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            block(x, cos, torch.zeros_like(cos), Mask.causal().bind(1, N, N, x.device))
+            angles = cos, torch.zeros_like(cos)
+            block(x, angles, Mask.causal().bind(1, N, N, x.device))
         of_weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
         saved.append(sum(size for at, size in storages.items() if at not in of_weights))
         work = workload_of(replace(request, precision=precision, model=config), "cuda", N)

@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
+    "query growth": {"query_growth": [0.4, 4.0]},
     "rotary share": {"rotary_share": 0.5},
     "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
     "post": {"norms": "post"},
@@ -91,6 +92,9 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         window = c.window_of(n)
         theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = (rotated(t, positions, theta, int(D * c.rotary_share)) for t in (q, k))
+        if c.query_growth:
+            beta, each = c.query_growth
+            q = q * (1 + beta * (1 + positions // each).log())[:, None, None]
         k, v = (t.repeat_interleave(c.heads // c.kv_heads, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or D**-0.5)
         if cap := c.softcap:

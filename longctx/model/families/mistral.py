@@ -26,7 +26,7 @@ class Mistral(Family):
         "sliding_window": 4096,
         "max_position_embeddings": 131072,
     }
-    keys = ("sliding_window",)
+    keys: ClassVar[tuple[str, ...]] = ("sliding_window",)
     harmless = ("use_sliding_window",)
     features: ClassVar[tuple[str, ...]] = ("window",)
 
