@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 176,
-    "lines": 34930,
+    "files": 180,
+    "lines": 35600,
     "files under 80 lines": 25,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 25150
+TEST_LINES = 25460
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import os
 import re
 import typing
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,7 +162,7 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
             needed = "enabled"
         if needed is None:
             continue
-        values = getattr(config, group) if group else config
+        values = attrgetter(group)(config) if group else config
         switch, _, wanted = needed.partition("=")
         is_set = getattr(values, switch) == wanted if wanted else getattr(values, switch)
         # config.yaml of a run holds every key, most with their default

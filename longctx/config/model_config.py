@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key
 from longctx.config.parts import Attention, Block, FeedForward, Norm, Rope
 from longctx.config.rope_config import check_scaling
@@ -107,6 +108,7 @@ class GPTConfig(Group):
         above=0,
     )
     multipliers: Multipliers = group(Multipliers)
+    experts: ExpertsConfig = group(ExpertsConfig)
     context: int | None = key(
         None,
         "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
@@ -135,16 +137,20 @@ class GPTConfig(Group):
         """Keys that a query sees at most in `layer`, or None."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of an expert."""
+        return self.experts.ffn or self.ffn
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if the feed-forward network of `layer` is one of experts."""
+        return self.experts.count is not None and layer not in self.experts.dense_layers
+
     def block(self, layer: int) -> Block:
         """Return the parts of block `layer`, the first is 0."""
         C, eps = self.channels, self.norm_eps
         attention = self._attention(layer)
-        mlp = FeedForward(
-            *("mlp", "mlp", C),
-            inner=self.ffn,
-            has_bias=self.mlp_bias,
-            activation=self.activation,
-        )
+        mlp = self._feed_forward(layer)
         attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
         branch_scale = self.multipliers.residual
         if self.norms == "pre":
@@ -183,9 +189,29 @@ class GPTConfig(Group):
             softcap=self.softcap,
         )
 
+    def _feed_forward(self, layer: int) -> FeedForward:
+        named, experts = ("mlp", "mlp", self.channels), self.experts
+        if not self.has_experts(layer):
+            return FeedForward(
+                *named, inner=self.ffn, has_bias=self.mlp_bias, activation=self.activation
+            )
+        return Experts(
+            *named,
+            inner=self.expert_ffn,
+            has_bias=False,
+            activation=self.activation,
+            count=experts.count or 0,
+            per_token=experts.per_token,
+            normalize=experts.normalize,
+            balance=experts.balance,
+        )
+
     def blocks(self) -> list[Block]:
         """Return the parts of every block; layers that are alike share one value."""
-        kinds = [(self.window_of(n), n in self.nope_layers) for n in range(self.layers)]
+        kinds = [
+            (self.window_of(n), n in self.nope_layers, self.has_experts(n))
+            for n in range(self.layers)
+        ]
         made = {kind: self.block(kinds.index(kind)) for kind in set(kinds)}
         return [made[kind] for kind in kinds]
 
@@ -209,6 +235,7 @@ class GPTConfig(Group):
             layers=len(chosen),
             nope_layers=renumbered(self.nope_layers),
             window_layers=None if windows is None else renumbered(windows),
+            experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
         )
 
     def windows(self) -> dict[int | None, int]:
@@ -236,6 +263,8 @@ class GPTConfig(Group):
                 f"{name}={self.head_size} must be an even number of at least 2: rotary embedding "
                 "rotates pairs of channels"
             )
+        if self.experts.count is not None:
+            self._validate_experts(self.experts.count)
         if self.rotary_size < 2 or self.rotary_size % 2:
             raise ValueError(
                 f"model.rotary_share={self.rotary_share}: rotates {self.rotary_size} of the "
@@ -247,12 +276,30 @@ class GPTConfig(Group):
             )
         check_scaling("model.rope_scaling", self.rope_scaling, self.rotary_size, self.context)
 
+    def _validate_experts(self, count: int) -> None:
+        for name, size in (("channels", self.channels), ("experts.ffn", self.expert_ffn)):
+            if size % 8:
+                raise ValueError(
+                    f"model.{name}={size} is not a multiple of 8, as the grouped products of "
+                    "experts need"
+                )
+        if self.mlp_bias or self.activation != "silu":
+            name = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
+            raise ValueError(
+                f"model.{name}: model.experts.count={count} computes with silu and without biases; "
+                "leave one of them out"
+            )
+
     def _validate_layers(self) -> None:
         for name in ("window_layers", "window_rope_theta"):
             if self.window is None and getattr(self, name) is not None:
                 raise ValueError(f"model.{name}={getattr(self, name)}: give model.window too")
-        for name in ("nope_layers", "window_layers"):
-            layers = getattr(self, name) or []
+        chosen = {
+            "nope_layers": self.nope_layers,
+            "window_layers": self.window_layers or [],
+            "experts.dense_layers": self.experts.dense_layers,
+        }
+        for name, layers in chosen.items():
             if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):
                 raise ValueError(
                     f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, "
@@ -260,8 +307,8 @@ class GPTConfig(Group):
                 )
 
     def matmul_parameters(self) -> int:
-        """Return the weights that multiply every token: all linear layers and the lm_head."""
-        blocks = sum(block.weights for block in self.blocks())
+        """Return the weights that multiply each token: of linear layers and the lm_head."""
+        blocks = sum(block.multiplied for block in self.blocks())
         return blocks + self._known_vocab_size() * self.channels
 
     def parameters(self) -> int:

@@ -148,6 +148,11 @@ class Part:
         vectors = sum(size for _, size in self.vectors)
         return vectors + sum(linear.parameters for linear in self.linears)
 
+    @cached_property
+    def multiplied(self) -> int:
+        """Number of weights that multiply each token."""
+        return sum(linear.weights for linear in self.linears)
+
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         """Yield its tensors: in layer `theirs` of a Hugging Face folder, in block `ours` here."""
         theirs, ours = f"{theirs}.{self.folder}", f"{ours}.{self.name}"
@@ -286,6 +291,11 @@ class FeedForward(Part):
             Linear("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
         )
 
+    @property
+    def moved(self) -> int:
+        """Width of what the elementwise kernels move."""
+        return self.inner
+
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up, and their product unless fused."""
         inner = (2 if p.is_fused else 3) * self.inner
@@ -310,6 +320,10 @@ class FeedForward(Part):
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         return p.activation * tensors * self.inner * p.tile
+
+    def forward_elements(self) -> int:
+        """Return the elements of a token alive in an evaluation's forward: gate, up, product."""
+        return 3 * self.inner
 
 
 @dataclass(frozen=True)
@@ -345,6 +359,11 @@ class Block:
     def weights(self) -> int:
         """Weights of all linear layers."""
         return sum(linear.weights for linear in self.linears.values())
+
+    @cached_property
+    def multiplied(self) -> int:
+        """Weights that multiply each token."""
+        return sum(part.multiplied for part in self.parts())
 
     @cached_property
     def weights_after(self) -> int:
@@ -423,8 +442,8 @@ class Block:
     def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
         """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.
 
-        They are the residual stream and its norm; attention's q, k, v and output; gate and up in
-        one tensor, their product, the MLP's input and output.
+        They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
+        output, and what it computes between them.
         """
         heads = 2 * self.attention.query_size + 2 * self.attention.key_size
-        return tokens * (4 * self.mlp.size + heads) + 3 * mlp_tokens * self.mlp.inner
+        return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

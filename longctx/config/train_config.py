@@ -9,7 +9,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import PLUGINS, Group, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, refuse, shown
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -272,6 +272,22 @@ class TrainConfig(Group):
                     "last"
                 )
             before = length
+
+    def check_experts(self, model: GPTConfig) -> None:
+        """Raise ValueError for what the experts of `model` cannot be trained with."""
+        count = model.experts.count
+        refuse(
+            (
+                count is not None and self.precision == "fp8",
+                f"precision=fp8: the products of model.experts.count={count} have no FP8; use "
+                "precision=bf16",
+            ),
+            (
+                count is not None and self.lora.rank and {"gate_up", "down"} & {*self.lora.targets},
+                f"lora.targets={shown(self.lora.targets)}: experts take no LoRA; use "
+                "lora.targets=[qkv,out]",
+            ),
+        )
 
     def check_fp8(self, model: GPTConfig) -> None:
         """Raise ValueError if the matrices of `model` have no FP8 products as asked for."""

@@ -84,7 +84,9 @@ def needed(
         weights = min(weights, weights / config.devices + gathered)
     size, tokens = dtype.itemsize, forward.tokens
     in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
-    activations: float = size * model.block(0).forward_elements(tokens, in_mlp)
+    activations: float = size * max(
+        block.forward_elements(tokens, in_mlp) for block in model.blocks()
+    )
     # Scores twice in fp32, and the probabilities.
     if config.attention.description.score_bytes is not None:
         packed = forward.rows if forward.generates else 1

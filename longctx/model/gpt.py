@@ -22,6 +22,7 @@ from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Norm
 from longctx.model import compile_cache
+from longctx.model.experts import Balance, balancing
 from longctx.model.layers import Block, RMSNorm, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
 from longctx.model.recompute import (
@@ -130,6 +131,8 @@ class GPT(nn.Module):
         gradient. `scale`, a scalar on the device, multiplies mean and sum. `at` (B, n) int64 gives
         the logits of these places alone, (B, n, V).
 
+        With gradients, mean and sum include the loss that balances experts, for each target token.
+
         Where rows are shared, every rank is given whole rows. Its "mean" and "sum" are its part of
         the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
 
@@ -163,12 +166,15 @@ class GPT(nn.Module):
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self._through_blocks(x, angles, self._masks(mask, shards))
+        balance = self._balance(targets, reduction)
+        with balancing(balance):
+            x = self._through_blocks(x, angles, self._masks(mask, shards))
         x = self.norm(x)
 
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return self.logits(x, lm_head)
+        scored = None if balance is None else (targets != IGNORED).sum()
         # The mean is over target tokens of whole sequences; a rank knows only its own share
         if reduction == "mean" and context.ranks.count > 1:
             mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
@@ -179,7 +185,16 @@ class GPT(nn.Module):
         loss = linear_cross_entropy(
             x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap
         )
+        if balance is not None and scored is not None:
+            weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
+            loss = balance.added_to(loss, weight, context.ranks)
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
+
+    def _balance(self, targets: Tensor | None, reduction: str) -> Balance | None:
+        """Return the loss that balances experts, if one is trained with."""
+        factor = self.config.experts.balance
+        trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
+        return Balance(factor) if factor and trains else None
 
     def embedded(self, tokens: Tensor, weight: Tensor, sparse: bool = False) -> Tensor:
         """Return the rows of the embedding `weight` that enter the first block."""

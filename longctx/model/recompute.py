@@ -18,6 +18,7 @@ tiled computation in ALST (arXiv 2506.13996).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
 from longctx.config.memory_config import MemoryConfig
+from longctx.model.experts import balancing, running
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.model.rope import Angles
 
@@ -90,11 +92,11 @@ class _Tape:
     masks: Sequence[Mask]
     memory: MemoryConfig
     saved: dict[int, SavedTensors] = field(default_factory=dict)
-    precision: _Precision = field(init=False)
+    surroundings: _Surroundings = field(init=False)
 
     def __post_init__(self) -> None:
         self.tile = self.memory.mlp_tile or 0
-        self.precision = _Precision(self.angles[0][0].device.type)
+        self.surroundings = _Surroundings(self.angles[0][0].device.type)
 
     def before(self, i: int, x: Tensor) -> Tokens:
         return in_tiles(self.blocks[i].before, self.tile, (x, *self.angles[i]))
@@ -105,7 +107,7 @@ class _Tape:
     def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Block i of x: its output, attention's output, and its lse where backward takes it."""
         attend = self.blocks[i].attention.attend
-        with self.precision.restored():
+        with self.surroundings.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
             if attend.saves_output:
                 out, lse = attend.with_lse(q, k, v, self.masks[i])
@@ -155,7 +157,7 @@ class _Block(torch.autograd.Function):
         if i:
             tape.saved[i - 1].prefetch()
         sums = _Sums(ctx.weights)
-        with tape.precision.restored():
+        with tape.surroundings.restored():
             dx = _block_backward(tape, i, dy.contiguous(), sums)
         del tape.saved[i]
         return dx, None, None, *sums.gradients()
@@ -206,9 +208,9 @@ class _After(torch.autograd.Function):
         ctx: Any, x: Tensor, out: Tensor, block: Any, tile: int, *weights: Tensor
     ) -> Tensor:
         ctx.block, ctx.tile, ctx.weights = block, tile, weights
-        ctx.precision = _Precision(x.device.type)
+        ctx.surroundings = _Surroundings(x.device.type)
         ctx.save_for_backward(x, out)
-        with ctx.precision.restored():
+        with ctx.surroundings.restored():
             return in_tiles(block.after, tile, (x, out))[0]
 
     @staticmethod
@@ -217,7 +219,7 @@ class _After(torch.autograd.Function):
         sums, (x, out) = _Sums(ctx.weights), ctx.saved_tensors
         after = partial(ctx.block.after, needs_value=False)
         into = None if _one_tile(ctx.tile, x) else [torch.empty_like(x), torch.empty_like(out)]
-        with ctx.precision.restored():
+        with ctx.surroundings.restored():
             dx, do = gradients_in_tiles(after, ctx.tile, (x, out), (), (dy,), sums, into)
         return dx, do, None, None, *sums.gradients()
 
@@ -288,17 +290,23 @@ class _Sums:
         ]
 
 
-class _Precision:
-    """Autocast as it was in the forward pass, for a backward that runs parts of it again."""
+class _Surroundings:
+    """Autocast and the balance of experts as they were in the forward pass, for a backward that
+    runs parts of it again.
+    """
 
     def __init__(self, device: str) -> None:
         self.device, self.enabled = device, torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device)
+        self.balance = running()
 
-    def restored(self) -> torch.autocast:
+    @contextmanager
+    def restored(self) -> Iterator[None]:
         # no cache: a weight cast while gradients were off would be taken for one whose gradient is
         # wanted
-        return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)
+        autocast = torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)
+        with autocast, balancing(self.balance):
+            yield
 
 
 def _tiles(tile: int, tokens: int) -> Iterator[slice]:

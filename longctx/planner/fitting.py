@@ -194,8 +194,10 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     N = -(-N // workload.context)  # of this device
     # products: weights before and after attention, and weights of recomputed products
     peak = chip.flops * (1.0 if e == 2 else 0.5)
-    before = C * (m.heads + 2 * m.kv_heads) * m.head_size
-    after = m.heads * m.head_size * C + 3 * C * m.ffn
+    blocks, L = workload.blocks, m.layers
+    before = sum(block.attention.linears[0].weights for block in blocks) / L
+    after = sum(block.multiplied for block in blocks) / L - before
+    inner = sum(block.mlp.moved for block in blocks) / L
     again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
     again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
     rate = PRODUCTS * C / (C + SMALL) * peak
@@ -208,7 +210,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     )
     loss = each * N * int(m.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
-    moved = e * N * m.layers * (32 * C + 9 * m.ffn) * (1.3 if again else 1)
+    moved = e * N * m.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
     # FP8: inputs and gradients of products, read for their scale, read again and written both ways
     ends = 4 * C + 2 * (m.heads + m.kv_heads) * m.head_size + 3 * m.ffn
     # weights are read for their scale and for each copy

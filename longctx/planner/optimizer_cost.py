@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from longctx.config.optimizer_config import SLICE, STACK
 from longctx.config.parts import FP32, Block
 from longctx.planner.workload import Workload
@@ -9,10 +12,10 @@ from longctx.planner.workload import Workload
 KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
 
 
-def block_matrices(block: Block) -> list[tuple[int, int]]:
-    """Return rows and columns of each matrix of `block`, those of fused weights apart."""
-    linears = block.linears.values()
-    return [(rows, linear.columns) for linear in linears for rows in linear.rows]
+def block_matrices(blocks: Iterable[Block]) -> Counter[tuple[int, int]]:
+    """Count the matrices of `blocks` by rows and columns, those of fused weights apart."""
+    linears = (linear for block in blocks for linear in block.linears.values())
+    return Counter((rows, linear.columns) for linear in linears for rows in linear.rows)
 
 
 def trained(workload: Workload) -> tuple[int, int]:
@@ -20,7 +23,7 @@ def trained(workload: Workload) -> tuple[int, int]:
     added = workload.added
     if added:
         return 0, added
-    matrices = workload.model.layers * sum(r * c for r, c in block_matrices(workload.blocks[0]))
+    matrices = sum(block.weights for block in workload.blocks)
     return matrices, workload.parameters - matrices
 
 
@@ -49,7 +52,8 @@ def workspace(workload: Workload) -> float:
     model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
     added = workload.added
     embedding = int(model.vocab_size or 0) * model.channels
-    linear = max(linear.weights for linear in workload.blocks[0].linears.values())
+    linears = [linear for block in workload.blocks for linear in block.linears.values()]
+    linear = max(linear.weights for linear in linears)
     largest = added / model.layers if added else max(embedding, 0 if orthogonalizes else linear)
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not orthogonalizes:
@@ -57,9 +61,9 @@ def workspace(workload: Workload) -> float:
     # A batch in bf16 before and after an iteration, with two square matrices no larger than it.
     # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
     each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
-    largest_matrix = max(rows * columns for rows, columns in block_matrices(workload.blocks[0]))
-    if workload.sharing.shards_weights:  # one matrix at a time, next to gate and up as gathered
-        return max(slices, 12.0 * largest_matrix)
+    largest_matrix = max(max(linear.rows) * linear.columns for linear in linears)
+    if workload.sharing.shards_weights:  # one matrix at a time, next to its whole weight in bf16
+        return max(slices, *(2.0 * x.weights + 8.0 * max(x.rows) * x.columns for x in linears))
     return max(slices, float(each * min(max(STACK, largest_matrix), trained(workload)[0])))
 
 
@@ -75,13 +79,15 @@ def bytes_moved(workload: Workload) -> float:
 
 
 def products(workload: Workload) -> list[tuple[int, float]]:
-    """Return the narrow side and FLOPs of Newton-Schulz for each matrix of a block, in all layers.
+    """Return the narrow side and FLOPs of Newton-Schulz for the matrices of each shape.
 
     X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n.
     """
     if not workload.optimizer.traits.orthogonalizes:
         return []
     iterations = workload.optimizer.filled().iterations or 0
-    sides = [(min(shape), max(shape)) for shape in block_matrices(workload.blocks[0])]
-    times = iterations * workload.model.layers
-    return [(m, times * (4.0 * m * m * n + 2.0 * m**3)) for m, n in sides]
+    found: list[tuple[int, float]] = []
+    for shape, count in block_matrices(workload.blocks).items():
+        m, n = sorted(shape)
+        found.append((m, iterations * count * (4.0 * m * m * n + 2.0 * m**3)))
+    return found

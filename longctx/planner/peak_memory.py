@@ -84,7 +84,6 @@ class _Step:
         self.workload, self.model, self.memory = workload, m, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
         self.blocks = workload.blocks
-        self.block = self.blocks[0]  # all have the same sizes
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
         self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
@@ -104,7 +103,8 @@ class _Step:
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        held = 2.0 * sum(self.in_8_bits) * self.block.weights
+        pairs = zip(self.blocks, self.in_8_bits, strict=True)
+        held = 2.0 * sum(block.weights for block, in_8_bits in pairs if in_8_bits)
         self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32
         self.tile = self.tile_of(self.memory.mlp_tile or self.N)
@@ -157,8 +157,9 @@ class _Step:
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
-        block = kept * self.block.weights
-        block += FP32 * self.added / self.L / self.slices
+        added = FP32 * self.added / self.L / self.slices
+        # Bytes of the gradients of the first 0, 1, ... blocks
+        of_first = [0.0, *accumulate(kept * block.weights + added for block in self.blocks)]
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
@@ -175,7 +176,7 @@ class _Step:
         last_norm = {GRADIENTS: before + head, LOSS: norm}
         yield "backward of the last norm", _sum(always, last_norm, saved)
         for layer in range(self.L, 0, -1):
-            summed = before + head + (0.0 if full else block * (self.L - layer))
+            summed = before + head + (0.0 if full else of_first[-1] - of_first[layer])
             held = _sum(always, {GRADIENTS: summed, KEPT: self.saved_by_first[layer]})
             costs, again = self.costs[layer - 1], self.again(layer)
             mlp = {MLP: costs.mlp, KEPT: again}
@@ -248,7 +249,7 @@ class _Step:
         if not self.sharded:
             return 0.0
         outside = (1 if self.model.tied else 2) * self.V * self.C
-        block = self.block.weights
+        block = max(block.weights for block in self.blocks)
         added = 0 if self.added else FP32 * block
         return float(self.e * (outside + 2 * block) + added)
 
@@ -260,7 +261,7 @@ class _Step:
 
     def exchange_of(self, window: int | None) -> float:
         """Return the bytes sent and received at one time in a layer with this `window`."""
-        ranks, attention = self.workload.context, self.block.attention
+        ranks, attention = self.workload.context, self.blocks[0].attention
         heads, q, kv = attention.kv_heads, attention.query_size, attention.key_size
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
@@ -321,7 +322,8 @@ class _Step:
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
         scores = self.backend.forward_workspace(self.workload.layer(rows, length))
-        mlp = self.block.forward(self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile))
+        through = self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile)
+        mlp = max(block.forward(through) for block in self.blocks)
         logits = self.logits(FP32) + self.copy * self.V * self.C + self.e * self.C * tokens
         return {MLP: mlp, ATTENTION: scores} if mlp + scores > logits else {LOSS: logits}
 

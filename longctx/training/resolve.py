@@ -126,6 +126,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         name = presets.AUTO_MODEL[device]
         source = f"{name} (model=auto)"
 
+    config.check_experts(model)
     config.check_fp8(model)
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)

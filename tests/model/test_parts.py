@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 
 from longctx import cli
 from longctx.attention import Mask
+from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LoraConfig, Multipliers
 from longctx.model import GPT, GPTConfig, lora
@@ -37,7 +38,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "whole": {"qk_norm": "whole"},
     "scale": {"attention_scale": 0.3},
     "gelu": {"activation": "gelu_tanh"},
+    "experts": {"experts": ExpertsConfig(5, 3, ffn=16, dense_layers=[1])},
+    "raw weights": {"experts": ExpertsConfig(4, 2, normalize=False), "norms": "sandwich"},
 }
+ATTENTION = ["qkv", "out"]  # takes LoRA in every model
 POLICIES = {
     "none": MemoryConfig("fast"),
     "mlp": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
@@ -107,15 +111,28 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
             branch = rms(branch, of["attention_out_norm.weight"])
         x = x + branch * c.multipliers.residual
         normed = x if c.norms == "post" else rms(x, of["mlp_norm.weight"])
-        gate, up = (normed @ of["mlp.gate_up.weight"].T).chunk(2, -1)
-        gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
-        branch = (gate * up) @ of["mlp.down.weight"].T
+        if c.has_experts(n):
+            branch = routed(normed, of, c.experts)
+        else:
+            gate, up = (normed @ of["mlp.gate_up.weight"].T).chunk(2, -1)
+            gate = F.silu(gate) if c.activation == "silu" else F.gelu(gate, approximate="tanh")
+            branch = (gate * up) @ of["mlp.down.weight"].T
         if c.norms != "pre":
             branch = rms(branch, of["mlp_out_norm.weight"])
         x = x + branch * c.multipliers.residual
     z = rms(x, w["norm.weight"]) @ w["embed.weight"].T * c.multipliers.logits
     cap = c.multipliers.logit_softcap
     return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
+    """Return what experts make of x (T, C): all of them compute, those not chosen weigh 0."""
+    p = (x @ of["mlp.router.weight"].T).softmax(-1)
+    w = p.masked_fill(p < p.topk(c.per_token).values[:, -1:], 0)
+    w = w / w.sum(-1, keepdim=True) if c.normalize else w
+    gate_up, down = (of[f"mlp.{s}.weight"].unflatten(0, (c.count, -1)) for s in ("gate_up", "down"))
+    gate, up = torch.einsum("tc,efc->tef", x, gate_up).chunk(2, -1)
+    return torch.einsum("tef,ecf,te->tc", F.silu(gate) * up, down, w)
 
 
 def check_gradients(model: GPT, expected: GPT) -> None:
@@ -142,7 +159,7 @@ def test_naive_computes_the_formula(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_lora_adds_to_the_formula(feature: str) -> None:
-    model = lora.add(make(FEATURES[feature], memory="block"), LoraConfig(rank=2))
+    model = lora.add(make(FEATURES[feature], memory="block"), LoraConfig(2, targets=ATTENTION))
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
             torch.nn.init.normal_(p, std=0.1)
@@ -163,7 +180,7 @@ def test_decoding_continues_the_formula(feature: str) -> None:
     torch.testing.assert_close(torch.stack(logits), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [name for name in FEATURES if "experts" not in FEATURES[name]])
 def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
     with pytest.raises(ValueError, match=r"model\.[\w.]+=.*: no class of"):
         architecture(replace(SMALL, **FEATURES[feature]), 64)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from longctx.attention.description import AttentionConfig
 from longctx.config import parallel_config
+from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.optimizer_config import OptimizerConfig
@@ -95,6 +96,20 @@ def in_eight_bits(config: TrainConfig, strategy: str) -> TrainConfig:
         memory=replace(config.memory, mlp_tile=None),
         strategy=StrategyConfig(strategy),
         context=ContextConfig(),
+    )
+
+
+def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
+    """`config` with experts and their balancing loss, which a micro-batch has for itself: it is the
+    same on one device with micro-batches of one sequence, and without padding.
+    """
+    experts = ExpertsConfig(6, draw.choice([1, 2, 4]), 16, [], draw.random() < 0.5, balance=0.2)
+    return replace(
+        config,
+        seq_len=draw.choice([16, 48]),
+        batch_size=1,
+        model=replace(config.model, experts=experts),
+        lora=replace(config.lora, targets=["qkv", "out"]),
     )
 
 
@@ -222,6 +237,8 @@ def main(cases: int, seed: int, out: Path) -> None:
         for number in numbers:
             draw = random.Random(number)
             config = drawn(draw, ranks)
+            if number % 4 == 1:
+                config = with_experts(config, draw)
             if number % 4 == 3:
                 config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
             parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once

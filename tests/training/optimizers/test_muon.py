@@ -230,7 +230,7 @@ def test_the_planner_knows_the_state(name: str, stored: str) -> None:
     optimizer.step()
     tensors = [x for state in optimizer.state.values() for k, x in state.items() if k != "step"]
     assert sum(x.nbytes for x in tensors) == optimizer_cost.state_on_gpu(run.workload)
-    parts = [(r, c) for r, c in optimizer_cost.block_matrices(ODD.block(0))] * ODD.layers
+    parts = list(optimizer_cost.block_matrices(ODD.blocks()).elements())
     if isinstance(optimizer, muon.Muon):
         rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]
         assert sorted(rows) == sorted(parts)

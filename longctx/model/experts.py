@@ -1,0 +1,269 @@
+"""A feed-forward network of experts (arXiv 1701.06538), by torch's grouped matrix product.
+
+    p = softmax(router(x))
+    y = Σ over the k largest p_e of w_e · down_e(silu(gate_e(x)) · up_e(x))
+
+with w_e = p_e, or normalized p_e / Σ p. No token is dropped. The M = N · k pairs of a token and an
+expert are sorted by expert; expert e has the rows from ends[e - 1] to ends[e], so that all experts
+are three products of fixed shapes and nothing waits for the device:
+
+    gate_up (M, 2F) = x of the pairs (M, C) · Wᵀ of their experts;   inner = silu(gate) · up · w
+    y (M, C) = inner · Wᵀ of their experts;   the k rows of a token are added up
+
+Backward saves gate_up alone: the rows of x are gathered again, and since down is linear, the
+gradient of w needs no y: ∂w = ⟨silu(gate) · up, down_eᵀ(dy)⟩. The k gradients of a token are added
+up in a fixed order, so a step repeats to the bit.
+
+Shapes: N tokens, C channels, E experts of F channels, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx.attention.exchange import Ranks
+from longctx.config import experts
+from longctx.kernels import HAS_TRITON
+from longctx.model.layers import Linear, fused
+
+if HAS_TRITON:
+    from longctx.kernels import swiglu
+
+
+class Grouped(nn.Linear):
+    """The weights of one layer of all experts, stacked by rows; `Experts` multiplies them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("tokens go to the experts that the router chose")
+
+
+class Experts(nn.Module):
+    """A router, and the experts that it chooses for each token."""
+
+    def __init__(self, part: experts.Experts) -> None:
+        super().__init__()
+        self.per_token, self.normalize = part.per_token, part.normalize
+        self.is_balanced = part.balance > 0
+        router, gate_up, down = part.linears
+        self.router = Linear(router.columns, router.outputs, router.has_bias)
+        self.gate_up = Grouped(gate_up.columns, gate_up.outputs, gate_up.has_bias)
+        self.down = Grouped(down.columns, down.outputs, down.has_bias)
+
+    def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
+        """Of x (..., C); without `needs_value` the result is 0, and its gradients are right."""
+        tokens = x.reshape(-1, x.shape[-1])
+        # The product in x's dtype, all else in fp32, as in transformers
+        wide = torch.promote_types(x.dtype, torch.float32)
+        chances = self.router(tokens).softmax(-1, dtype=wide)
+        choose = balanced if self.is_balanced else torch.topk
+        weights, chosen = choose(chances, self.per_token)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        expert, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(chances.shape[1], device=x.device)
+        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+        y: Tensor = _Experts.apply(
+            tokens, weights, self.gate_up.weight, self.down.weight, order, ends, needs_value
+        )
+        return y.view(x.shape)
+
+
+def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Return the product of x (M, I) with that of `matrices` (E, I, O) that is each row's.
+
+    A GPU multiplies 16 bits in one launch; otherwise there is a product for each expert.
+    """
+    if x.is_cuda and x.itemsize == 2:
+        return F.grouped_mm(x, matrices, offs=ends)
+    return torch.cat([part @ w for part, w in zip(_by_expert(x, ends), matrices, strict=True)])
+
+
+def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dyᵀ x of each expert's rows, of dy (M, O) and x (M, I), stacked: (E·O, I)."""
+    if x.is_cuda and x.itemsize == 2:
+        return F.grouped_mm(dy.t(), x, offs=ends).to(dtype).flatten(0, 1)
+    pairs = zip(_by_expert(dy, ends), _by_expert(x, ends), strict=True)
+    return torch.cat([part.t() @ rows for part, rows in pairs]).to(dtype)
+
+
+def _by_expert(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    return x.tensor_split(ends[:-1].tolist())
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) · up of (M, 2F)."""
+    if fused(gate_up):
+        return swiglu.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gated_backward(gate_up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up (M, 2F), from `d` of the product, and the product again."""
+    if fused(gate_up):
+        return swiglu.swiglu_backward(gate_up, d)
+    gate, up = gate_up.chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    dgate_up = torch.cat((d * up * s * (1 + gate * (1 - s)), d * gate * s), dim=-1)
+    return dgate_up, gate * s * up
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (N, C)
+        weights: Tensor,  # (N, k)
+        w_gate_up: Tensor,  # (E·2F, C)
+        w_down: Tensor,  # (E·C, F)
+        order: Tensor,  # (M,) pair n · k + i of token n, sorted by expert
+        ends: Tensor,  # (E,)
+        needs_value: bool,
+    ) -> Tensor:
+        (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
+        gate_up = grouped(x[order // k], _matrices(w_gate_up, E, x.dtype).mT, ends)
+        back = order.argsort()  # where each pair is among the sorted ones
+        ctx.save_for_backward(x, weights, w_gate_up, w_down, gate_up, order, back, ends)
+        if not needs_value:
+            return x.new_zeros(1, 1).expand(N, C)
+        inner = gated(gate_up).mul_(weights.flatten()[order, None])
+        y = grouped(inner, _matrices(w_down, E, x.dtype).mT, ends)
+        return y[back].view(N, k, C).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, w_gate_up, w_down, gate_up, order, back, ends = ctx.saved_tensors
+        (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
+        _, _, trains_gate_up, trains_down = ctx.needs_input_grad[:4]
+        w, tokens = weights.flatten()[order, None], order // k
+        rows = dy[tokens]
+        d = grouped(rows, _matrices(w_down, E, x.dtype), ends)
+        dgate_up, inner = gated_backward(gate_up, d)
+        dweights = (d * inner).sum(-1, dtype=weights.dtype)[back].view(N, k)
+        del d
+        # Now by the weight of the pair, as it was in forward
+        dgate_up.mul_(w)
+        dw_down = dw_gate_up = None
+        if trains_down:
+            dw_down = grouped_outer(rows, inner.mul_(w), ends, w_down.dtype)
+        del rows, inner
+        if trains_gate_up:
+            dw_gate_up = grouped_outer(dgate_up, x[tokens], ends, w_gate_up.dtype)
+        dx = grouped(dgate_up, _matrices(w_gate_up, E, x.dtype), ends)
+        del dgate_up
+        dx = dx[back].view(N, k, C).sum(1)
+        return dx, dweights, dw_gate_up, dw_down, None, None, None
+
+
+def _matrices(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of each expert (E, rows, columns)."""
+    return weight.to(dtype).unflatten(0, (count, -1))
+
+
+class Balance:
+    """The loss that balances experts, of one forward pass over all its layers and tokens.
+
+        loss = E · Σ_e f_e · P_e
+
+    f_e are the tokens of expert e, P_e the sum of its probabilities, each divided by the number of
+    tokens in all layers, as in transformers (Switch, arXiv 2101.03961, has one for each layer).
+    f has no gradient, so that of a probability is E · f_e / tokens, the same everywhere. It is
+    known when all layers have run, and added in backward: a block that runs again there has it too.
+    Every token counts, padding and prompts among them; a micro-batch balances alone.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor  # of the loss
+        self.layers_run = False
+        self.sums: Tensor | None = None  # (2, E): tokens of each expert, probabilities
+        self.rows = 0
+        self.slope: Tensor | None = None  # (E,) of the loss by each token's probability
+        self.upstream: Tensor | None = None  # gradient of the loss that this one was added to
+
+    def count(self, chances: Tensor, chosen: Tensor) -> None:
+        """Count the tokens of a layer, or a tile of them."""
+        if self.layers_run:
+            return
+        tokens = torch.zeros_like(chances).scatter_(1, chosen, 1.0).sum(0)
+        sums = torch.stack((tokens, chances.detach().sum(0)))
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.rows += len(chances)
+
+    def added_to(self, loss: Tensor, scale: Tensor | float, ranks: Ranks) -> Tensor:
+        """Return `loss` and this loss times `scale`; `ranks` share the sequences."""
+        self.layers_run = True
+        assert self.sums is not None
+        if ranks.count > 1:
+            dist.all_reduce(self.sums, group=ranks.process_group)
+        tokens, chances = self.sums / (self.rows * ranks.count)
+        self.slope = self.factor * len(tokens) * tokens / (self.rows * ranks.count) * scale
+        value = self.factor * len(tokens) * (tokens @ chances) * scale / ranks.count
+        result: Tensor = _Added.apply(loss, value, self)
+        return result
+
+
+_running: Balance | None = None  # of the forward pass, or the one whose blocks run again
+
+
+def running() -> Balance | None:
+    """Return the balance of the forward pass that computes now."""
+    return _running
+
+
+@contextmanager
+def balancing(balance: Balance | None) -> Iterator[None]:
+    """Inside the block the experts of every layer are counted for `balance`."""
+    global _running
+    before, _running = _running, balance
+    try:
+        yield
+    finally:
+        _running = before
+
+
+@torch.compiler.disable
+def balanced(chances: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
+    """Return the largest of `chances` (N, E) and their experts, counted for the running balance.
+
+    Not compiled: a graph would keep the sums as they are before the layers that follow.
+    """
+    if _running is None:
+        return torch.topk(chances, per_token)
+    chances = _Balanced.apply(chances, _running)
+    weights, chosen = torch.topk(chances, per_token)
+    _running.count(chances, chosen)
+    return weights, chosen
+
+
+class _Balanced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chances: Tensor, balance: Balance) -> Tensor:
+        ctx.balance = balance
+        return chances.view_as(chances)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return d + ctx.balance.slope * ctx.balance.upstream, None
+
+
+class _Added(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, balance: Balance) -> Tensor:
+        ctx.balance = balance
+        return loss + value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        ctx.balance.upstream = d
+        return d, None, None

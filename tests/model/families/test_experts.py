@@ -1,0 +1,37 @@
+"""Families with experts compute as in transformers, and their folders go out and come back."""
+
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from tests.model.families.parity import SIZES, SPECIAL, FamilyTests
+
+SMALL = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.02}
+
+
+class TestMixtral(FamilyTests):
+    config_class = MixtralConfig
+    cases = {
+        "plain": MixtralConfig(**SMALL, num_local_experts=8, head_dim=8),
+        "windows": MixtralConfig(
+            **SMALL, num_local_experts=5, num_experts_per_tok=3, sliding_window=9, head_dim=16
+        ),
+    }
+    stretched = {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8}
+    special = SPECIAL
+
+
+QWEN = {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+class TestQwen3Moe(FamilyTests):
+    config_class = Qwen3MoeConfig
+    cases = {
+        "plain": Qwen3MoeConfig(**QWEN, head_dim=16),
+        "dense layers": Qwen3MoeConfig(
+            **QWEN | {"num_hidden_layers": 3},
+            **{"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+            **{"norm_topk_prob": True, "mlp_only_layers": [0, 1]},
+        ),
+        "windows": Qwen3MoeConfig(**QWEN, head_dim=8, use_sliding_window=True, sliding_window=9),
+    }
+    stretched = {"num_key_value_heads": 2, "head_dim": 8}
+    special = SPECIAL

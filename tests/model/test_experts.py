@@ -1,0 +1,221 @@
+"""Experts: what the router decides, the balancing loss, memory, parameters, and what is refused."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx import cli
+from longctx.attention import Mask
+from longctx.config.experts import ExpertsConfig
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.parts import Pass
+from longctx.model import GPT, GPTConfig, experts
+from tests.largest_tensor import LiveMemory
+
+MODEL = GPTConfig(
+    **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
+    **{"init_std": 0.3, "experts": ExpertsConfig(8, 3, ffn=16, dense_layers=[1], balance=0.3)},
+)
+POLICIES = {
+    "none": MemoryConfig("fast"),
+    "mlp": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
+    "block": MemoryConfig("balanced"),
+    "some blocks": MemoryConfig("balanced", mlp_tile=128, keep_every=3),
+}
+TOKENS = torch.randint(61, (2, 150), generator=torch.Generator().manual_seed(2))
+TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(150) % 5 == 0, -100)
+
+
+def make(memory: str = "none", config: GPTConfig = MODEL) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config, "flash", POLICIES[memory])
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(model.parameters()))
+    return found
+
+
+def chances_of(model: GPT) -> list[Tensor]:
+    """Return the probabilities of all experts in each layer, with their graph."""
+    seen: list[Tensor] = []
+    hooks = [
+        block.mlp.router.register_forward_hook(lambda _, __, z: seen.append(z.softmax(-1)))
+        for block in model.blocks
+        if isinstance(block.mlp, experts.Experts)
+    ]
+    model(TOKENS)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def balance_of(chances: list[Tensor], per_token: int) -> Tensor:
+    """Return E · Σ_e f_e P_e over the tokens of all layers."""
+    p = torch.cat(chances)
+    chosen = torch.zeros_like(p).scatter(1, p.topk(per_token).indices, 1.0)
+    return p.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("memory", POLICIES)
+def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str) -> None:
+    model, plain = make(memory), make(config=replace(MODEL, experts=ExpertsConfig(8, 3, 16, [1])))
+    scale = torch.tensor(0.7)
+    targets = int((TARGETS != -100).sum()) if reduction == "sum" else 1
+    want = plain(TOKENS, TARGETS, reduction=reduction, scale=scale)
+    want = want + 0.3 * balance_of(chances_of(plain), 3) * targets * scale
+    # Another forward before backward does not change what is balanced
+    loss = model(TOKENS, TARGETS, reduction=reduction, scale=scale)
+    model(TOKENS.flip(1), TARGETS)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    (3 * loss).backward()
+    (3 * want).backward()
+    expected = gradients(plain)
+    for name, grad in gradients(model).items():
+        assert (grad - expected[name]).abs().max() < 2e-5 * expected[name].abs().max(), name
+
+
+def test_evaluation_does_not_add_the_balancing_loss() -> None:
+    model = make()
+    with torch.no_grad():
+        each = model(TOKENS, TARGETS, reduction="none")
+        assert torch.equal(model(TOKENS, TARGETS, reduction="none").sum(), each.sum())
+        torch.testing.assert_close(model(TOKENS, TARGETS, reduction="sum"), each.sum())
+    assert model(TOKENS, TARGETS, reduction="sum") > each.sum() + 1
+
+
+def test_gradients_are_right_to_double_precision() -> None:
+    module = MODEL.block(0).mlp.build().double()
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x = torch.randn(7, 24, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: module(x), (x, *module.parameters()))
+    x = x.detach().requires_grad_()
+    found: list[list[Tensor]] = []
+    for needs_value in (True, False):  # a recomputation wants the gradients alone
+        y = (module(x, needs_value) * torch.linspace(-1, 1, 24)).sum()
+        found.append(list(torch.autograd.grad(y, list(module.parameters()))))
+    assert all(map(torch.equal, *found))
+
+
+def test_experts_without_tokens_have_no_gradient() -> None:
+    module = MODEL.block(0).mlp.build()
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    module.router.weight.data[3] = 0
+    module.router.weight.data[3, 0] = -100.0
+    x = torch.randn(50, 24)
+    x[:, 0] = 1
+    module(x).sum().backward()
+    assert not module.gate_up.weight.grad.unflatten(0, (8, -1))[3].any()
+    assert module.gate_up.weight.grad.unflatten(0, (8, -1))[2].any()
+
+
+def test_documents_compute_as_if_alone() -> None:
+    model, ends = make(), [0, 70, 89, 150]
+    documents = torch.bucketize(torch.arange(150), torch.tensor(ends[1:]), right=True)
+    packed = model(TOKENS[:1], mask=Mask.documents(documents[None]))
+    for first, last in pairwise(ends):
+        alone = model(TOKENS[:1, first:last])
+        torch.testing.assert_close(packed[:, first:last], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_few_weights_multiply_a_token() -> None:
+    model = make()
+    assert sum(p.numel() for p in model.parameters()) == MODEL.parameters()
+    attention, dense, expert, router = 24 * 24 * 2 + 24 * 16, 3 * 24 * 40, 3 * 24 * 16, 24 * 8
+    active = 3 * attention + dense + 2 * (router + 3 * expert) + 61 * 24
+    assert MODEL.matmul_parameters() == active
+    assert MODEL.flops_per_token(0.0) == 6 * active
+
+
+class Shapes:
+    """Products of the right shapes, as a GPU's fused kernels hold memory."""
+
+    @staticmethod
+    def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return x.new_empty(len(x), matrices.shape[2])
+
+    @staticmethod
+    def grouped_outer(dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.new_empty(len(ends) * dy.shape[1], x.shape[1]).to(dtype)
+
+    @staticmethod
+    def gated(gate_up: Tensor) -> Tensor:
+        return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+    @staticmethod
+    def gated_backward(gate_up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(gate_up), torch.empty_like(d)
+
+
+@pytest.mark.parametrize(
+    ("channels", "ffn", "count", "per_token", "tokens"),
+    [(256, 96, 32, 4, 999), (256, 96, 64, 2, 40), (128, 448, 8, 2, 555)],
+)
+def test_memory_is_predicted(
+    channels: int,
+    ffn: int,
+    count: int,
+    per_token: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("grouped", "grouped_outer", "gated", "gated_backward"):
+        monkeypatch.setattr(experts, name, getattr(Shapes, name))
+    sizes = {"channels": channels, "heads": 4, "ffn": ffn}
+    part = replace(MODEL, **sizes, experts=ExpertsConfig(count, per_token)).block(0).mlp
+    module = part.build()
+    x = torch.randn(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    through = Pass(tokens, tokens, "none", 2, 0, weight_copy=2, gradient=4, is_fused=True)
+    with LiveMemory() as live:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = module(x)
+        held = sum(live.held.values()) - y.nbytes
+        assert held == pytest.approx(part.saved(through), rel=0.02)
+        live.peak = 0
+        del y
+    with LiveMemory() as live, torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        y = module(x)
+        before, live.peak = sum(live.held.values()), 0
+        y.backward(dy)
+        assert live.peak - before == pytest.approx(part.backward(through), rel=0.05)
+    with LiveMemory() as live, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        module(x)
+    weights = 2 * max(linear.weights for linear in part.linears)
+    assert live.peak - weights <= 1.02 * part.forward(through)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model.experts.count": 4, "model.experts.per_token": 5}, "model.experts.per_token=5"),
+        ({"model.experts.count": 4, "model.experts.ffn": 20}, "model.experts.ffn=20"),
+        ({"model.experts.count": 4, "model.activation": "gelu_tanh"}, "model.activation=gelu_tanh"),
+        ({"model.experts.count": 4, "precision": "fp8"}, "precision=fp8"),
+        ({"model.experts.count": 4, "model.experts.dense_layers": "[9]"}, "dense_layers=[9]"),
+        ({"model.experts.per_token": 1}, "model.experts.per_token=1"),
+    ],
+)
+def test_impossible_experts_are_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    assert cli.main(["train", "model=tiny", "device=cpu", *overrides, f"runs={tmp_path}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_lora_of_experts_is_refused() -> None:
+    config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=2"]).config
+    with pytest.raises(ValueError, match=r"lora\.targets=\[qkv,out,gate_up,down\]"):
+        config.check_experts(MODEL)
+    replace(config, lora=replace(config.lora, targets=["qkv"])).check_experts(MODEL)
