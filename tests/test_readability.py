@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 180,
-    "lines": 35600,
+    "lines": 35620,
     "files under 80 lines": 25,
     "heavy sentences": 1.1,
     "where": 0.9,
