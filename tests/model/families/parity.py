@@ -6,8 +6,9 @@ A family's test file holds a subclass of `FamilyTests` with the family's own con
 
 import copy
 import json
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -19,8 +20,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from longctx.config.model_config import GPTConfig
+from longctx.attention import Mask
+from longctx.config.model_config import LORA_TARGETS, GPTConfig, LoraConfig
 from longctx.config.parts import Interleaved
+from longctx.model import GPT, lora
 from longctx.model.export import export
 from longctx.model.families import family_of, read_model
 from longctx.model.families.qwen import QWEN2_SPLIT
@@ -200,12 +203,20 @@ class FamilyTests:
     ropes: tuple[str, ...] = tuple(ROPES)
     # rope_parameters of windowed layers, in a family that has them for each kind of layer
     windowed_rope: Mapping[str, Any] | None = None
+    # key → values of which each random configuration has one
+    drawn: Mapping[str, Sequence[Any]] = {}
+    # hidden sizes per head among which it has one
+    widths: tuple[int, ...] = (6, 8, 14)
+    lora_targets: tuple[str, ...] = LORA_TARGETS
     # scalings to test every time; the others are slow tests
     fast_ropes: tuple[str, ...] = ("yarn",)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.cases))
+        if "seed" in metafunc.fixturenames:
+            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)]
+            metafunc.parametrize("seed", [0, 1, *slow])
         if "rope" in metafunc.fixturenames:
             ropes = [
                 pytest.param(rope, marks=() if rope in self.fast_ropes else pytest.mark.slow)
@@ -217,6 +228,50 @@ class FamilyTests:
         """Return rope_parameters with `rope` in layers without a window."""
         kinds = {"full_attention": dict(rope), "sliding_attention": deepcopy(self.windowed_rope)}
         return {"rope_parameters": dict(rope) if self.windowed_rope is None else kinds}
+
+    def draw(self, seed: int) -> PreTrainedConfig:
+        """Return a random configuration of the family."""
+        draw = random.Random(f"{self.config_class.model_type} {seed}")
+        kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+        keys: dict[str, Any] = deepcopy(SIZES) | SPECIAL | dict(self.special)
+        keys |= self.rope_keys({"rope_type": "default", "rope_theta": draw.choice([300.0, 5e5])})
+        keys |= {"num_hidden_layers": draw.randint(1, 5), "num_key_value_heads": kv_heads}
+        keys |= {"num_attention_heads": kv_heads * group, "intermediate_size": draw.randint(9, 70)}
+        keys |= {"hidden_size": kv_heads * group * draw.choice(self.widths)}
+        keys |= {"tie_word_embeddings": draw.random() < 0.5}
+        return self.config_class(**keys | {k: draw.choice(v) for k, v in self.drawn.items()})
+
+    def test_packed_documents_are_each_alone(self, seed: int, tmp_path: Path) -> None:
+        """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
+        so are those of LoRA, and of a model that was exported.
+        """
+        theirs = reference(self.draw(seed))
+        theirs.save_pretrained(tmp_path / "in")
+        write_tokenizer(tmp_path / "in")
+        documents = torch.repeat_interleave(torch.arange(4), torch.tensor([37, 1, 24, 31]))[None]
+        tokens, mask = torch.randint(301, documents.shape), Mask.documents(documents)
+
+        def alone(theirs: Any) -> torch.Tensor:
+            each = [theirs(tokens[documents == n][None]).logits for n in range(4)]
+            return torch.cat(each, dim=1)
+
+        def packed(model: GPT) -> torch.Tensor:
+            return model(tokens, mask=mask)
+
+        def error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+            return float((logits - expected).norm() / expected.norm())
+
+        expected = alone(theirs)
+        assert error(packed(pretrained(tmp_path / "in")), expected) < 1e-5
+        added = lora.add(pretrained(tmp_path / "in"), LoraConfig(2, targets=[*self.lora_targets]))
+        for layer in lora.layers(added):
+            torch.nn.init.normal_(layer.lora_b, std=0.1)
+        export(lora.merge(added), tmp_path / "in", tmp_path / "out")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+        trained = packed(added)
+        assert error(trained, alone(again.eval())) < 1e-5 < error(trained, expected)
+        rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
+        assert error(rounded, expected) < 0.01 + 2 * error(alone(theirs.bfloat16()), expected)
 
     def test_computes_as_in_transformers_and_comes_back(self, case: str, tmp_path: Path) -> None:
         check_parity(self.cases[case], tmp_path, same_class=case not in self.other_class)

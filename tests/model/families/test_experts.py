@@ -7,8 +7,12 @@ from tests.model.families.parity import SIZES, SPECIAL, FamilyTests
 SMALL = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.02}
 
 
+# torch's grouped product takes rows of a multiple of 16 bytes; LoRA leaves experts alone
 class TestMixtral(FamilyTests):
     config_class = MixtralConfig
+    drawn = {"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [7, 30]}
+    widths = (8, 16)
+    lora_targets = ("qkv", "out")
     cases = {
         "plain": MixtralConfig(**SMALL, num_local_experts=8, head_dim=8),
         "windows": MixtralConfig(
@@ -24,6 +28,12 @@ QWEN = {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_s
 
 class TestQwen3Moe(FamilyTests):
     config_class = Qwen3MoeConfig
+    drawn = {
+        **{"intermediate_size": [24, 40], "moe_intermediate_size": [8, 24], "head_dim": [8]},
+        **{"num_experts": [3, 8], "num_experts_per_tok": [1, 3], "norm_topk_prob": [True, False]},
+    }
+    widths = (8, 16)
+    lora_targets = ("qkv", "out")
     cases = {
         "plain": Qwen3MoeConfig(**QWEN, head_dim=16),
         "dense layers": Qwen3MoeConfig(

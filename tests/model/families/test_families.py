@@ -117,6 +117,7 @@ def test_sliding_layer_types_without_a_window_are_refused(tmp_path: Path) -> Non
 
 class TestMinistral(FamilyTests):
     config_class = MinistralConfig
+    drawn = {"head_dim": [4, 10], "sliding_window": [1, 7, 30]}
     cases = {
         "layer types": MinistralConfig(
             **GROUPED,

@@ -17,8 +17,13 @@ TWO_ROPES = {"rope_parameters": {"full_attention": YARN, "sliding_attention": PL
 ONE_ROPE = {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}
 
 
+BIASES = {"attention_bias": [False, True]}
+WINDOWS = {"sliding_window": [1, 7, 30]}
+
+
 class TestOlmo2(FamilyTests):
     config_class = Olmo2Config
+    drawn = BIASES | {"head_dim": [4, 10, 16]}
     cases = {
         "every head its own keys": Olmo2Config(**SIZES | SPECIAL),
         "biases": Olmo2Config(**SMALL, attention_bias=True, tie_word_embeddings=True),
@@ -30,6 +35,7 @@ class TestOlmo2(FamilyTests):
 
 class TestOlmo3(FamilyTests):
     config_class = Olmo3Config
+    drawn = BIASES | WINDOWS
     cases = {
         "two ropes": Olmo3Config(**SMALL | TWO_ROPES, sliding_window=9),
         "one rope": Olmo3Config(**SMALL | ONE_ROPE, sliding_window=9),
@@ -49,6 +55,7 @@ class TestOlmo3(FamilyTests):
 
 class TestExaone4(FamilyTests):
     config_class = Exaone4Config
+    drawn = WINDOWS | {"head_dim": [4, 10, 16], "sliding_window_pattern": [2, 3]}
     cases = {
         "windows": Exaone4Config(**SMALL, sliding_window=9),
         "no window": Exaone4Config(
@@ -62,6 +69,13 @@ class TestExaone4(FamilyTests):
 
 class TestGemma3(FamilyTests):
     config_class = Gemma3TextConfig
+    drawn = {
+        **BIASES | WINDOWS,
+        "head_dim": [4, 10, 16],
+        "query_pre_attn_scalar": [4, 13],
+        "final_logit_softcapping": [None, 3.0],
+        "sliding_window_pattern": [2, 3],
+    }
     cases = {
         "two ropes": Gemma3TextConfig(
             **SMALL | TWO_ROPES | {"num_hidden_layers": 7}, head_dim=16, sliding_window=9
