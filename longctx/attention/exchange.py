@@ -61,6 +61,10 @@ class Exchange:
         """Yield the tensors (B, n, heads, D) as attention takes them, some heads after others."""
         return [(q, k, v, *like_q)]
 
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return those of x (H,) whose heads `parts` yields here, in that order."""
+        return x
+
     def output(self, out: Tensor) -> Tensor:
         """Return attention's output of one part, for the tokens of this rank."""
         return out
@@ -101,6 +105,9 @@ class Ulysses(Exchange):
         parts = zip(*(x.chunk(count, dim=3) for x in slots), strict=True)
         # lazily: a part is exchanged when attention has finished the one before
         return (self._to_heads(*part) for part in parts)
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.ranks.count, -1))[self.ranks.rank]
 
     def output(self, out: Tensor) -> Tensor:
         return self._to_tokens(out)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Request, register
+from longctx.attention.registry import Backend, Request, register, with_sinks
 from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import HEAD_SIZES
 
@@ -76,14 +76,15 @@ def decode_kernel(
     dtype: torch.dtype,
     head_dim: int,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> str:
-    """Return "triton" or "torch", as `name` asks; auto is triton on a GPU, torch with a softcap.
+    """Return "triton" or "torch", as `name` asks; auto is triton on a GPU if it can serve.
 
     Raises ValueError with a remedy if the kernel cannot serve such tensors here.
     """
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
-        name = "triton" if runs_triton and softcap is None else "torch"
+        name = "triton" if runs_triton and softcap is None and not sinks else "torch"
     if name == "torch":
         return name
     reason = None
@@ -97,6 +98,8 @@ def decode_kernel(
         reason = "Triton's interpreter computes bf16 products wrongly"
     elif softcap is not None:
         reason = "has no softcap"
+    elif sinks:
+        reason = "has no sinks"
     elif head_dim not in HEAD_SIZES:
         reason = f"takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} channels, not {head_dim}"
     if reason is not None:
@@ -112,6 +115,7 @@ def cached_attention(
     kernel: str,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
 
@@ -126,7 +130,8 @@ def cached_attention(
     mask = Mask("intervals", first=visible.first[:, None], last=visible.last[:, None])
     k, v = k[:, : visible.keys], v[:, : visible.keys]
     with torch.autocast(q.device.type, enabled=False):
-        return Naive().run(q[:, None], k, v, mask, scale, softcap)[0][:, 0]
+        out, lse, _ = Naive().run(q[:, None], k, v, mask, scale, softcap)
+        return (out if sinks is None else with_sinks(out, lse, sinks)[0])[:, 0]
 
 
 register("naive", Naive())

@@ -142,11 +142,14 @@ def check(
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> None:
     """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
     options = options or {}
     request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic, softcap)
     _refuse(backend, _lookup(backend, options), request)
+    if sinks:
+        _refuse_sinks(backend)
 
 
 def kernels_run() -> dict[str, str]:
@@ -184,11 +187,15 @@ class Attention:
         """Return True if `backward` takes the forward's out and lse and need not run it again."""
         return self.description.has_backward
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return out (B, Tq, Hq, D); see `with_lse`."""
-        return self.with_lse(q, k, v, mask)[0]
+        return self.with_lse(q, k, v, mask, sinks)[0]
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32; see `attention`.
 
         If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
@@ -203,6 +210,7 @@ class Attention:
         exchange = mask.exchange or WHOLE_ROWS
         outs: list[Tensor] = []
         lses: list[Tensor] = []
+        own, heads = None if sinks is None else exchange.own_heads(sinks), 0
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
             self._check_served(qs, mask)
@@ -210,6 +218,9 @@ class Attention:
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
                 out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self._arguments)
             _record(self.name, kernel)
+            if own is not None:
+                out, lse = with_sinks(out, lse, own[heads : heads + qs.shape[2]])
+                heads += qs.shape[2]
             outs.append(exchange.output(out))
             lses.append(lse)
             # free before the next part is exchanged
@@ -225,25 +236,32 @@ class Attention:
         out: Tensor,
         lse: Tensor | None,
         mask: Mask,
-    ) -> Gradients:
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return dq, dk, dv for the gradient `do` of the `out` that an earlier call returned.
 
-        Unless `saves_output`, it runs the forward again and needs no lse.
+        With `sinks` also theirs. Unless `saves_output`, it runs the forward again and needs no lse.
         """
         if lse is None or not self.saves_output:
             # the forward again, with a graph of its own
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-                again = self(leaves[0], leaves[1], leaves[2], mask)
-            dq, dk, dv = torch.autograd.grad(again, leaves, do)
-            return dq, dk, dv
+                inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+                leaves = [x.detach().requires_grad_() for x in inputs]
+                own_sinks = None if sinks is None else leaves[3]
+                again = self(leaves[0], leaves[1], leaves[2], mask, own_sinks)
+            return torch.autograd.grad(again, leaves, do)
         # autocast: saved tensors may be wider than the kernel's inputs
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
         exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
         parts: list[Gradients] = []
+        own = None if sinks is None else exchange.own_heads(sinks.detach())
+        dsinks: list[Tensor] = []
         for qs, ks, vs, dos, outs in exchange.parts(q16, k16, v16, do, out):
             bound = mask.bind(qs.shape[0], qs.shape[1], ks.shape[1], qs.device)
             lses = lse[:, heads : heads + qs.shape[2]].contiguous()
+            if own is not None:
+                at = own[heads : heads + qs.shape[2]]
+                dsinks.append(_gradient_of_sinks(at, dos, outs, lses))
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
                 saved = Saved(qs, ks, vs, outs, lses)
@@ -252,7 +270,13 @@ class Attention:
             # free before the next part is exchanged
             del qs, ks, vs, dos, outs, saved, gradients
         dq, dk, dv = (exchange.joined(each) for each in zip(*parts, strict=True))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        gradients = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        if sinks is None or own is None:
+            return gradients
+        # Other ranks have the gradients of other heads
+        total = torch.zeros_like(sinks)
+        exchange.own_heads(total).copy_(torch.cat(dsinks))
+        return *gradients, total
 
     def _check_served(self, q: Tensor, mask: Mask) -> None:
         """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
@@ -343,16 +367,11 @@ def attention(
         out, lse = caller.with_lse(q, k, v, mask)
         return (out, lse) if return_lse else out
     _check_sinks(sinks, q)
-    if mask.exchange is not None:
-        raise ValueError("sinks are for whole rows, not for rows that ranks share; leave them out")
     # sinks scale out by a function of the lse: training needs its gradient
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
-    if wants_gradient and not caller.description.differentiable_lse:
-        raise ValueError(
-            f"attention={backend} cannot train with sinks: its lse has no gradient; "
-            "use attention=flash, flex or naive, or torch.no_grad()"
-        )
-    out, lse = _with_sinks(*caller.with_lse(q, k, v, mask), sinks)
+    if wants_gradient:
+        _refuse_sinks(backend)
+    out, lse = caller.with_lse(q, k, v, mask, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -409,6 +428,14 @@ def _refuse(name: str, backend: Backend, request: Request) -> None:
         raise ValueError(f"attention={name} cannot run here: {reason}")
 
 
+def _refuse_sinks(backend: str) -> None:
+    if not DESCRIPTIONS[backend].differentiable_lse:
+        raise ValueError(
+            f"attention={backend} cannot train with sinks: its lse has no gradient; "
+            "use attention=flash, flex or naive, or torch.no_grad()"
+        )
+
+
 def _record(backend: str, kernel: str) -> None:
     _ran[backend] = kernel
 
@@ -461,7 +488,7 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
         raise ValueError(f"sinks are on {sinks.device}, q on {q.device}: move them to {q.device}")
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (B, T, H, D) and lse (B, H, T) with `sinks` (H,), from out and lse without.
 
     As in gpt-oss and StreamingLLM's zero sink (arXiv 2309.17453). No kernel knows of sinks, since
@@ -479,3 +506,14 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     share = torch.sigmoid(seen - sinks).masked_fill(sees_nothing, 0.0)
     scaled = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
     return scaled, torch.where(sees_nothing, sinks, torch.logaddexp(seen, sinks))
+
+
+def _gradient_of_sinks(sinks: Tensor, do: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return (H,): a sink takes p = exp(sink - lse) of each query, which scales out by 1 - p.
+
+    Attention's own backward needs nothing new: its p = exp(score - lse) and its sum over do · out
+    are those of all logits, the sink's among them.
+    """
+    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    along = (do * out).sum(-1, dtype=lse.dtype).transpose(1, 2)
+    return -(p * along).sum((0, 2))

@@ -97,6 +97,9 @@ class GPTConfig(Group):
     attention_scale: float | None = key(
         None, "factor of attention's scores; null: head size ** -0.5", above=0
     )
+    sinks: bool = key(
+        False, "a logit per head that joins attention's softmax without a value, as in gpt-oss"
+    )
     query_growth: list[float] = key(
         [],
         "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n)), as in "
@@ -183,6 +186,7 @@ class GPTConfig(Group):
             qk_norm=self.qk_norm,
             norm_eps=self.norm_eps,
             scale=self.attention_scale,
+            sinks=self.sinks,
             window=window,
             rope=rope,
             rotates=layer not in self.nope_layers,

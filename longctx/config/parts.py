@@ -220,6 +220,7 @@ class Attention(Part):
     rotates: bool  # False: a layer without positions, as in SmolLM3
     softcap: float | None  # scores become softcap · tanh(score / softcap)
     scale: float | None  # of scores; None: head size ** -0.5
+    sinks: bool  # a logit per head joins the softmax, and has no value
     module = "longctx.model.layers.SelfAttention"
 
     @property
@@ -243,6 +244,11 @@ class Attention(Part):
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
+        return (*self.norms, ("sinks", self.heads)) if self.sinks else self.norms
+
+    @property
+    def norms(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of the weights of its norms."""
         if self.qk_norm == "none":
             return ()
         is_whole = self.qk_norm == "whole"
@@ -251,7 +257,7 @@ class Attention(Part):
 
     def required(self) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`."""
-        return {"head_dim": self.head_size, "softcap": self.softcap}
+        return {"head_dim": self.head_size, "softcap": self.softcap, "sinks": self.sinks}
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""
@@ -264,7 +270,10 @@ class Attention(Part):
 
     def saved(self, p: Pass) -> float:
         """Return the bytes saved for backward up to its output, which is one of them."""
-        return p.attention + p.weight_copy * self.linears[0].weights
+        saved = p.attention + p.weight_copy * self.linears[0].weights
+        # The output that sinks scaled; its share, before and after masking, and the mask
+        per_token = p.activation * self.query_size + (2 * FP32 + 1) * self.heads
+        return saved + (per_token * p.tokens if self.sinks else 0)
 
     def saved_after(self, p: Pass) -> int:
         """Return the bytes saved for the projection of its output, which is one of them."""
@@ -431,6 +440,8 @@ class Block:
             needed += e * (q + 2 * kv) * p.tokens
             # With one tile the norm, and q and k before rotation too
             needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
+        elif self.attention.sinks:  # the gradient of the output before they scale it
+            needed += e * q * p.tokens
         return needed
 
     def forward(self, p: Pass) -> int:
@@ -445,5 +456,6 @@ class Block:
         They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
         output, and what it computes between them.
         """
-        heads = 2 * self.attention.query_size + 2 * self.attention.key_size
+        outputs = 2 if self.attention.sinks else 1  # before and after they scale it
+        heads = (1 + outputs) * self.attention.query_size + 2 * self.attention.key_size
         return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

@@ -192,6 +192,7 @@ class Decoder:
                     self.kernel,
                     block.attention.attend.softcap,
                     block.attention.attend.scale,
+                    block.attention.sinks,
                 )
                 y: Tensor = block.after(x, out[:, None])
                 return y

@@ -23,7 +23,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Norm
 from longctx.model import compile_cache
 from longctx.model.experts import Balance, balancing
-from longctx.model.layers import Block, RMSNorm, StreamNorm
+from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
 from longctx.model.recompute import (
     checkpointed_blocks,
@@ -93,6 +93,8 @@ class GPT(nn.Module):
                 draw(module.weight, partial(nn.init.normal_, std=std / shrink))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+            if isinstance(module, SelfAttention) and module.sinks is not None:
+                nn.init.zeros_(module.sinks)
 
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.

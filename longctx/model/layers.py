@@ -116,9 +116,10 @@ class SelfAttention(nn.Module):
         self.rotates = part.rotates
         self.attend = Attention(backend.backend, backend.options, part.scale, part.softcap)
         self.qkv, self.out = linears(part)
-        norms: list[nn.Module] = [RMSNorm(size, part.norm_eps) for _, size in part.vectors]
+        norms: list[nn.Module] = [RMSNorm(size, part.norm_eps) for _, size in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = part.qk_norm == "head"
+        self.sinks = nn.Parameter(torch.zeros(part.heads)) if part.sinks else None
 
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None
@@ -145,7 +146,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attention's output, (B, T, H, D), before its projection."""
-        return self.attend(q, k, v, mask)
+        return self.attend(q, k, v, mask, self.sinks)
 
 
 class SwiGLU(nn.Module):

@@ -31,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sandwich": {"norms": "sandwich"},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
     "query growth": {"query_growth": [0.4, 4.0]},
     "rotary share": {"rotary_share": 0.5},
     "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
@@ -58,6 +59,8 @@ def make(changes: dict[str, Any], attention: str = "flash", memory: str = "none"
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
+        if "sinks" in name:
+            torch.nn.init.normal_(p)
     return model
 
 
@@ -105,7 +108,11 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
             scores = cap * torch.tanh(scores / cap)
         distance = place[:, None] - place
         seen = (distance >= 0) & (distance < (window or T)) & (documents[:, None] == documents)
-        out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if c.sinks:  # a key that nobody's value comes from
+            sinks = of["attention.sinks"][:, None, None].expand(-1, T, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        out = torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :T], v)
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
         if c.norms != "pre":
             branch = rms(branch, of["attention_out_norm.weight"])
@@ -202,6 +209,13 @@ def test_norms_after_branches_are_counted() -> None:
     assert more == 4 * tokens * (4 + 4 + 4 * 128)
 
 
+def test_outputs_that_sinks_scale_are_counted() -> None:
+    tokens = 512 * 32  # of a micro-batch on a GPU
+    more = saved_activations(sinks=True) - saved_activations()
+    # In 4 layers the output of 128 channels, and for 4 heads the sinks' share twice, and a mask
+    assert more == 4 * tokens * (4 * 128 + 4 * (4 + 4 + 1))
+
+
 def test_multipliers_are_counted() -> None:
     overrides = ["model=tiny", "model.vocab_size=512", "seq_len=512", "memory=fast"]
     config = cli.compose("train", overrides).config
@@ -280,13 +294,14 @@ def test_gemma2_blocks_compute_as_in_transformers() -> None:
     )
 
 
-def test_a_backend_without_softcap_is_refused_at_the_door(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("feature", ["softcap=30", "sinks=true"])
+def test_a_backend_without_a_part_is_refused_at_the_door(
+    feature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = ["model=tiny", "model.softcap=30", "device=cpu", "attention=sdpa"]
+    overrides = ["model=tiny", f"model.{feature}", "device=cpu", "attention=sdpa"]
     assert cli.main(["train", *overrides, f"runs={tmp_path}"]) == 2
     error = capsys.readouterr().err
-    assert "softcap" in error and "attention=flash" in error
+    assert feature.partition("=")[0] in error and "attention=flash" in error
     assert not any(tmp_path.iterdir())
 
 

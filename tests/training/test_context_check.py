@@ -99,6 +99,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+PARTS = {
+    **{"model.sinks": True, "model.query_growth": "[0.5,20]", "model.rotary_share": 0.5},
+    **{"model.multipliers.embedding": 3, "model.multipliers.residual": 0.4},
+    **{"model.multipliers.logits": 0.2, "model.multipliers.logit_softcap": 5},
+    "model.norms": "sandwich",
+}
 # What must pass: number of ranks → case → what it has beside SHAPE.
 PASSING: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -119,6 +125,10 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "sdpa, biases and norms": SHARED
         | {"attention": "sdpa", "model.kv_heads": 1}
         | {"model.qkv_bias": True, "model.qk_norm": "head", "model.tied": False},
+        "parts of Granite and GLM-4": SHARED | PARTS | {"model.window": 30},
+        "the same, recomputed": SHARED | PARTS | {"memory": "balanced"},
+        "the same by all-gather": SHARED | PARTS | {"context.method": "allgather"},
+        "the same in slices": PARTS | {"strategy": "fsdp", "memory": "long"},
         "long documents": SHARED | {"seq_len": 16},
         "rows longer than documents": SHARED | {"seq_len": 1000},
     },
