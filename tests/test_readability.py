@@ -5,9 +5,9 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 180,
-    "lines": 35680,
-    "files under 80 lines": 25,
+    "files": 181,
+    "lines": 35840,
+    "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
     "docstrings without a verb": 0.5,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 25560
+TEST_LINES = 25695
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files, untrusted
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Piece
-from longctx.model.families import family_of
+from longctx.model.families import family_of, multimodal, read_model
+from longctx.model.families.family import Family
 from longctx.model.gpt import GPT
+from longctx.model.huggingface import Stored, inventory
 from longctx.runs.checkpoints import not_finite
 
 SHARD_BYTES = 5_000_000_000
@@ -41,13 +44,15 @@ def export(
     context: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    wrapper: Path | None = None,
 ) -> None:
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
     `context` is the length that it is for, by default that of `model.config`. Without `dtype` each
-    weight keeps its own. Tokenizer files come from `tokenizer_folder`. Raises ValueError if `out`
-    has something in it or transformers has no class for the model, OSError if it cannot be written;
-    then nothing is left behind.
+    weight keeps its own. Tokenizer files come from `tokenizer_folder`. `wrapper` is the multimodal
+    folder that the model takes its place in again. Raises ValueError if `out` has something in it
+    or transformers has no class for the model, OSError if it cannot be written; then nothing is
+    left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
@@ -60,14 +65,19 @@ def export(
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
 
     # Refused models and tokenizers raise here, before gigabytes are written
-    keys = architecture(model.config, context)
-    family_of(model.config).check_tokenizer(tokenizers / "tokenizer.json")
+    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
+    keys = family.write(model.config, context)
+    family.check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
     # These ids are in both files, so readers of either agree
     special = {
         f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
     }
     keys |= special | {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
+    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
+    tensors = list(_of_model(model, family, dtype))
+    if wrapper is not None:
+        tensors = list(_in_wrapper(tensors, wrapper))
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
         with files.atomic(out) as folder:
@@ -78,7 +88,11 @@ def export(
                 if (tokenizers / name).is_file():
                     limit = untrusted.TOKENIZER_SIZE
                     untrusted.copy_file(tokenizers / name, folder / name, limit, within=tokenizers)
-            _write_weights(model, dtype, shard_bytes, folder)
+            for name in multimodal.PROCESSOR_FILES:
+                if wrapper is not None and (wrapper / name).is_file():
+                    limit = untrusted.SETTINGS_SIZE
+                    untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
+            _write_weights(tensors, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}"
@@ -101,10 +115,44 @@ def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
     return family_of(config).write(config, context)
 
 
-def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, folder: Path) -> None:
+class _Tensor(NamedTuple):
+    """A tensor to write: about how many bytes it has, and what reads it when its turn comes."""
+
+    name: str
+    size: int
+    read: Callable[[], Tensor]
+
+
+def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator[_Tensor]:
+    """Yield the tensors of `model` as `family` names and stores them."""
     parameters = dict(model.named_parameters())
     common = dtype or model.embed.weight.dtype
-    shards = list(_shards(model.config, common.itemsize, shard_bytes))
+    for piece in family.tensors(model.config):
+        size = common.itemsize * torch.Size(piece.shape).numel()
+        own = common if piece.fold.widens else dtype
+        yield _Tensor(piece.theirs, size, partial(_rows, parameters[piece.ours], piece, own))
+
+
+def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
+    """Yield `tensors` by their names in the multimodal folder `wrapper`, then all others there."""
+    stored = inventory(wrapper)
+    names = {multimodal.text_name(name): name for name in stored}
+    for tensor in tensors:
+        yield tensor._replace(name=names[tensor.name])
+    for name, place in stored.items():
+        if multimodal.text_name(name) is None:
+            size = 4 * torch.Size(place.shape).numel()
+            yield _Tensor(name, size, partial(_stored, place))
+
+
+def _stored(place: Stored) -> Tensor:
+    with safe_open(place.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(place.name)
+        return tensor
+
+
+def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
+    shards = list(_shards(all_tensors, shard_bytes))
     placed: dict[str, str] = {}
     size = 0
     flawed: str | None = None
@@ -114,10 +162,7 @@ def _write_weights(model: GPT, dtype: torch.dtype | None, shard_bytes: int, fold
             if len(shards) > 1
             else "model.safetensors"
         )
-        tensors: dict[str, Tensor] = {}
-        for piece in shard:
-            own = common if piece.fold.widens else dtype
-            tensors[piece.theirs] = _rows(parameters[piece.ours], piece, own)
+        tensors = {tensor.name: tensor.read() for tensor in shard}
         flawed = flawed or not_finite(tensors)
         save_file(tensors, folder / name, metadata={"format": "pt"})
         files.as_umask_allows(folder / name)
@@ -146,17 +191,16 @@ def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
     return rows if dtype is None else rows.to(dtype)
 
 
-def _shards(config: GPTConfig, itemsize: int, limit: int) -> Iterator[list[Piece]]:
+def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
     """Yield the tensors in their order, in shards of at most `limit` bytes if a tensor fits."""
-    shard: list[Piece] = []
+    shard: list[_Tensor] = []
     used = 0
-    for piece in family_of(config).tensors(config):
-        size = itemsize * torch.Size(piece.shape).numel()
-        if shard and used + size > limit:
+    for tensor in tensors:
+        if shard and used + tensor.size > limit:
             yield shard
             shard, used = [], 0
-        shard.append(piece)
-        used += size
+        shard.append(tensor)
+        used += tensor.size
     yield shard
 
 

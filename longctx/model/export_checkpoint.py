@@ -15,6 +15,7 @@ from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT, huggingface, lora
 from longctx.model.export import SHORT_NAMES, architecture, check_out, export
+from longctx.model.families import family_of, multimodal
 from longctx.model.restore import copy_weights, lora_of, mapped_model
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import read, verify
@@ -36,11 +37,33 @@ def run(options: ExportOptions) -> None:
     context = max(seq_len, model.config.context or 0)
     tokenizer_folder = file.resolve().parent.parent
     dtype = SHORT_NAMES[options.dtype] if options.dtype else None
-    export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9))
+    wrapper = wrapper_of(checkpoint["longctx"]["config"])
+    export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9), wrapper)
     written = dtype or model.embed.weight.dtype
     name = next(name for name, short in SHORT_NAMES.items() if short == written)
     parameters = f"{model.config.parameters():,} parameters of {file}"
     print(f"{out}: {parameters}, {name}, for {context:,} tokens")
+
+
+def wrapper_of(config: dict[str, Any]) -> Path | None:
+    """Return the multimodal folder that a run with this `config`, or one before it, began with.
+
+    If the weights that it began with are gone, a line on stderr says what may be missing.
+    """
+    if config.get("init") is None:
+        return None
+    init = str(config["init"])
+    try:
+        folder = hub_snapshot.folder(init, "init")
+        if run_folder.is_run(folder):
+            return wrapper_of(read(run_folder.checkpoint_of(folder, "init"))["longctx"]["config"])
+        return huggingface.with_weights(init, "init") if multimodal.wraps(folder) else None
+    except (OSError, ValueError):
+        family = family_of(GPTConfig.of_saved(config["model"]))
+        if family.model_type in multimodal.WRAPPERS.values():
+            lost = "what it had beside a text model is not exported"
+            print(f"warning: init={init} is gone; {lost}", file=sys.stderr)
+        return None
 
 
 def merged(model: GPT, init: str) -> GPT:
@@ -109,7 +132,10 @@ def run_adapter(
         )
     context = max(seq_len, model.config.context or 0)
     opened_with = architecture(model.config, context) if stretched else None
-    lora.export_adapter(model, added, base, out, opened_with, revision)
+    wrapper = wrapper_of(config)
+    if wrapper is not None and opened_with is not None:
+        opened_with = multimodal.wrapped(wrapper, opened_with)
+    lora.export_adapter(model, added, base, out, opened_with, revision, wrapper is not None)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"

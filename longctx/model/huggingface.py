@@ -20,7 +20,7 @@ from torch import Tensor
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig
-from longctx.model.families import read_model
+from longctx.model.families import multimodal, read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT
 
@@ -39,6 +39,7 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    name: str  # there
 
 
 def read_config(folder: str | Path) -> GPTConfig:
@@ -90,7 +91,7 @@ def load_weights(
     for piece in family.tensors(source):
         # opened for each tensor: the pages of a file count as ours for as long as it is mapped
         with safe_open(stored[piece.theirs].file, framework="pt") as file:
-            tensor = piece.fold.load(file.get_tensor(piece.theirs))
+            tensor = piece.fold.load(file.get_tensor(stored[piece.theirs].name))
             write(parameters[piece.ours], tensor, piece.first)
             del tensor
 
@@ -122,7 +123,7 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
         )
 
     # tensor by tensor
-    stored = inventory(folder)
+    stored = text_tensors(folder)
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     for piece in family.tensors(source):
         name, shape = piece.theirs, piece.shape
@@ -169,6 +170,15 @@ def with_weights(name: str, key: str) -> Path:
             "read; give one in safetensors"
         )
     return folder
+
+
+def text_tensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
+    stored = inventory(folder)
+    if not multimodal.wraps(folder):
+        return stored
+    named = {multimodal.text_name(name): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def inventory(folder: Path) -> dict[str, Stored]:
@@ -230,7 +240,7 @@ def _header(file: Path) -> dict[str, Stored]:
             names = opened.keys()  # not a dictionary
             slices = {name: opened.get_slice(name) for name in names}
             return {
-                name: Stored(file, tuple(x.get_shape()), x.get_dtype())
+                name: Stored(file, tuple(x.get_shape()), x.get_dtype(), name)
                 for name, x in slices.items()
             }
     except FileNotFoundError:
@@ -240,12 +250,12 @@ def _header(file: Path) -> dict[str, Stored]:
 
 
 def _check_same(stored: dict[str, Stored], name: str, other: str) -> None:
-    if stored[name][1:] == stored[other][1:]:
+    if stored[name][1:3] == stored[other][1:3]:
         with (
             safe_open(stored[name].file, framework="pt") as a,
             safe_open(stored[other].file, framework="pt") as b,
         ):
-            if torch.equal(a.get_tensor(name), b.get_tensor(other)):
+            if torch.equal(a.get_tensor(stored[name].name), b.get_tensor(stored[other].name)):
                 return
     raise ValueError(
         f"{stored[name].file}: {name} differs from {other}, but tie_word_embeddings=true"

@@ -143,11 +143,13 @@ def export_adapter(
     out: Path,
     architecture: dict[str, Any] | None = None,
     revision: str | None = None,
+    in_wrapper: bool = False,
 ) -> None:
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
     `base` names the model that it belongs to, `revision` its commit at the Hub. Where it has to be
     opened with another config.json, such as one with stretched positions, `architecture` is that.
+    `in_wrapper`: the model is the text model of a multimodal one.
     """
     # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
@@ -157,7 +159,10 @@ def export_adapter(
     for piece in family_of(model.config).tensors(model.config):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
-            place = f"base_model.model.{piece.theirs.removesuffix('.weight')}"
+            name = piece.theirs.removesuffix(".weight")
+            if in_wrapper:
+                name = name.replace("model.", "model.language_model.", 1)
+            place = f"base_model.model.{name}"
             rows = slice(piece.first, piece.first + piece.shape[0])
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
             lora_b = piece.fold.save(layer.lora_b.detach()[rows])

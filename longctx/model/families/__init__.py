@@ -12,6 +12,7 @@ from pathlib import Path
 
 from longctx import untrusted
 from longctx.config.model_config import GPTConfig
+from longctx.model.families import multimodal
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import FAMILIES, Family
 
@@ -30,7 +31,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise FileNotFoundError(
             f"{file}: no such file; give a folder with config.json and safetensors"
         )
-    source = ConfigJson(file, untrusted.read_settings(file))
+    source = multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
     model_type = source.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

@@ -1,0 +1,63 @@
+"""Multimodal folders, such as Gemma 3 from 4B up and Mistral 3: a text model and what sees images.
+
+The text model is trained. All other tensors and keys are carried through an export unchanged, so
+that it can be served as what it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from longctx import untrusted
+from longctx.model.families.config_json import ConfigJson
+
+# model_type of config.json → that of its text_config, if it has none
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+# Names as folders have them, and as transformers has them in memory; in a text model's own folder
+PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+# Beside the tokenizer's files
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def wraps(folder: Path) -> bool:
+    """Return True if the text model of `folder` is one model among others."""
+    return untrusted.read_settings(folder / "config.json").get("model_type") in WRAPPERS
+
+
+def text_model(source: ConfigJson) -> ConfigJson:
+    """Return the config.json of the text model of `source`, which may be all of it."""
+    default = WRAPPERS.get(str(source.get("model_type")))
+    if default is None:
+        return source
+    text = source.get("text_config")
+    if not isinstance(text, dict):
+        raise source.error(f"text_config={text!r} must be an object")
+    tied = source.get("tie_word_embeddings")
+    shared = {} if tied is None else {"tie_word_embeddings": tied}
+    return ConfigJson(source.file, {"model_type": default, **text, **shared})
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor has in a folder of the text model alone, or None."""
+    for prefix, own in PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return None
+
+
+def wrapped(folder: Path, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of `folder` with the keys `text` of another text model."""
+    outer = untrusted.read_settings(folder / "config.json")
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    for key in ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in text:
+            outer[key] = text[key]
+    outer.pop("torch_dtype", None)
+    return outer | {"text_config": inner}
