@@ -106,13 +106,12 @@ class Family:
             kv_heads=source.size("num_key_value_heads") if shared else heads,
             head_dim=head_dim,
             ffn=source.size("intermediate_size"),
-            rope_theta=theta,
             rotary_share=source.rotary_share("rotary_share" in self.features),
             norm_eps=source.number("rms_norm_eps", 1e-6),
             tied=source.flag("tie_word_embeddings"),
             init_std=source.number("initializer_range", 0.02),
             context=source.size("max_position_embeddings"),
-            **self.read_features(source, layers),
+            **{"rope_theta": theta, **self.read_features(source, layers)},
         )
         place = f"{source.file}: {source.rope_key}"
         check_scaling(place, scaling, config.rotary_size, config.context)

@@ -1,12 +1,22 @@
-"""Granite 3 and 4: Llama with factors of embedding, branches, scores and logits."""
+"""Granite 3 and 4: Llama with factors of embedding, branches, scores and logits; Granite SWA, with
+sinks and windows too.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig, Multipliers
+from longctx.config.rope_config import is_number
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register
+from longctx.model.families.family import (
+    Family,
+    read_windows,
+    register,
+    windowed_layers,
+    write_windows,
+)
 
 FACTORS = ("multipliers.embedding", "multipliers.residual", "multipliers.logits", "attention_scale")
 
@@ -18,7 +28,7 @@ class Granite(Family):
     model_type = "granite"
     class_name = "Granite"
     rank = 5
-    defaults = {"max_position_embeddings": 2048}
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
     keys: ClassVar[tuple[str, ...]] = (
         *("attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"),
         *("residual_multiplier", "logits_scaling"),
@@ -60,3 +70,72 @@ class Granite(Family):
         if config.head_dim is not None:
             keys["head_dim"] = config.head_size
         return keys
+
+
+@register
+class GraniteSWA(Granite):
+    """Sinks; windows in three of four layers; a base of RoPE for each layer, 0: no positions."""
+
+    model_type = "granite_swa"
+    class_name = "GraniteSWA"
+    rank = 7
+    defaults = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "sliding_window": 128,
+    }
+    keys = (*Granite.keys, "sliding_window", "layer_rope_theta")
+    features = (
+        *Granite.features,
+        *("sinks", "window", "window_layers", "window_rope_theta", "nope_layers"),
+    )
+
+    def suits(self, config: GPTConfig) -> bool:
+        return config.sinks and config.experts.count is None
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        every_fourth = [n for n in range(layers) if n % 4]
+        windows = read_windows(source, layers, used=True, otherwise=lambda: every_fourth)
+        features = {"sinks": True, **windows, **super().read_features(source, layers)}
+        thetas = source.get("layer_rope_theta")
+        if thetas is None:
+            return features
+        is_list = isinstance(thetas, list) and len(thetas) == layers
+        if not is_list or not all(is_number(theta) and theta >= 0 for theta in thetas):
+            raise source.error(
+                f"layer_rope_theta={json.dumps(thetas)[:80]} must be a list of {layers} numbers"
+            )
+        windowed = windows.get("window_layers")
+        windowed = range(layers if windows["window"] else 0) if windowed is None else windowed
+        bases = {theta for n, theta in enumerate(thetas) if theta and n in windowed}
+        full = {theta for n, theta in enumerate(thetas) if theta and n not in windowed} or bases
+        if len(full) > 1 or len(bases) > 1 or (len(full | bases) > 1 and source.rope()[1]):
+            raise source.error(
+                f"layer_rope_theta={json.dumps(thetas)[:80]} is not covered yet; only one base for "
+                "layers with a window, which is not scaled, and one for those without"
+            )
+        features["nope_layers"] = [n for n, theta in enumerate(thetas) if not theta]
+        features["rope_theta"] = float(max(full, default=source.rope()[0]))
+        if len(full | bases) > 1:
+            features["window_rope_theta"] = float(max(bases))
+        return features
+
+    def check_features(self, config: GPTConfig) -> None:
+        super().check_features(config)
+        if config.window_rope_theta is not None and config.rope_scaling:
+            raise self.cannot(config, "window_rope_theta")
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        windowed, own = windowed_layers(config), config.window_rope_theta
+        thetas = [own if own and n in windowed else config.rope_theta for n in range(config.layers)]
+        for n in config.nope_layers:
+            thetas[n] = 0
+        return {
+            **super().write_features(config),
+            **write_windows(config),
+            # transformers asks for one even if no layer has it
+            "sliding_window": config.window or 128,
+            "layer_rope_theta": thetas,
+        }

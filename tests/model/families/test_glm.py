@@ -23,3 +23,7 @@ class TestGlm4(FamilyTests):
     }
     special = SPECIAL
     stretched = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5}
+    drawn = {
+        **{"head_dim": [8, 16], "partial_rotary_factor": [0.25, 0.5, 1.0]},
+        "attention_bias": [False, True],
+    }

@@ -29,6 +29,7 @@ class TestMinistral3(FamilyTests):
     }
     special = SPECIAL
     stretched = {"num_key_value_heads": 2, "head_dim": 8}
+    drawn = {"head_dim": [4, 8, 18], "sliding_window": [None, 5, 20]}
 
     def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
         return super().rope_keys({**rope, **GROWTH})

@@ -36,6 +36,8 @@ class TestPhi3(FamilyTests):
     stretched = {"num_key_value_heads": 2, OLD: 32}
     ropes = ("longrope",)
     fast_ropes = ("longrope",)
+    drawn = {"sliding_window": [None, 5, 20], "partial_rotary_factor": [0.5, 0.75, 1.0]}
+    widths = (8, 16)
     # as the Llama and the Mistral that they are
     other_class = ("whole", "window", "stretched")
 
