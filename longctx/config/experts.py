@@ -15,6 +15,7 @@ from longctx.config.fields import Group, key
 from longctx.config.parts import FP32, FeedForward, Linear, Pass
 
 INT64 = 8  # bytes of an index
+FORMULA = 9  # widths of an expert alive when no kernel of ours makes the gradients of gate and up
 
 
 @dataclass
@@ -33,6 +34,14 @@ class ExpertsConfig(Group):
         [], "layers without experts, as in Qwen3-MoE; first is 0", between=(0, 4095), needs="count"
     )
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
+    biased: bool = key(False, "biases in router and experts, as in gpt-oss", needs="count")
+    clamp: float | None = key(
+        None,
+        "c: gate · σ(1.702 gate) · (up + 1), gate at most c, up within ±c, as in gpt-oss; null: "
+        "silu(gate) · up",
+        above=0,
+        needs="count",
+    )
     balance: float = key(
         0.0,
         "factor of the loss that balances experts (Switch, arXiv 2101.03961); 0: none",
@@ -57,6 +66,7 @@ class Experts(FeedForward):
     per_token: int
     normalize: bool
     balance: float  # factor of the balancing loss
+    clamp: float | None  # of gate and up, see ExpertsConfig
     module = "longctx.model.experts.Experts"
 
     @cached_property
@@ -103,7 +113,9 @@ class Experts(FeedForward):
         _, gate_up, down = self.linears
         # a weight's gradient is made in 16 bits, then cast
         narrow = e if p.gradient > e else 0
-        made = k * (C + 4 * F) * e * n + p.weight_copy * down.weights
+        # d, product, both gradients; as a formula, clamped values and factors too
+        inner = 4 * F if p.is_fused and self.clamp is None else FORMULA * F
+        made = k * (C + inner) * e * n + p.weight_copy * down.weights
         of_down = k * (C + 3 * F) * e * n + (p.gradient + narrow) * down.weights
         pairs = k * (C + 2 * F) * e * n
         gradients = p.gradient * (down.weights + gate_up.weights)
@@ -116,7 +128,8 @@ class Experts(FeedForward):
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         C, F, k = self.size, self.inner, self.per_token
-        rows = max(C + 2 * F, 4 * F, F + 2 * C)  # gathered, gate and up; their product; the output
+        # gathered, gate and up; their product; the output
+        rows = max(C + 2 * F, 4 * F if self.clamp is None else 6 * F, F + 2 * C)
         routing = FP32 * 2 * self.count + k * (2 * FP32 + 3 * INT64)
         return (p.activation * k * rows + routing) * p.tile
 

@@ -202,12 +202,13 @@ class GPTConfig(Group):
         return Experts(
             *named,
             inner=self.expert_ffn,
-            has_bias=False,
+            has_bias=experts.biased,
             activation=self.activation,
             count=experts.count or 0,
             per_token=experts.per_token,
             normalize=experts.normalize,
             balance=experts.balance,
+            clamp=experts.clamp,
         )
 
     def blocks(self) -> list[Block]:
@@ -290,8 +291,8 @@ class GPTConfig(Group):
         if self.mlp_bias or self.activation != "silu":
             name = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
             raise ValueError(
-                f"model.{name}: model.experts.count={count} computes with silu and without biases; "
-                "leave one of them out"
+                f"model.{name}: model.experts.count={count} computes with silu, and its biases are "
+                "model.experts.biased; leave one of them out"
             )
 
     def _validate_layers(self) -> None:

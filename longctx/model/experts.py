@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ if HAS_TRITON:
     from longctx.kernels import swiglu
 
 
+STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
+
+
 class Grouped(nn.Linear):
     """The weights of one layer of all experts, stacked by rows; `Experts` multiplies them."""
 
@@ -50,7 +53,7 @@ class Experts(nn.Module):
 
     def __init__(self, part: experts.Experts) -> None:
         super().__init__()
-        self.per_token, self.normalize = part.per_token, part.normalize
+        self.per_token, self.normalize, self.clamp = part.per_token, part.normalize, part.clamp
         self.is_balanced = part.balance > 0
         router, gate_up, down = part.linears
         self.router = Linear(router.columns, router.outputs, router.has_bias)
@@ -59,7 +62,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
         """Of x (..., C); without `needs_value` the result is 0, and its gradients are right."""
-        tokens = x.reshape(-1, x.shape[-1])
+        shape, device = x.shape, x.device.type
+        if torch.is_autocast_enabled(device):  # which casts the inputs of linear layers
+            x = x.to(torch.get_autocast_dtype(device))
+        tokens = x.reshape(-1, shape[-1])
         # The product in x's dtype, all else in fp32, as in transformers
         wide = torch.promote_types(x.dtype, torch.float32)
         chances = self.router(tokens).softmax(-1, dtype=wide)
@@ -70,10 +76,18 @@ class Experts(nn.Module):
         expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(chances.shape[1], device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
-        y: Tensor = _Experts.apply(
-            tokens, weights, self.gate_up.weight, self.down.weight, order, ends, needs_value
-        )
-        return y.view(x.shape)
+        layers = self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias
+        routing = Routing(expert, order, ends)
+        y: Tensor = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
+        return y.view(shape)
+
+
+class Routing(NamedTuple):
+    """The M pairs of a token and an expert, sorted by expert."""
+
+    expert: Tensor  # (M,) of each pair
+    order: Tensor  # (M,) pair n · k + i is the i-th of token n
+    ends: Tensor  # (E,) of the pairs of each expert
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -98,22 +112,30 @@ def _by_expert(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     return x.tensor_split(ends[:-1].tolist())
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) · up of (M, 2F)."""
-    if fused(gate_up):
+def gated(gate_up: Tensor, clamp: float | None) -> Tensor:
+    """Return silu(gate) · up of (M, 2F), or its clamped variant."""
+    if clamp is None and fused(gate_up):
         return swiglu.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)
 
 
-def gated_backward(gate_up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+def gated_backward(gate_up: Tensor, d: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
     """Return the gradient of gate_up (M, 2F), from `d` of the product, and the product again."""
-    if fused(gate_up):
+    if clamp is None and fused(gate_up):
         return swiglu.swiglu_backward(gate_up, d)
     gate, up = gate_up.chunk(2, dim=-1)
-    s = torch.sigmoid(gate)
-    dgate_up = torch.cat((d * up * s * (1 + gate * (1 - s)), d * gate * s), dim=-1)
-    return dgate_up, gate * s * up
+    a, g, u = 1.0, gate, up
+    if clamp is not None:
+        a, g, u = STEEPNESS, gate.clamp(max=clamp), up.clamp(-clamp, clamp) + 1
+    s = torch.sigmoid(a * g)
+    dgate, dup = d * u * s * (1 + a * g * (1 - s)), d * g * s
+    if clamp is not None:
+        dgate, dup = dgate * (gate <= clamp), dup * (up.abs() <= clamp)
+    return torch.cat((dgate, dup), dim=-1), g * s * u
 
 
 class _Experts(torch.autograd.Function):
@@ -124,48 +146,79 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,  # (N, k)
         w_gate_up: Tensor,  # (E·2F, C)
         w_down: Tensor,  # (E·C, F)
-        order: Tensor,  # (M,) pair n · k + i of token n, sorted by expert
-        ends: Tensor,  # (E,)
+        b_gate_up: Tensor | None,  # (E·2F,)
+        b_down: Tensor | None,  # (E·C,)
+        expert: Tensor,
+        order: Tensor,
+        ends: Tensor,
+        clamp: float | None,
         needs_value: bool,
     ) -> Tensor:
         (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
         gate_up = grouped(x[order // k], _matrices(w_gate_up, E, x.dtype).mT, ends)
+        if b_gate_up is not None:
+            gate_up += _matrices(b_gate_up, E, x.dtype)[expert]
         back = order.argsort()  # where each pair is among the sorted ones
-        ctx.save_for_backward(x, weights, w_gate_up, w_down, gate_up, order, back, ends)
+        ctx.save_for_backward(
+            *(x, weights, w_gate_up, w_down, b_gate_up, b_down),
+            *(gate_up, expert if b_down is not None else None, order, back, ends),
+        )
+        ctx.clamp = clamp
         if not needs_value:
             return x.new_zeros(1, 1).expand(N, C)
-        inner = gated(gate_up).mul_(weights.flatten()[order, None])
-        y = grouped(inner, _matrices(w_down, E, x.dtype).mT, ends)
+        w = weights.flatten()[order, None]
+        y = grouped(gated(gate_up, clamp).mul_(w), _matrices(w_down, E, x.dtype).mT, ends)
+        if b_down is not None:
+            y += _matrices(b_down, E, x.dtype)[expert].mul_(w)
         return y[back].view(N, k, C).sum(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, w_gate_up, w_down, gate_up, order, back, ends = ctx.saved_tensors
+        x, weights, w_gate_up, w_down, b_gate_up, b_down, *routed = ctx.saved_tensors
+        gate_up, expert, order, back, ends = routed
         (N, C), (E,), k = x.shape, ends.shape, weights.shape[1]
         _, _, trains_gate_up, trains_down = ctx.needs_input_grad[:4]
         w, tokens = weights.flatten()[order, None], order // k
         rows = dy[tokens]
         d = grouped(rows, _matrices(w_down, E, x.dtype), ends)
-        dgate_up, inner = gated_backward(gate_up, d)
-        dweights = (d * inner).sum(-1, dtype=weights.dtype)[back].view(N, k)
+        dgate_up, inner = gated_backward(gate_up, d, ctx.clamp)
+        dweights = (d * inner).sum(-1, dtype=weights.dtype)
         del d
+        if b_down is not None:
+            bias = _matrices(b_down, E, x.dtype)[expert]
+            dweights += (rows * bias).sum(-1, dtype=weights.dtype)
+            del bias
         # Now by the weight of the pair, as it was in forward
         dgate_up.mul_(w)
-        dw_down = dw_gate_up = None
+        dw_down = dw_gate_up = db_gate_up = db_down = None
         if trains_down:
             dw_down = grouped_outer(rows, inner.mul_(w), ends, w_down.dtype)
+            db_down = None if b_down is None else _sums(rows, expert, w, b_down)
         del rows, inner
         if trains_gate_up:
             dw_gate_up = grouped_outer(dgate_up, x[tokens], ends, w_gate_up.dtype)
+            ones = torch.ones_like(w)
+            db_gate_up = None if b_gate_up is None else _sums(dgate_up, expert, ones, b_gate_up)
         dx = grouped(dgate_up, _matrices(w_gate_up, E, x.dtype), ends)
         del dgate_up
         dx = dx[back].view(N, k, C).sum(1)
-        return dx, dweights, dw_gate_up, dw_down, None, None, None
+        gradients = dw_gate_up, dw_down, db_gate_up, db_down
+        return dx, dweights[back].view(N, k), *gradients, *(None,) * 5
+
+
+def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    """Return the sums of `rows` (M, I) of each expert, times `w` (M, 1), as a gradient of `bias`.
+
+    As a product they are added up in a fixed order.
+    """
+    count = bias.numel() // rows.shape[1]
+    weighted = w * (expert[:, None] == torch.arange(count, device=rows.device))
+    return (weighted.to(rows.dtype).t() @ rows).flatten().to(bias.dtype)
 
 
 def _matrices(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each expert (E, rows, columns)."""
+    """Return the weight (E, rows, columns), or bias, of each expert."""
     return weight.to(dtype).unflatten(0, (count, -1))
 
 

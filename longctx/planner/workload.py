@@ -94,6 +94,8 @@ class Workload:
                 f"attention={self.attention.backend} launches what the documents of a row ask for; "
                 f"use {backends}"
             )
+        if (count := self.model.experts.count) is not None and self.precision == "fp32":
+            return f"model.experts.count={count} waits for the router in fp32; use precision=bf16"
         if scaling in ("dynamic", "longrope"):
             return f"rope_type={scaling} follows the length of each document; use another"
         if self.memory.filled(self.memory.policies()[0]).offload:

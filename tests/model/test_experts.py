@@ -91,8 +91,10 @@ def test_evaluation_does_not_add_the_balancing_loss() -> None:
     assert model(TOKENS, TARGETS, reduction="sum") > each.sum() + 1
 
 
-def test_gradients_are_right_to_double_precision() -> None:
-    module = MODEL.block(0).mlp.build().double()
+@pytest.mark.parametrize("changes", [{}, {"biased": True, "clamp": 1.5}], ids=["plain", "gpt-oss"])
+def test_gradients_are_right_to_double_precision(changes: dict[str, Any]) -> None:
+    config = replace(MODEL, experts=replace(MODEL.experts, **changes))
+    module = config.block(0).mlp.build().double()
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.5)
     x = torch.randn(7, 24, dtype=torch.double, requires_grad=True)
@@ -116,6 +118,18 @@ def test_experts_without_tokens_have_no_gradient() -> None:
     module(x).sum().backward()
     assert not module.gate_up.weight.grad.unflatten(0, (8, -1))[3].any()
     assert module.gate_up.weight.grad.unflatten(0, (8, -1))[2].any()
+
+
+def test_autocast_computes_in_16_bits() -> None:
+    model = make()
+    module, x = model.blocks[0].mlp, torch.randn(1, 50, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+        assert torch.equal(y, module(x.bfloat16()))
+    torch.testing.assert_close(y.float(), module(x), rtol=0.1, atol=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS, TARGETS).backward()
+    assert all(p.dtype == torch.float32 for p in gradients(model).values())
 
 
 def test_documents_compute_as_if_alone() -> None:
@@ -148,17 +162,22 @@ class Shapes:
         return x.new_empty(len(ends) * dy.shape[1], x.shape[1]).to(dtype)
 
     @staticmethod
-    def gated(gate_up: Tensor) -> Tensor:
+    def gated(gate_up: Tensor, clamp: float | None) -> Tensor:
         return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
 
     @staticmethod
-    def gated_backward(gate_up: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    def gated_backward(gate_up: Tensor, d: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
         return torch.empty_like(gate_up), torch.empty_like(d)
 
 
 @pytest.mark.parametrize(
-    ("channels", "ffn", "count", "per_token", "tokens"),
-    [(256, 96, 32, 4, 999), (256, 96, 64, 2, 40), (128, 448, 8, 2, 555)],
+    ("channels", "ffn", "count", "per_token", "tokens", "clamp"),
+    [
+        (256, 96, 32, 4, 999, None),
+        (256, 96, 64, 2, 40, None),
+        (128, 448, 8, 2, 555, None),
+        (128, 448, 8, 2, 555, 7.0),
+    ],
 )
 def test_memory_is_predicted(
     channels: int,
@@ -166,12 +185,16 @@ def test_memory_is_predicted(
     count: int,
     per_token: int,
     tokens: int,
+    clamp: float | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("grouped", "grouped_outer", "gated", "gated_backward"):
+    replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
+    for name in replaced:
         monkeypatch.setattr(experts, name, getattr(Shapes, name))
     sizes = {"channels": channels, "heads": 4, "ffn": ffn}
-    part = replace(MODEL, **sizes, experts=ExpertsConfig(count, per_token)).block(0).mlp
+    part = (
+        replace(MODEL, **sizes, experts=ExpertsConfig(count, per_token, clamp=clamp)).block(0).mlp
+    )
     module = part.build()
     x = torch.randn(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
