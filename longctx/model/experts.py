@@ -170,7 +170,7 @@ class _Experts(torch.autograd.Function):
         y = grouped(gated(gate_up, clamp).mul_(w), _matrices(w_down, E, x.dtype).mT, ends)
         if b_down is not None:
             y += _matrices(b_down, E, x.dtype)[expert].mul_(w)
-        return y[back].view(N, k, C).sum(1)
+        return y[back].view(N, k, C).sum(1, dtype=x.dtype)  # autocast's sums are in fp32
 
     @staticmethod
     @once_differentiable
@@ -202,7 +202,7 @@ class _Experts(torch.autograd.Function):
             db_gate_up = None if b_gate_up is None else _sums(dgate_up, expert, ones, b_gate_up)
         dx = grouped(dgate_up, _matrices(w_gate_up, E, x.dtype), ends)
         del dgate_up
-        dx = dx[back].view(N, k, C).sum(1)
+        dx = dx[back].view(N, k, C).sum(1, dtype=x.dtype)
         gradients = dw_gate_up, dw_down, db_gate_up, db_down
         return dx, dweights[back].view(N, k), *gradients, *(None,) * 5
 
