@@ -14,8 +14,8 @@ from longctx import hub_snapshot
 from longctx.config.command_config import ExportOptions
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT, huggingface, lora
-from longctx.model.export import SHORT_NAMES, architecture, check_out, export
-from longctx.model.families import family_of, multimodal
+from longctx.model.export import SHORT_NAMES, check_out, export
+from longctx.model.families import family_of, multimodal, read_model
 from longctx.model.restore import copy_weights, lora_of, mapped_model
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import read, verify
@@ -131,11 +131,14 @@ def run_adapter(
             for key in positions
         )
     context = max(seq_len, model.config.context or 0)
-    opened_with = architecture(model.config, context) if stretched else None
+    # Its class in transformers names the layers, also if another one would do
+    family = read_model(hub_snapshot.folder(str(config.get("init")), "init"))[0]
+    opened_with = family.write(model.config, context) if stretched else None
     wrapper = wrapper_of(config)
     if wrapper is not None and opened_with is not None:
         opened_with = multimodal.wrapped(wrapper, opened_with)
-    lora.export_adapter(model, added, base, out, opened_with, revision, wrapper is not None)
+    is_wrapped = wrapper is not None
+    lora.export_adapter(model, added, base, out, opened_with, revision, is_wrapped, family)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"

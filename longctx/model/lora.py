@@ -25,6 +25,7 @@ from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
+from longctx.model.families.family import Family
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear, RMSNorm
 from longctx.runs.checkpoints import not_finite
@@ -144,19 +145,20 @@ def export_adapter(
     architecture: dict[str, Any] | None = None,
     revision: str | None = None,
     in_wrapper: bool = False,
+    family: Family | None = None,
 ) -> None:
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
     `base` names the model that it belongs to, `revision` its commit at the Hub. Where it has to be
     opened with another config.json, such as one with stretched positions, `architecture` is that.
-    `in_wrapper`: the model is the text model of a multimodal one.
+    `in_wrapper`: the model is the text model of a multimodal one. `family` is that of `base`.
     """
     # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
     }
-    for piece in family_of(model.config).tensors(model.config):
+    for piece in (family or family_of(model.config)).tensors(model.config):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             name = piece.theirs.removesuffix(".weight")

@@ -43,7 +43,15 @@ def mistral3() -> Mistral3ForConditionalGeneration:
     return Mistral3ForConditionalGeneration(config)
 
 
-@pytest.fixture(params=[gemma3, mistral3])
+def ministral3() -> Mistral3ForConditionalGeneration:
+    keys = mistral3().config.to_dict()
+    growth = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, **growth}
+    keys["text_config"] |= {"model_type": "ministral3", "rope_parameters": rope}
+    return Mistral3ForConditionalGeneration(Mistral3Config(**keys))
+
+
+@pytest.fixture(params=[gemma3, mistral3, ministral3])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     make: Callable[[], torch.nn.Module] = request.param
     torch.manual_seed(0)

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import Phi3Config
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Phi3Config
 
-from longctx.model.huggingface import read_config
-from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests
+from longctx.config.model_config import LoraConfig
+from longctx.model import lora
+from longctx.model.families import read_model
+from longctx.model.huggingface import pretrained, read_config
+from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests, reference
 
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0}
 # a rope of its own: transformers adds keys to it
@@ -55,6 +60,20 @@ def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
     assert config.rope_scaling["rope_type"] == "longrope"
     assert config.rope_scaling[OLD] == 32
     assert config.rotary_share == 0.5
+
+
+def test_an_adapter_names_fused_layers(tmp_path: Path) -> None:
+    base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
+    reference(Phi3Config(**PLAIN)).save_pretrained(base)
+    model = lora.add(pretrained(base), rank)
+    for layer in lora.layers(model):
+        torch.nn.init.normal_(layer.lora_b, std=0.1)
+    family = read_model(base)[0]
+    lora.export_adapter(model, rank, str(base), tmp_path / "adapter", family=family)
+    opened = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    adapted = PeftModel.from_pretrained(opened, tmp_path / "adapter").eval()
+    tokens = torch.randint(301, (1, 40))
+    torch.testing.assert_close(model(tokens), adapted(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_other_scalings_are_not_claimed_for_phi3(tmp_path: Path) -> None:
