@@ -62,7 +62,7 @@ class Exchange:
         return [(q, k, v, *like_q)]
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """Return those of x (H,) whose heads `parts` yields here, in that order."""
+        """Return the entries of x (H,) for the heads of `parts`, in their order."""
         return x
 
     def output(self, out: Tensor) -> Tensor:

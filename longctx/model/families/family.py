@@ -41,7 +41,7 @@ class Family:
     keys: ClassVar[tuple[str, ...]] = ()
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
-    # words in names of tensors that are others here; tensors that get one name are one
+    # word in our names of tensors → this family's; tensors of one name are joined by rows
     names: ClassVar[dict[str, str]] = {}
     # keys of GPTConfig that it can express, beside COMMON; all others must have their defaults
     features: ClassVar[tuple[str, ...]] = ()
