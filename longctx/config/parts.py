@@ -394,7 +394,8 @@ class Block:
         saved += self.attention.saved_after(p) + self.mlp.saved(p)
         saved += unnormed if self.mlp_norm is None else self.mlp_norm.saved(p)
         if self.attention_out_norm is not None:  # its input is attention's projection
-            saved += FP32 * p.tokens
+            # and the stream after it is saved too, by the next norm
+            saved += FP32 * p.tokens + (0 if self.mlp_norm is None else stream)
         if self.mlp_out_norm is not None:  # its input, and 1 / rms
             saved += stream + FP32 * p.tokens
         return saved
@@ -408,7 +409,7 @@ class Block:
         needed += scaled * e * C * (p.tokens if p.recompute == "none" else n)
         if p.recompute == "none":
             return needed + p.fp8_input * C * p.tokens  # transposed in FP8
-        needed += 3 * e * C * n  # projection, norm, output
+        needed += (3 if self.mlp_norm is not None else 2) * e * C * n  # projection, norm, output
         for out_norm in (self.attention_out_norm, self.mlp_out_norm):
             needed += 0 if out_norm is None else e * C * n
         if p.fp8_input:

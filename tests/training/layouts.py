@@ -60,7 +60,9 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         ffn=40,
         window=draw.choice([None, None, 6]),
         tied=draw.random() < 0.5,
-        qk_norm="head" if draw.random() < 0.3 else "none",
+        qk_norm=draw.choice(["none", "head", "whole"]),
+        norms=draw.choice(["pre", "post", "sandwich"]),
+        activation=draw.choice(["silu", "gelu_tanh"]),
         qkv_bias=draw.random() < 0.3,
     )
     memory = draw.choice(MEMORIES)
@@ -108,7 +110,7 @@ def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
         config,
         seq_len=draw.choice([16, 48]),
         batch_size=1,
-        model=replace(config.model, experts=experts),
+        model=replace(config.model, experts=experts, activation="silu"),
         lora=replace(config.lora, targets=["qkv", "out"]),
     )
 
