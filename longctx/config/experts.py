@@ -14,6 +14,7 @@ from functools import cached_property
 from longctx.config.fields import Group, key
 from longctx.config.parts import FP32, FeedForward, Linear, Pass
 
+STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 INT64 = 8  # bytes of an index
 FORMULA = 9  # widths of an expert alive when no kernel of ours makes the gradients of gate and up
 

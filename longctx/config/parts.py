@@ -50,6 +50,10 @@ class Fold:
 
     widens = False  # the parameter is in fp32, whatever the folder is in
 
+    def rows(self, shape: tuple[int, ...]) -> int:
+        """Return the number of our rows that a tensor of this shape becomes."""
+        return shape[0]
+
     def load(self, tensor: Any) -> Any:
         """Return our rows of a folder's `tensor`."""
         return tensor
@@ -105,6 +109,11 @@ class Piece(NamedTuple):
     first: int
     shape: tuple[int, ...]
     fold: Fold = Fold()
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the parameter."""
+        return slice(self.first, self.first + self.fold.rows(self.shape))
 
 
 class Pass(NamedTuple):

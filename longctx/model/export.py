@@ -187,7 +187,7 @@ def warn_of_not_finite(name: str | None) -> None:
 
 
 def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
-    rows = piece.fold.save(parameter.detach()[piece.first : piece.first + piece.shape[0]])
+    rows = piece.fold.save(parameter.detach()[piece.rows])
     return rows if dtype is None else rows.to(dtype)
 
 

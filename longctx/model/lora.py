@@ -165,7 +165,7 @@ def export_adapter(
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
             place = f"base_model.model.{name}"
-            rows = slice(piece.first, piece.first + piece.shape[0])
+            rows = piece.rows
             tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
             lora_b = piece.fold.save(layer.lora_b.detach()[rows])
             tensors[f"{place}.lora_B.weight"] = lora_b.clone()

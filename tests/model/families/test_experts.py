@@ -1,6 +1,6 @@
 """Families with experts compute as in transformers, and their folders go out and come back."""
 
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from tests.model.families.parity import SIZES, SPECIAL, FamilyTests
 
@@ -44,4 +44,24 @@ class TestQwen3Moe(FamilyTests):
         "windows": Qwen3MoeConfig(**QWEN, head_dim=8, use_sliding_window=True, sliding_window=9),
     }
     stretched = {"num_key_value_heads": 2, "head_dim": 8}
+    special = SPECIAL
+
+
+OSS = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
+
+
+class TestGptOss(FamilyTests):
+    config_class = GptOssConfig
+    drawn = {
+        **{"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [7, 30]},
+        **{"head_dim": [8, 14], "num_experts_per_tok": [1, 3], "swiglu_limit": [0.5, 7.0]},
+    }
+    widths = (8, 16)
+    lora_targets = ("qkv", "out")
+    cases = {
+        "every second windowed": GptOssConfig(**OSS, head_dim=16),
+        "own rope": GptOssConfig(**OSS | {"rope_parameters": None}, head_dim=8),
+        "clamped": GptOssConfig(**OSS, head_dim=8, swiglu_limit=0.3, attention_bias=False),
+    }
+    stretched = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
     special = SPECIAL
