@@ -137,11 +137,10 @@ class Ours:
 
         from longctx.model import GPT
         from longctx.model.decoder import Decoder
-        from longctx.model.lora import in_precision
 
         with torch.device(case.device):
-            model = GPT(case.config, case.attention).eval()
-            self.model: GPT = in_precision(model, case.dtype)
+            self.model: GPT = GPT(case.config, case.attention).eval()
+        self.model.cast(case.dtype)
         self.model.embed.to(case.dtype)
         self.model.requires_grad_(False)
         self.attention, self.new = case.attention.backend, case.options.new

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "context": "the longest context of every backend, with memory and speed up to it",
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "decoding": "the first token after a long prompt, and each further one, beside transformers",
+    "families": "steps of Gemma, Llama and others, beside transformers and Liger",
     "waits": "start, save and end of a run, beside what the disk needs",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",

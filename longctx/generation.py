@@ -28,7 +28,7 @@ from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
-from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
+from longctx.model.decoder import KVCache, Sampler, continuations, decoder_of
 from longctx.parallel.devices import (
     choose_device,
     dtype_of,
@@ -220,7 +220,8 @@ def write_batch(
     ids = [prompts[number].ids for number in numbers]
     ends = source.trained.end_tokens
     completions = [Completion(source.trained.tokenizer, ends) for _ in numbers]
-    decoder = Decoder(model, len(ids), max(map(len, ids)) + config.max_new_tokens, config.decode)
+    length = max(map(len, ids)) + config.max_new_tokens
+    decoder = decoder_of(model, len(ids), length, config.decode)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     screen = shown(prompts, numbers, completions, answers)
     # The first new token ends the time of the prompts

@@ -59,6 +59,10 @@ class DataConfig(Group):
     documents: int | None = key(None, "documents to read at most; null: all", between=(1, 10**12))
     length: int = key(8192, "needles: characters of a document", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
+    packing: bool = key(
+        True,
+        "several documents in a sequence; false: one in each, for a model whose layers mix them",
+    )
     tokenizer: str | None = key(
         None,
         "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents",

@@ -118,6 +118,9 @@ class GPTConfig(Group):
         between=(1, 2**31 - 1),
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
+    transformers: dict[str, Any] = key(
+        {}, "a model that transformers computes: its config.json and its counts; {}: ours"
+    )
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
@@ -234,9 +237,18 @@ class GPTConfig(Group):
         def renumbered(layers: list[int]) -> list[int]:
             return [n for n, layer in enumerate(chosen) if layer in layers]
 
-        windows = self.window_layers
+        windows, theirs = self.window_layers, self.transformers
+        if theirs:
+            cut = {
+                key: [value[n] for n in chosen]
+                if isinstance(value, list) and len(value) == self.layers
+                else value
+                for key, value in theirs["config"].items()
+            }
+            theirs = theirs | {"config": cut | {"num_hidden_layers": len(chosen)}}
         return replace(
             self,
+            transformers=theirs,
             layers=len(chosen),
             nope_layers=renumbered(self.nope_layers),
             window_layers=None if windows is None else renumbered(windows),
@@ -313,11 +325,15 @@ class GPTConfig(Group):
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: of linear layers and the lm_head."""
+        if self.transformers:
+            return int(self.transformers["products"])
         blocks = sum(block.multiplied for block in self.blocks())
         return blocks + self._known_vocab_size() * self.channels
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once; ValueError without vocab_size."""
+        if self.transformers:
+            return int(self.transformers["parameters"])
         embedding = self._known_vocab_size() * self.channels
         blocks = sum(block.parameters for block in self.blocks())
         return embedding * (1 if self.tied else 2) + blocks + self.channels
@@ -359,6 +375,8 @@ class LoraConfig:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
         if self.rank is None:
             return 0
+        if model.transformers:
+            return self.rank * sum(model.transformers["lora"].get(x, 0) for x in self.targets)
         linears = [linear for block in model.blocks() for linear in block.linears.values()]
         sizes = [x.columns + x.outputs for x in linears if x.name in self.targets]
         return self.rank * sum(sizes)

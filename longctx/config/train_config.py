@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
@@ -18,6 +19,7 @@ from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
 SWITCH = ("auto", "true", "false")
+WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0, "offload": 0.0}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -167,6 +169,11 @@ class TrainConfig(Group):
         "start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a "
         "model of the Hub, owner/name or owner/name@revision (branch, tag or commit)",
     )
+    transformers: str = key(
+        "auto",
+        "auto: transformers computes a model of init= that has no family here | always | never",
+        choices=("auto", "always", "never"),
+    )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     runs: str = key("runs", "the folder that runs are written to")
     plugins: list[str] | None = key(None, PLUGINS)
@@ -315,6 +322,32 @@ class TrainConfig(Group):
             (distinct < len(self.bf16_layers), f"{setting}: names a layer twice; name each once"),
             (distinct == layers, f"{setting}: leaves no layer in FP8; use precision=bf16"),
         )
+
+    def for_transformers(self) -> TrainConfig:
+        """Return the request for a model that transformers computes: with the memory policies that
+        it has. Raises ValueError for keys of a GPT of ours.
+        """
+        memory, theirs = self.memory, "transformers computes this model"
+        refuse(
+            (self.precision == "fp8", f"precision=fp8: {theirs}; use precision=bf16"),
+            (self.compile.lower() == "true", f"compile=true: {theirs}; use compile=auto"),
+            (self.graphs.lower() == "true", f"graphs=true: {theirs}; use graphs=auto"),
+            (
+                self.optimizer.traits.orthogonalizes,
+                f"optimizer={self.optimizer.name}: {theirs}, and its matrices are not known; "
+                "use optimizer=adamw",
+            ),
+            (self.rope.type != "keep", f"rope={self.rope.type}: {theirs}; use rope=keep"),
+            (
+                memory.recompute == "mlp",
+                f"memory.recompute=mlp: {theirs}; use memory.recompute=none or block",
+            ),
+            *(
+                (getattr(memory, name) not in (None, unused), f"memory.{name}: {theirs}; leave it")
+                for name, unused in WHOLE_LAYERS.items()
+            ),
+        )
+        return replace(self, memory=replace(memory, **WHOLE_LAYERS))
 
 
 def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:

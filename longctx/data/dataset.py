@@ -82,8 +82,8 @@ class Part:
             content.append(trained[validates].tolist())
         self.fingerprint = fingerprint([_VERSION, *content])
 
-    def packed(self, seq_len: int) -> Part:
-        """Return a copy in sequences of `seq_len`."""
+    def packed(self, seq_len: int, together: bool = True) -> Part:
+        """Return a copy in sequences of `seq_len`, with several documents `together` in one."""
 
         def write(folder: Path) -> None:
             for split, documents in self.split.items():
@@ -91,10 +91,10 @@ class Part:
                 # If the end validates, the last token that is trained on is only predicted. No
                 # sequence shows it, or the first token that validates would be its target.
                 shown = stops - starts - (stops < self.store.lengths[documents])
-                packing = pack(shown, seq_len, documents, starts)
+                packing = pack(shown, seq_len, documents, starts, together)
                 packing.save(folder / f"{split}.npz")
 
-        key = fingerprint([self.fingerprint, seq_len])
+        key = fingerprint([self.fingerprint, seq_len, *([] if together else ["alone"])])
         folder = cached(self.config.cache_folder() / "packings" / key, write)
         other = copy(self)
         other.seq_len = seq_len
@@ -182,7 +182,7 @@ class Data:
         self.weights = [member.weight for member in members.values()]
         sources = {name: member.config for name, member in members.items()}
         parts = _split(sources, *_tokenizer(config, sources))
-        self.parts = {name: part.packed(seq_len) for name, part in parts.items()}
+        self.parts = {name: part.packed(seq_len, config.packing) for name, part in parts.items()}
         self.tokenizer: Tokenizer = next(iter(parts.values())).tokenizer
         fingerprints = [part.fingerprint for part in parts.values()]
         content = [list(each) for each in zip(parts, self.weights, fingerprints, strict=True)]
@@ -192,7 +192,9 @@ class Data:
         """Return the same documents and split in sequences of `seq_len`; opens no document."""
         other = copy(self)
         other.seq_len = seq_len
-        other.parts = {name: part.packed(seq_len) for name, part in self.parts.items()}
+        other.parts = {
+            name: part.packed(seq_len, self.config.packing) for name, part in self.parts.items()
+        }
         return other
 
     def identity(self) -> dict[str, str]:

@@ -102,8 +102,10 @@ def pack(
     seq_len: int,
     documents: np.ndarray | None = None,
     starts: np.ndarray | None = None,
+    together: bool = True,
 ) -> Packing:
-    """Cut and pack documents of `lengths` tokens into rows of `seq_len`.
+    """Cut and pack documents of `lengths` tokens into rows of `seq_len`, one piece in each unless
+    `together`.
 
     `documents` are their numbers in the result, (documents,); default 0, 1, ...; `starts` the
     tokens of each that come before and are left out, (documents,); default none.
@@ -111,7 +113,9 @@ def pack(
     document, start, length = cut(lengths, seq_len)
     if starts is not None:
         start = start + np.asarray(starts, dtype=np.int64)[document]
-    row_of, rows = best_fit_decreasing(length, seq_len)
+    row_of, rows = np.arange(len(length)), len(length)
+    if together:
+        row_of, rows = best_fit_decreasing(length, seq_len)
     order = np.argsort(row_of, kind="stable")
     row_starts = np.searchsorted(row_of[order], np.arange(rows + 1))
     if documents is not None:

@@ -27,6 +27,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
+from longctx.model.gpt import build
 from longctx.model.restore import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
@@ -165,7 +166,7 @@ def build_model(
 def skeleton(config: GPTConfig, attention: AttentionConfig, dtype: torch.dtype) -> GPT:
     """Return a model in eval mode without memory for its weights; linear layers are in `dtype`."""
     with torch.device("meta"):
-        model = GPT(config, attention)
+        model = build(config, attention)
     round_matrices(model, dtype)
     return model.eval().requires_grad_(False)
 

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from longctx.attention import Mask
 from longctx.data.rows import PADDING_PIECE
 from longctx.model import GPT
-from longctx.model.decoder import Decoder, continuations
+from longctx.model.decoder import Decoder, continuations, decoder_of
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 
@@ -80,7 +80,7 @@ class Scorer:
         self.data_ranks = 1 if parallel is None else parallel.data_ranks
         self.ranks = 1 if parallel is None else parallel.ranks
         # True if a sequence's length changes its losses: its padding is then another document.
-        self.follows_length = isinstance(model, GPT) and model.ropes.follows_length
+        self.follows_length = isinstance(model, GPT) and model.follows_length
         self.decoder: Decoder | None = None  # of the batch before
         self.graphs = self.device.type == "cuda" and self.ranks == 1
         self.group: dist.ProcessGroup | None = None
@@ -223,7 +223,7 @@ class Scorer:
         assert isinstance(self.model, GPT)
         if decoder is None or decoder.cache.rows < sequences or decoder.cache.length != length:
             self.decoder = decoder = None  # frees its cache before there is another one
-            self.decoder = decoder = Decoder(self.model, sequences, length, graphs=self.graphs)
+            self.decoder = decoder = decoder_of(self.model, sequences, length, graphs=self.graphs)
         return decoder
 
     def _sent(self, x: Tensor) -> Tensor:

@@ -65,38 +65,60 @@ def export(
         raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
 
     # Refused models and tokenizers raise here, before gigabytes are written
-    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
-    keys = family.write(model.config, context)
-    family.check_tokenizer(tokenizers / "tokenizer.json")
     generation = _generation(tokenizers)
-    # These ids are in both files, so readers of either agree
-    special = {
-        f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")
-    }
-    keys |= special | {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
-    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
-    tensors = list(_of_model(model, family, dtype))
-    if wrapper is not None:
-        tensors = list(_in_wrapper(tensors, wrapper))
+    write: Callable[[Path], None]
+    if model.config.transformers:
+        from longctx.model import transformers_folder
+
+        write = partial(transformers_folder.write_model, model, context, dtype, shard_bytes)
+    else:
+        write = _writer(model, tokenizers, context, dtype, shard_bytes, wrapper)
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
         with files.atomic(out) as folder:
             folder.mkdir(parents=True)
-            write_json(folder / "config.json", keys)
+            write(folder)
             write_json(folder / "generation_config.json", generation)
             for name in TOKENIZER_FILES:
                 if (tokenizers / name).is_file():
                     limit = untrusted.TOKENIZER_SIZE
                     untrusted.copy_file(tokenizers / name, folder / name, limit, within=tokenizers)
-            for name in multimodal.PROCESSOR_FILES:
-                if wrapper is not None and (wrapper / name).is_file():
-                    limit = untrusted.SETTINGS_SIZE
-                    untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
-            _write_weights(tensors, shard_bytes, folder)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}"
         ) from error
+
+
+def _writer(
+    model: GPT,
+    tokenizers: Path,
+    context: int,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    wrapper: Path | None,
+) -> Callable[[Path], None]:
+    """Return a function that writes config.json and weights into a folder; refuses now."""
+    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
+    keys = family.write(model.config, context)
+    family.check_tokenizer(tokenizers / "tokenizer.json")
+    # These ids are in generation_config.json too, so readers of either agree
+    generation = _generation(tokenizers)
+    keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
+    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
+    tensors = list(_of_model(model, family, dtype))
+    if wrapper is not None:
+        tensors = list(_in_wrapper(tensors, wrapper))
+
+    def write(folder: Path) -> None:
+        write_json(folder / "config.json", keys)
+        for name in multimodal.PROCESSOR_FILES:
+            if wrapper is not None and (wrapper / name).is_file():
+                limit = untrusted.SETTINGS_SIZE
+                untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
+        _write_weights(tensors, shard_bytes, folder)
+
+    return write
 
 
 def check_out(out: Path) -> None:

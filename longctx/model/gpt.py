@@ -6,7 +6,7 @@ Nothing in forward waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,11 @@ class GPT(nn.Module):
             if isinstance(module, SelfAttention) and module.sinks is not None:
                 nn.init.zeros_(module.sinks)
 
+    @property
+    def follows_length(self) -> bool:
+        """Return True if the length of a document changes the frequencies of its positions."""
+        return self.ropes.follows_length
+
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
@@ -112,6 +117,19 @@ class GPT(nn.Module):
             else:
                 block.before = torch.compile(block.before)
                 block.after = torch.compile(block.after)
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Convert the matrices and biases to `dtype`; norms, which compute in fp32, stay so."""
+        self.to(dtype)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.float()
+
+    def linears(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield block, path in it, and target of LoRA of every linear layer."""
+        for block, parts in zip(self.blocks, self.config.blocks(), strict=True):
+            for path, linear in parts.linears.items():
+                yield block, path, linear.name
 
     def share_rows(self, context: Context) -> None:
         """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
@@ -150,28 +168,10 @@ class GPT(nn.Module):
         N = context.padded(T)
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
-        positions = shards.local(mask.positions(B, N, tokens.device))
-        shape, device = (B, T, N), tokens.device
-        angles = self.ropes.per_layer(
-            lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
-        )
-        embedding, lm_head = self.embed.weight, self.lm_head_weight
-        # Two gradients of a tied weight take 2 V C; added up in place they take one
-        tied_in_place = (
-            self.head is None and targets is not None and self._adds_tied_gradients_in_place(tokens)
-        )
-        if tied_in_place:
-            embedding, lm_head = _TiedWeight.apply(self.embed.weight)
-
         tokens = shards.local(F.pad(tokens, (0, N - T)))
-        x = self.embedded(tokens, embedding, tied_in_place)
-        # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         balance = self._balance(targets, reduction)
         with balancing(balance):
-            x = self._through_blocks(x, angles, self._masks(mask, shards))
-        x = self.norm(x)
+            x, lm_head = self.hidden(tokens, mask, shards, T, trains=targets is not None)
 
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
@@ -182,7 +182,7 @@ class GPT(nn.Module):
             mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
-        chunk = self.memory.chunk(self.embed.num_embeddings, x.device.type)
+        chunk = self.memory.chunk(len(lm_head), x.device.type)
         m = self.config.multipliers
         loss = linear_cross_entropy(
             x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap
@@ -197,6 +197,31 @@ class GPT(nn.Module):
         factor = self.config.experts.balance
         trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
         return Balance(factor) if factor and trains else None
+
+    def hidden(
+        self, tokens: Tensor, mask: Mask, shards: Shards, length: int, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C).
+
+        `mask` is bound, of whole sequences: `length` tokens and padding.
+        """
+        B, N, device = len(tokens), shards.length, tokens.device
+        positions = shards.local(mask.positions(B, N, device))
+        shape = B, length, N
+        angles = self.ropes.per_layer(
+            lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
+        )
+        embedding, lm_head = self.embed.weight, self.lm_head_weight
+        # Two gradients of a tied weight take 2 V C; added up in place they take one
+        tied_in_place = self.head is None and trains and self._adds_tied_gradients_in_place(tokens)
+        if tied_in_place:
+            embedding, lm_head = _TiedWeight.apply(self.embed.weight)
+        x = self.embedded(tokens, embedding, tied_in_place)
+        # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self._through_blocks(x, angles, self._masks(mask, shards))
+        return self.norm(x), lm_head
 
     def embedded(self, tokens: Tensor, weight: Tensor, sparse: bool = False) -> Tensor:
         """Return the rows of the embedding `weight` that enter the first block."""
@@ -237,6 +262,19 @@ class GPT(nn.Module):
         """
         any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
         return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
+
+
+def build(
+    config: GPTConfig,
+    attention: AttentionConfig | str = "flash",
+    memory: MemoryConfig | str = "fast",
+) -> GPT:
+    """Return the model of `config`: a GPT, or one that transformers computes."""
+    if not config.transformers:
+        return GPT(config, attention, memory)
+    from longctx.model.transformers_model import TransformersModel
+
+    return TransformersModel(config, attention, memory)
 
 
 class _TiedWeight(torch.autograd.Function):

@@ -6,6 +6,7 @@ Which models are covered, and how their config.json and their tensors are to be 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Callable
@@ -20,9 +21,9 @@ from torch import Tensor
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig
-from longctx.model.families import multimodal, read_model
+from longctx.model.families import has_family, multimodal, read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
-from longctx.model.gpt import GPT
+from longctx.model.gpt import GPT, build
 
 HEADER_SIZE = 16 << 20  # bytes of the header of a safetensors file; a large shard has 0.1 MiB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,12 +43,21 @@ class Stored(NamedTuple):
     name: str  # there
 
 
-def read_config(folder: str | Path) -> GPTConfig:
-    """The model of `folder`/config.json.
+def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
+    """The model of `folder`/config.json. `by_transformers` says if transformers computes it:
+    "auto", if no family here has its model_type; "always"; "never".
 
     Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
     """
-    return read_model(folder)[1]
+    if by_transformers == "never" or (by_transformers == "auto" and has_family(folder)):
+        return read_model(folder)[1]
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
+        )
+    from longctx.model import transformers_folder
+
+    return transformers_folder.read_config(Path(folder))
 
 
 def pretrained(
@@ -64,7 +74,11 @@ def pretrained(
     config = read_config(folder)
     stored = check_weights(config, folder)
     with torch.device("meta"):
-        model = GPT(config, attention)
+        model = build(config, attention)
+    if config.transformers:
+        model.cast(dtype or DTYPES[next(iter(stored.values())).dtype])
+        load_weights(model.to_empty(device=device), folder)
+        return model
     model = model.to(dtype or DTYPES[stored[EMBEDDING].dtype])
     for piece in read_model(folder)[0].tensors(config):
         if piece.fold.widens:
@@ -85,6 +99,11 @@ def load_weights(
     values, first row) to a weight of which this rank holds a part.
     """
     write = write or _copy_rows
+    if model.config.transformers:
+        from longctx.model import transformers_folder
+
+        transformers_folder.load_weights(model, Path(folder), write)
+        return
     stored = check_weights(model.config, folder)
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
@@ -108,6 +127,8 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     architecture than `config`, or a file that is not safetensors.
     """
     folder = Path(folder)
+    if config.transformers:  # which checks names and shapes when it reads
+        return inventory(folder)
     family, source = read_model(folder)
 
     # the architecture

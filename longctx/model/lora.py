@@ -11,7 +11,7 @@ the model is a plain GPT again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,24 @@ from torch import Tensor, nn
 
 from longctx import files
 from longctx.config.model_config import LoraConfig
+from longctx.config.parts import Piece
+from longctx.kernels import linear
 from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
 from longctx.model.families.family import Family
 from longctx.model.gpt import GPT, Draw
-from longctx.model.layers import Linear, RMSNorm
+from longctx.model.layers import Linear
 from longctx.runs.checkpoints import not_finite
 
 
 class LoraLinear(nn.Linear):
     """A linear layer with frozen weights and a trained product of two thin fp32 matrices."""
 
-    def __init__(self, frozen: Linear, rank: int, alpha: float) -> None:
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
-        self.product = frozen.product
+        self.product = getattr(frozen, "product", linear)  # transformers' layers have none
         self.scale = alpha / rank
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -73,26 +75,26 @@ class LoraLinear(nn.Linear):
         return plain
 
 
-def in_precision(model: GPT, dtype: torch.dtype) -> GPT:
-    """Convert the matrices and biases of `model` to `dtype`; its norms stay in fp32."""
-    model.to(dtype)
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.float()
-    return model
-
-
 def add(model: GPT, config: LoraConfig) -> GPT:
     """Freeze `model` and add trained products to the layers of `config.targets`."""
     assert config.rank is not None
     model.requires_grad_(False)
-    for block, parts in zip(model.blocks, model.config.blocks(), strict=True):
-        for path, linear in parts.linears.items():
-            if linear.name in config.targets:
-                frozen = block.get_submodule(path)
-                added = LoraLinear(frozen, config.rank, config.scaling * config.rank)
-                block.set_submodule(path, added)
+    for block, path, target in list(model.linears()):
+        if target in config.targets:
+            frozen: Any = block.get_submodule(path)
+            added = LoraLinear(frozen, config.rank, config.scaling * config.rank)
+            block.set_submodule(path, added)
     return model
+
+
+def tensors_of(model: GPT, family: Family | None) -> Iterator[Piece]:
+    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
+    if not model.config.transformers:
+        yield from (family or family_of(model.config)).tensors(model.config)
+        return
+    for name, weight in model.named_parameters():
+        theirs: Any = model
+        yield Piece(theirs.name_of(name), name, 0, tuple(weight.shape))
 
 
 def layers(model: GPT) -> list[LoraLinear]:
@@ -158,7 +160,7 @@ def export_adapter(
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
     }
-    for piece in (family or family_of(model.config)).tensors(model.config):
+    for piece in tensors_of(model, family):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             name = piece.theirs.removesuffix(".weight")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.model.gpt import GPT
+from longctx.model.gpt import GPT, build
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
 from longctx.runs import checkpoints
@@ -20,7 +20,7 @@ from longctx.runs import checkpoints
 def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
     """Return the model of `config` with LoRA's additions, without memory for its weights."""
     with torch.device("meta"):
-        model = GPT(config, backend)
+        model = build(config, backend)
         return model if lora.rank is None else add_lora(model, lora)
 
 

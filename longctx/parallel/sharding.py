@@ -47,7 +47,8 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
-        register_fsdp_forward_method(block, "calling")
+        if hasattr(block, "calling"):  # not in a layer of transformers
+            register_fsdp_forward_method(block, "calling")
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
 

@@ -88,6 +88,8 @@ class Workload:
             return f"they are for a GPU, not device={self.device}; use device=cuda"
         if self.devices > 1 or self.sharing != Strategy():
             return "they are for one GPU alone; use devices=1 strategy=auto"
+        if self.model.transformers:
+            return "transformers computes the model, and waits for the GPU; use a family of ours"
         if not self.attention.description.capturable:
             backends = " or ".join(f"attention={name}" for name in capturable_backends())
             return (
@@ -220,7 +222,7 @@ def workload_of(
         batch_size=batch_size,
         accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),
         precision=precision_of(config.precision, device),
-        compile=device == "cuda"
+        compile=device == "cuda" and not (model or config.model).transformers
         if config.compile.lower() == "auto"
         else config.compile.lower() == "true",
         deterministic=config.deterministic,

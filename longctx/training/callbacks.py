@@ -20,7 +20,7 @@ from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
 from longctx.evaluation.score import in_eval_mode
-from longctx.model.decoder import Decoder, Sampler, continuations
+from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.planner.overview import count_of
@@ -267,7 +267,9 @@ class Samples(Callback):
             self.parts.parallel.autocast(),
             torch.compiler.set_stance("force_eager"),
         ):
-            decoder = Decoder(module.model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False)
+            decoder = decoder_of(
+                module.model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False
+            )
             # On the CPU: with deterministic=true torch has no cumulative sum on a GPU
             tokens = continuations(
                 decoder, [prompt], SAMPLE_TOKENS, lambda logits: choose(logits.cpu())

@@ -35,7 +35,8 @@ def begin(workload: Workload) -> Callable[[], object]:
     device = torch.cuda.current_device()
     tasks: list[Task] = [compile_cache.preload] if workload.compile else []
     tasks += attention_tasks(workload)
-    tasks.append(partial(step_of_one_block, workload))
+    if not workload.model.transformers:
+        tasks.append(partial(step_of_one_block, workload))
     wait_for_all = side_by_side([partial(on, device, task) for task in tasks])
 
     def end() -> None:

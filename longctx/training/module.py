@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from longctx.config.doors import OBJECTIVES
 from longctx.model import GPT, fp8, lora
+from longctx.model.gpt import build
 from longctx.parallel import sharding
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.fabric import pytorch as pl
@@ -81,10 +82,11 @@ class TrainingModule(pl.LightningModule):
         device = torch.get_default_device()
         # On "meta" no weight takes memory before it is sharded
         with torch.device("meta"):
-            self.model = GPT(workload.model, workload.attention, workload.memory)
+            self.model = build(workload.model, workload.attention, workload.memory)
         # Weights that LoRA freezes need no fp32 copy
         if workload.lora.rank is not None:
-            lora.add(lora.in_precision(self.model, dtype_of(workload.precision)), workload.lora)
+            self.model.cast(dtype_of(workload.precision))
+            lora.add(self.model, workload.lora)
         if workload.precision == "fp8":
             fp8.convert(self.model, workload.bf16_layers)
         self.shard(self.model)

@@ -24,6 +24,8 @@ from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 
 OPEN_KEYS = ("model.vocab_size",)  # the weights leave them open
+# Of a model that transformers computes
+LOST = "with our attention and loss; without fused kernels, torch.compile, fp8 and Muon"
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -60,19 +62,29 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         path = folder.parent.parent if folder.suffix == ".ckpt" else folder
         name, source = path.name.lstrip(".-") or "model", f"weights of {config.init}"
         init = str(folder)
-    read = read_run if run_folder.is_run(folder) else read_hugging_face
     is_given = "model.vocab_size" in overrides
-    init, model, tokenizer = read(init, folder, config.model.vocab_size if is_given else None)
+    vocab_size = config.model.vocab_size if is_given else None
+    if run_folder.is_run(folder):
+        init, model, tokenizer = read_run(init, folder, vocab_size)
+    else:
+        init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
+    if model.transformers:
+        source += f", computed by transformers ({LOST})"
     data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
     return Pretrained(replace(config, init=init, data=data), model, name, source)
 
 
 def read_hugging_face(
-    init: str, folder: Path, vocab_size: int | None
+    init: str, folder: Path, vocab_size: int | None, by_transformers: str
 ) -> tuple[str, GPTConfig, str]:
     """Return init=, the model, and the folder of the tokenizer, after checking the files."""
-    model = huggingface.read_config(folder)
+    model = huggingface.read_config(folder, by_transformers)
     if vocab_size is not None:
+        if model.transformers:
+            raise ValueError(
+                f"model.vocab_size={vocab_size}: transformers computes the model of {init}, with "
+                "its own vocabulary; leave it out"
+            )
         model = replace(model, vocab_size=vocab_size)
     huggingface.check_weights(model, huggingface.with_weights(init, "init"))
     for name in KEPT_FILES:

@@ -126,6 +126,14 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         name = presets.AUTO_MODEL[device]
         source = f"{name} (model=auto)"
 
+    if model.transformers:
+        from longctx.model import transformers_model
+
+        config = config.for_transformers()
+        length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
+        # Ranks that share a sequence split documents, so layers must not mix tokens either
+        packing = config.data.packing or config.context.degree != 1
+        transformers_model.prove(model, device, length, packing)
     config.check_experts(model)
     config.check_fp8(model)
     check_attention(config, model, device)

@@ -92,8 +92,8 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
     ("keys", "message"),
     [
         (
-            {"model_type": "gemma"},
-            "model_type=gemma is not covered yet; there are cwm, ",
+            {"model_type": "none_such"},
+            "model_type=none_such is not known to transformers ",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},

@@ -73,7 +73,9 @@ def test_merged_it_is_a_plain_model_that_computes_the_same() -> None:
 
 def test_frozen_weights_may_be_16_bits_wide() -> None:
     torch.manual_seed(0)
-    model = lora.add(lora.in_precision(GPT(GPTConfig(**SIZES)), torch.bfloat16), LoraConfig(rank=2))
+    model = GPT(GPTConfig(**SIZES))
+    model.cast(torch.bfloat16)
+    lora.add(model, LoraConfig(rank=2))
     dtypes = {
         name.split(".")[-1]: p.dtype for name, p in model.named_parameters() if "norm" not in name
     }

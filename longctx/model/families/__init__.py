@@ -40,6 +40,16 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     return family, family.read(source)
 
 
+def has_family(folder: str | Path) -> bool:
+    """Whether the model_type in `folder`/config.json has a family here, or there is none."""
+    file = Path(folder) / "config.json"
+    if not os.path.lexists(file):
+        return True  # which `read_model` tells
+    source = multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
+    model_type = source.get("model_type")
+    return not isinstance(model_type, str) or model_type in FAMILIES
+
+
 def family_of(config: GPTConfig) -> Family:
     """The family whose class in transformers is meant for `config`."""
     suiting = [family for family in FAMILIES.values() if family.suits(config)]

@@ -1,0 +1,94 @@
+"""Hugging Face folders of models that transformers computes: read, checked, loaded, written.
+
+transformers reads and writes its own formats, such as experts in one tensor each; here is what it
+must not do: run code of others, read pickles, or leave a weight at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from longctx import untrusted
+from longctx.config.model_config import GPTConfig
+from longctx.model.transformers_model import described, empty_model, weights_of
+
+
+def read_config(folder: Path) -> GPTConfig:
+    """Return the model of `folder`/config.json, as transformers computes it.
+
+    Raises ValueError, one line, for what transformers does not know or we do not support.
+    """
+    file = folder / "config.json"
+    try:
+        return described(untrusted.read_settings(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def read_weights(config: GPTConfig, folder: Path) -> Any:
+    """Return transformers' model with the weights of `folder`, in host memory.
+
+    Raises ValueError, one line, for a missing, unexpected or mis-shaped tensor.
+    """
+    settings = empty_model(config.transformers["config"]).config
+    try:
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=settings,
+            dtype="auto",
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"{folder}: transformers cannot read its weights: {reason}") from error
+    whole, found = opened
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, found[problem])):
+            what = problem.removesuffix("_keys")
+            raise ValueError(
+                f"{folder}: {what} tensor {names[0]}: its weights are not those of its config.json"
+            )
+    return whole
+
+
+@torch.no_grad()
+def load_weights(model: Any, folder: Path, write: Callable[[Tensor, Tensor, int], None]) -> None:
+    """Copy the weights of `folder` into `model`; `write` is that of `huggingface.load_weights`.
+
+    Every rank reads all of them into host memory.
+    """
+    values = weights_of(read_weights(model.config, folder))
+    for name, weight in model.named_parameters():
+        if (theirs := model.name_of(name)) in values:  # else what LoRA adds
+            if weight.ndim:
+                write(weight, values[theirs], 0)
+            else:
+                weight.copy_(values[theirs])
+
+
+def write_model(
+    model: Any, context: int, dtype: torch.dtype | None, limit: int, folder: Path
+) -> None:
+    """Write config.json, generation_config.json and weights, in files of about `limit` bytes, as
+    transformers does.
+    """
+    whole = empty_model(model.config.transformers["config"])
+    parameters = {model.name_of(name): x.detach() for name, x in model.named_parameters()}
+    parameters = {name: x.to(dtype or x.dtype) for name, x in parameters.items()}
+    whole.load_state_dict(parameters, strict=False, assign=True)
+    whole.tie_weights()
+    if getattr(whole.config, "max_position_embeddings", None) is not None:
+        whole.config.max_position_embeddings = context
+    whole.config._attn_implementation = None
+    whole.config.dtype = dtype or model.embed.weight.dtype
+    whole.save_pretrained(folder, max_shard_size=limit)

@@ -1,0 +1,404 @@
+"""A model that transformers computes, with our attention: what GPT has no family for.
+
+Kept: interval masks, windows, sinks, packing and every attention backend; ranks that share
+sequences; the loss in chunks; recomputation that saves attention's output; LoRA, checkpoints,
+evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon, offloading, tiles.
+Predictions are those of a GPT of its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from longctx.attention import Mask
+from longctx.attention.context_parallel import Context, Shards
+from longctx.attention.description import AttentionConfig
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import GPTConfig, Multipliers
+from longctx.model.gpt import GPT, Draw
+from longctx.transformers import NAME, Documents, implementation, layers_to_check, recomputed
+
+# Names of linear layers in transformers → the target of LoRA that they belong to
+TARGETS = {
+    "qkv": (
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    ),
+    "out": ("o_proj", "out_proj", "dense"),
+    "gate_up": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "dense_h_to_4h", "c_fc"),
+    "down": ("down_proj", "fc2", "dense_4h_to_h"),
+}
+TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves}
+LONG = 4096  # tokens of a window that the proof leaves out
+TOLERANCE = 1e-4
+WORDS = 1024  # of the vocabulary in the proof
+
+
+def described(settings: Mapping[str, Any]) -> GPTConfig:
+    """Return the model of a config.json with these `settings`."""
+    # Code of others never runs; the attention is ours
+    dropped = {"auto_map", "_attn_implementation", "attn_implementation", "dtype", "torch_dtype"}
+    settings = {key: value for key, value in settings.items() if key not in dropped}
+    whole = empty_model(settings)
+    config, decoder, head = whole.config, whole.get_decoder(), whole.get_output_embeddings()
+    refuse_unless_covered(settings, whole)
+    heads = config.num_attention_heads
+    kv_heads = value_of(config, "num_key_value_heads") or heads
+    names = ("head_dim", "qk_head_dim", "global_head_dim")
+    head_dim = max(value_of(config, name) for name in names) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    windowed = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not windowed or getattr(config, "use_sliding_window", None) is False:
+        window = None
+    lora = dict.fromkeys(TARGETS, 0)
+    for _, linear, target in linears_of(decoder):
+        lora[target] += linear.in_features + linear.out_features
+    return GPTConfig(
+        vocab_size=config.vocab_size,
+        layers=layers,
+        channels=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=head_dim + head_dim % 2,
+        ffn=value_of(config, "intermediate_size") or 4 * config.hidden_size,
+        window=window,
+        window_layers=windowed if window is not None and len(windowed) < layers else None,
+        tied=head.weight is whole.get_input_embeddings().weight,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        context=getattr(config, "max_position_embeddings", None),
+        multipliers=Multipliers(
+            logits=logit_factor(config),
+            logit_softcap=getattr(config, "final_logit_softcapping", None),
+        ),
+        transformers={
+            "config": settings,
+            "parameters": sum(x.numel() for x in whole.parameters() if x.requires_grad),
+            "products": products(whole),
+            "lora": lora,
+        },
+    )
+
+
+def value_of(config: Any, name: str) -> int:
+    """Return a size of the model, the largest of its layers; 0 if it has none of this name."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return max(getattr(layer, name, None) or 0 for layer in layers)
+
+
+def logit_factor(config: Any) -> float:
+    """Return the factor of the logits: Granite divides, Cohere multiplies."""
+    divisor = getattr(config, "logits_scaling", None)
+    return 1 / divisor if divisor else float(getattr(config, "logit_scale", None) or 1.0)
+
+
+def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
+    """Raise ValueError for a model that trains otherwise than it says."""
+    config, head = whole.config, whole.get_output_embeddings()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    problems = {
+        "quantization_config: quantized weights do not train": "quantization_config" in settings,
+        f"model_type={config.model_type}: it has no causal decoder": head is None,
+        "a bias of the lm_head is not supported": getattr(head, "bias", None) is not None,
+        "rope_type=dynamic follows the longest document of a batch": "dynamic" in kinds,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(problem)
+
+
+def empty_model(settings: Mapping[str, Any]) -> Any:
+    """Return transformers' model of a config.json, without memory for its weights."""
+    kind = str(settings.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model_type={kind} is not known to transformers {transformers.__version__}"
+        )
+    try:
+        # Infinite numbers are written as objects
+        config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(settings))
+        if config.get_text_config() is not config:
+            raise ValueError("it is not a model of text alone")
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)  # a run is exact, and recomputed layers are the same
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=NAME, dtype=torch.float32
+            )
+    except Exception as error:  # a model's own code may raise anything
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"model_type={kind}: transformers cannot build it: {reason}") from error
+    for module in list(model.modules()):
+        for name, values in list(module._buffers.items()):
+            # Saved buffers, such as a router's correction, become weights that are not trained
+            if values is not None and name not in module._non_persistent_buffers_set:
+                del module._buffers[name]
+                frozen = nn.Parameter(values, requires_grad=False)
+                module.register_parameter(name, frozen)
+    return model
+
+
+def weights_of(whole: Any) -> dict[str, Tensor]:
+    """Return the weights of a model of transformers by name, each once, and saved buffers."""
+    saved = whole.state_dict(keep_vars=True)
+    buffers = {name: x for name, x in whole.named_buffers() if name in saved}
+    return dict(whole.named_parameters()) | buffers
+
+
+def linears_of(decoder: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
+    """Yield path, layer and target of every linear layer that LoRA can adapt."""
+    for path, module in decoder.named_modules():
+        target = TARGET_OF.get(path.rpartition(".")[2])
+        if isinstance(module, nn.Linear) and target is not None:
+            yield path, module, target
+
+
+def products(whole: Any) -> int:
+    """Return the weights that multiply a token: of experts only those that it is sent to."""
+    config = whole.config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = experts or getattr(config, "n_routed_experts", None) or 0
+    each = getattr(config, "num_experts_per_tok", None) or experts
+    total = 0.0
+    for path, module in whole.named_modules():
+        matrices = [x for x in module.parameters(recurse=False) if x.ndim > 1]
+        if isinstance(module, nn.Embedding):
+            continue
+        share = each / max(experts, 1) if "expert" in path.rpartition(".")[2] else 1.0
+        total += sum(x.numel() * (share if x.ndim == 3 else 1.0) for x in matrices)
+    return int(total)
+
+
+class TransformersModel(GPT):
+    """The model of `config.transformers`, called as a GPT is."""
+
+    whole: Any  # transformers' model, whose decoder and head are modules of this one
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: AttentionConfig | str = "flash",
+        memory: MemoryConfig | str = "fast",
+    ) -> None:
+        nn.Module.__init__(self)
+        attention = AttentionConfig(attention) if isinstance(attention, str) else attention
+        memory = MemoryConfig(memory) if isinstance(memory, str) else memory
+        self.config, self.memory = config, memory.filled(memory.policy)
+        whole = empty_model(config.transformers["config"])
+        # No module: the names of its weights would come twice
+        self.__dict__["whole"] = whole
+        self.backbone = whole.get_decoder()
+        self.head = None if config.tied else whole.get_output_embeddings()
+        self.context = Context()
+        self.documents = Documents(attention.backend, dict(attention.options))
+        for module in self.backbone.modules():
+            module.__dict__["documents"] = self.documents
+        self.embed.register_forward_hook(in_precision_of_autocast)
+        for layer in self.blocks if self.memory.recompute != "none" else ():
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(recomputed, self.documents)
+
+    @property
+    def embed(self) -> nn.Embedding:  # type: ignore[override]
+        """The embedding; some models scale its rows."""
+        embedding: nn.Embedding = self.backbone.get_input_embeddings()
+        return embedding
+
+    @property
+    def blocks(self) -> Any:
+        """The layers of the decoder, the longest list of its modules."""
+        lists = [x for x in self.backbone.children() if isinstance(x, nn.ModuleList)]
+        return max(lists, key=len)
+
+    @property
+    def follows_length(self) -> bool:
+        """Return True if the length of a document changes the frequencies of its positions."""
+        return False  # such models are refused
+
+    @property
+    def decoder_name(self) -> str:
+        """The decoder's place in transformers' model, before the names of its weights."""
+        modules = self.whole.named_modules()
+        return next(name for name, module in modules if module is self.backbone)
+
+    def name_of(self, weight: str) -> str:
+        """Return transformers' name of our `weight`."""
+        if weight == "head.weight":
+            head = self.whole.get_output_embeddings()
+            modules = self.whole.named_modules()
+            return next(name for name, module in modules if module is head) + ".weight"
+        return str(self.decoder_name) + weight.removeprefix("backbone")
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersModel:
+        """Give all weights memory, and compute the buffers: they are in no checkpoint."""
+        super().to_empty(device=device, recurse=recurse)
+        # An initialization may draw weights too, so the random state is set back
+        with self.random_state_kept():
+            for module in self.backbone.modules():
+                if module._non_persistent_buffers_set:
+                    self.whole._init_weights(module)
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, draw: Draw = lambda x, fill: fill(x)) -> None:
+        """Draw the matrices anew; vectors are as transformers sets them."""
+        with self.random_state_kept():
+            for module in self.modules():
+                self.whole._init_weights(module)
+        std = float(getattr(self.whole.config, "initializer_range", 0.02))
+        for weight in self.parameters():
+            if weight.ndim > 1:
+                draw(weight, partial(nn.init.normal_, std=std))
+
+    def random_state_kept(self) -> AbstractContextManager[None]:
+        """Leave the random numbers after the block as they would be without it."""
+        device = self.embed.weight.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Convert the matrices to `dtype`; vectors and buffers stay in fp32."""
+        for weight in self.parameters():
+            if weight.ndim > 1:
+                weight.data = weight.data.to(dtype)
+
+    def compile_blocks(self) -> None:
+        """Refuse: transformers' layers are not compiled here; `resolve` never asks for it."""
+        raise NotImplementedError("compile=true: transformers computes this model")
+
+    def linears(self) -> Iterator[tuple[Any, str, str]]:
+        """Yield block, path in it, and target of LoRA of every linear layer."""
+        for block in self.blocks:
+            for path, _, target in linears_of(block):
+                yield block, path, target
+
+    def hidden(
+        self, tokens: Tensor, mask: Mask, shards: Shards, length: int, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C)."""
+        positions = shards.local(mask.positions(len(tokens), shards.length, tokens.device))
+        self.documents.begin(mask, shards)
+        out = self.backbone(
+            input_ids=tokens, position_ids=positions.expand(tokens.shape), use_cache=False
+        )
+        return out.last_hidden_state, self.lm_head_weight
+
+    def continued(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Return the normed x (1, n, C) of tokens (1, n) that follow those in `cache`, and the
+        cache with them; None: they are the first.
+        """
+        self.documents.begin(None)
+        out = self.backbone(input_ids=tokens, past_key_values=cache, use_cache=True)
+        return out.last_hidden_state, out.past_key_values
+
+    def differences(self, lengths: list[int]) -> Differences:
+        """Compute documents of `lengths` tokens packed, and each alone by transformers itself; only
+        the first layers, each kind among them. See `Differences`.
+        """
+        device, config = self.embed.weight.device, self.whole.config
+        generator = torch.Generator().manual_seed(0)
+        documents = [
+            torch.randint(3, config.vocab_size, (1, n), generator=generator).to(device)
+            for n in lengths
+        ]
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        mask = Mask.documents(numbers[None].to(device))
+        changed = documents[0].flip(1)
+        head = self.whole.get_output_embeddings()
+        before, training = head.weight, self.training
+        head.weight = self.lm_head_weight
+        layers = layers_to_check(config)
+        self.eval()
+        try:
+            with torch.no_grad(), implementation(self.whole, NAME, layers):
+                packed = self(torch.cat(documents, dim=1), mask=mask)
+                leaking = self(torch.cat([changed, *documents[1:]], dim=1), mask=mask)
+            with torch.no_grad(), implementation(self.whole, "eager", layers):
+                alone = [self.whole(input_ids=x, use_cache=False).logits for x in documents]
+        finally:
+            head.weight = before
+            self.train(training)
+        others = slice(lengths[0], None)
+        return Differences(
+            leak=relative(leaking[:, others], packed[:, others]) if len(lengths) > 1 else 0.0,
+            packed=relative(packed, torch.cat(alone, dim=1)),
+        )
+
+
+class Differences(NamedTuple):
+    """Differences relative to the logits: `leak`, of the later documents if the first changes;
+    `packed`, from transformers' eager attention.
+    """
+
+    leak: float
+    packed: float
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference of a token's logits x and y (1, T, V), relative to y."""
+    return float(((x - y).norm(dim=-1) / y.norm(dim=-1)).max())
+
+
+def prove(config: GPTConfig, device: str, seq_len: int, packing: bool) -> None:
+    """Raise ValueError, one line, if documents of a sequence see one another in a model of
+    `config`, or logits are not those of transformers' own attention.
+
+    The first layers are computed in fp32, with random weights and few words; `packing` says if a
+    sequence has several documents.
+    """
+    theirs = config.transformers["config"]
+    layers = layers_to_check(empty_model(theirs).config)
+    ids = {key: None for key in theirs if key.endswith("_token_id")}
+    few = {"vocab_size": min(WORDS, config.vocab_size or WORDS)}
+    small = config.with_layers(range(min(layers, config.layers)))
+    small.transformers = {"config": small.transformers["config"] | ids | few}
+    with torch.device("meta"):
+        model = TransformersModel(small, "naive")
+    model.to_empty(device=device)
+    with model.random_state_kept(), torch.no_grad():
+        torch.manual_seed(0)
+        model.init_weights()
+        for weight in model.parameters():  # ones and zeros would hide mistakes
+            weight.add_(0.05 * torch.randn_like(weight))
+        window = config.window or 0
+        # Longer than a window of usual size, short enough for eager attention
+        first = max(2, min(seq_len // 2, window + 29 if window < LONG else 61))
+        lengths = [first, max(2, min(seq_len // 2, 37))] if packing else [first]
+        kind = model.whole.config.model_type
+        try:
+            found = model.differences(lengths)
+        except Exception as error:  # a model's own code may raise anything
+            reason = str(error).strip().split("\n")[0][:200]
+            raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
+    if not model.documents.calls:
+        raise ValueError(f"model_type={kind}: its attention cannot be replaced by longctx's")
+    if not found.leak <= TOLERANCE:
+        raise ValueError(
+            f"model_type={kind}: its layers carry one document of a sequence into the next "
+            f"(logits change by {found.leak:.0%}), as recurrent and convolutional layers do "
+            "without the packages that transformers asks for; install (causal-conv1d, mamba-ssm, "
+            "flash-linear-attention), or give data.packing=false"
+        )
+    if not found.packed <= TOLERANCE:
+        raise ValueError(
+            f"model_type={kind}: logits differ from those of transformers' own attention by "
+            f"{found.packed:.2%}, {TOLERANCE:.2%} is allowed; longctx does not support its layers"
+        )
+
+
+def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
+    """Return embedded tokens in autocast's dtype: the residual stream would take twice the memory
+    in fp32, as autocast leaves it.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

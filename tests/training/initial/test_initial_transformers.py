@@ -1,0 +1,136 @@
+"""Runs of a model that transformers computes: trained, resumed, evaluated, continued, exported."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import eval as evaluate
+import train
+from longctx import files
+from longctx.cli import main as longctx
+from longctx.data import tokenizer as bpe
+from longctx.evaluation.load import load_model
+from longctx.runs import metrics_file
+from tests.model.transformers_shapes import reference
+from tests.processes import ROOT, finished
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses
+
+
+@pytest.fixture
+def folder(tmp_path: Path, corpus: Path) -> Path:
+    """A model with windows and a factor of its logits, and its tokenizer."""
+    folder = tmp_path / "models" / "Cohere"
+    reference("cohere2").save_pretrained(folder)
+    texts = [file.read_text() for file in sorted(corpus.iterdir())]
+    bpe.train(texts, 301).save(folder / "tokenizer.json")
+    return folder
+
+
+def test_it_trains_and_continues_to_the_bit(
+    start: Overrides, tuned: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = tuned("straight", max_steps=4, checkpoint_every=2, memory="balanced")
+    assert "computed by transformers" in capsys.readouterr().out
+    cut = tuned("cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9)
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
+    shutil.rmtree(folder)
+    assert train.main([f"resume={cut}"]) == 0
+    check_equal_weights(straight, cut)
+
+
+def test_without_training_it_is_the_model_of_the_folder(tuned: Trained, folder: Path) -> None:
+    model, _, _ = load_model(tuned("still", max_steps=1, lr=0.0))
+    ids = torch.arange(3, 60)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.testing.assert_close(model(ids), theirs.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_it_is_evaluated_samples_and_is_exported(
+    tuned: Trained, tmp_path: Path, rank: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tuned("r", lora__rank=rank, sample_every=1)
+    assert evaluate.main([f"checkpoint={run}", "documents=2", "device=cpu"]) == 0
+    new = ["max_new_tokens=3", "temperature=0", "device=cpu"]
+    assert longctx(["generate", str(run), "prompt=the row", *new]) == 0
+    assert longctx(["export", str(run), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert longctx(["generate", str(run), "prompt=the row", *new]) == 0
+    ours = capsys.readouterr().out
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokenizer = load_model(run)[1]
+    ids = torch.tensor([tokenizer.encode_prompt("the row")])
+    theirs = again.eval().generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert tokenizer.decode(theirs[0, ids.shape[1] :].tolist()).strip() in ours
+    second = tuned("second", init=run, max_steps=1)
+    before = [row for row in metrics_file.read(run) if "val_loss" in row][-1]
+    after = metrics_file.read(second)[0]
+    assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "fsdp", "memory": "balanced"},
+        {"context": 2},
+        {"context": 2, "context__method": "allgather"},
+        {"lora__rank": 2, "strategy": "fsdp"},
+    ],
+    ids=["fsdp", "ulysses", "allgather", "lora"],
+)
+def test_two_processes_compute_the_same(
+    tuned: Trained, start: Overrides, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    common = {"max_steps": 3, "lora__rank": changes.get("lora__rank")}
+    alone = tuned("alone", **common)
+    size = 2 if "context" in changes else 1
+    words = start(**common | changes, devices=2, batch_size=size, name="both", runs=tmp_path)
+    process = finished(ROOT / "train.py", words, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert losses(tmp_path / "both") == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_family_of_ours_may_be_left_to_transformers(
+    tuned: Trained, tmp_path: Path, folder: Path
+) -> None:
+    llama = tmp_path / "models" / "Llama"
+    reference("llama").save_pretrained(llama)
+    shutil.copy(folder / "tokenizer.json", llama)
+    ours, theirs = (
+        tuned(by, init=llama, transformers=by, max_steps=3) for by in ("never", "always")
+    )
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optimizer": "muon"}, "optimizer=muon"),
+        ({"precision": "fp8"}, "precision=fp8"),
+        ({"compile": True}, "compile=true"),
+        ({"rope": "yarn", "seq_len": 512}, "rope=yarn"),
+        ({"memory": "balanced", "memory__mlp_tile": 8}, "memory.mlp_tile"),
+        ({"model__vocab_size": 512}, "model.vocab_size=512"),
+        ({"transformers": "never"}, "model_type=cohere2"),
+    ],
+)
+def test_what_ours_alone_can_do_is_refused(
+    start: Overrides, changes: dict[str, object], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(start(**changes)) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_layers_that_leak_leave_no_folder(
+    start: Overrides, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leaking = tmp_path / "models" / "Leaking"
+    reference("lfm3").save_pretrained(leaking)
+    shutil.copy(folder / "tokenizer.json", leaking)
+    assert train.main(start(init=leaking, runs=tmp_path / "none")) == 2
+    assert "data.packing=false" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+    assert train.main(start(init=leaking, data__packing=False)) == 0
