@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from longctx.attention import Attention, Mask, attention
 from longctx.attention.registry import registered
+from longctx.config.fields import refuse
 
 NAME = "longctx"
 BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
@@ -66,6 +67,7 @@ class Documents:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         mask: Mask,
         scale: float | None,
         softcap: float | None,
@@ -76,8 +78,8 @@ class Documents:
             caller = Attention(self.backend, self.options, scale, softcap)
             self.callers[scale, softcap] = caller
         if self.outputs is None or not caller.saves_output:
-            return caller(q, k, v, mask)
-        out: Tensor = _Kept.apply(q, k, v, mask, caller, self.outputs)
+            return caller(q, k, v, mask, sinks)
+        out: Tensor = _Kept.apply(q, k, v, sinks, mask, caller, self.outputs)
         return out
 
     @contextmanager
@@ -103,22 +105,30 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, caller: Attention, outputs: Outputs
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Mask,
+        caller: Attention,
+        outputs: Outputs,
     ) -> Tensor:
         if outputs.is_complete:
             out, lse = outputs.kept.pop(0)
         else:
-            out, lse = caller.with_lse(q, k, v, mask)
+            out, lse = caller.with_lse(q, k, v, mask, sinks)
             outputs.kept.append((out, lse))
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.mask, ctx.caller = mask, caller
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.caller.backward(do, q, k, v, out, lse, ctx.mask), None, None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        gradients = ctx.caller.backward(do, q, k, v, out, lse, ctx.mask, sinks)
+        return *gradients, *[None] * (7 - len(gradients))
 
 
 def recomputed(documents: Documents, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -160,13 +170,17 @@ def attend(
     """Attention as transformers calls it: query (B, H, T, D), key and value (B, Hkv, Tk, D or less)
     → (B, T, H, width of value). Raises ValueError for what would silently be left out.
     """
-    if dropout:
-        raise ValueError(f"attention_dropout={dropout}: longctx has none; set it to 0")
-    if others.get("position_bias") is not None:
-        raise ValueError("position_bias: longctx adds none to the scores; use another attention")
+    refuse(
+        (dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"),
+        (
+            others.get("position_bias") is not None,
+            "position_bias: longctx adds none to the scores; use another attention",
+        ),
+    )
     # a layer that passes None has no window, whatever its module says
     window = others.get("sliding_window", getattr(module, "sliding_window", None))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # a model of ours has its documents; others tell by their arguments
     documents: Documents | None = module.__dict__.get("documents")
     options: dict[str, Any] = {}
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -182,8 +196,8 @@ def attend(
     if width < q.shape[3]:
         v = F.pad(v, (0, q.shape[3] - width))
     sinks = None if s_aux is None else s_aux.float()
-    if documents is not None and sinks is None:
-        out = documents.attend(q, k, v, mask, scaling, softcap)
+    if documents is not None:
+        out = documents.attend(q, k, v, sinks, mask, scaling, softcap)
         return out[..., :width].contiguous(), None
     out = attention(
         q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap, **options

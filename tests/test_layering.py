@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "planner": GROUND,
     "kernels": GROUND,
     "attention": GROUND | {"kernels"},
-    "transformers": {"attention", "transformers"},
+    "transformers": {"attention", "config", "transformers"},
     "model": GROUND | {"attention", "kernels", "transformers"},
     "data": GROUND,
     "parallel": GROUND | {"planner", "model", "attention"},

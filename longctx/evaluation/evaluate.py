@@ -149,6 +149,11 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
+    if model.model.transformers:
+        from longctx.model import transformers_model
+
+        # A batch has several documents in a sequence
+        transformers_model.prove(model.model, device, model.seq_len, trains=False)
     check_attention(config, model.model, device)
     # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)

@@ -66,6 +66,7 @@ def export(
 
     # Refused models and tokenizers raise here, before gigabytes are written
     generation = _generation(tokenizers)
+    # Each kind of model has a writer of config.json and weights
     write: Callable[[Path], None]
     if model.config.transformers:
         from longctx.model import transformers_folder

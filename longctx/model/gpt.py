@@ -169,6 +169,7 @@ class GPT(nn.Module):
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         tokens = shards.local(F.pad(tokens, (0, N - T)))
+        # The loss that balances experts sees every router on the way
         balance = self._balance(targets, reduction)
         with balancing(balance):
             x, lm_head = self.hidden(tokens, mask, shards, T, trains=targets is not None)
@@ -176,6 +177,7 @@ class GPT(nn.Module):
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return self.logits(x, lm_head)
+        # It is a mean over target tokens too
         scored = None if balance is None else (targets != IGNORED).sum()
         # The mean is over target tokens of whole sequences; a rank knows only its own share
         if reduction == "mean" and context.ranks.count > 1:

@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
+from longctx.config.fields import refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.gpt import GPT, Draw
@@ -50,10 +51,12 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
     whole = empty_model(settings)
     config, decoder, head = whole.config, whole.get_decoder(), whole.get_output_embeddings()
     refuse_unless_covered(settings, whole)
+    # Heads may differ by layer: predictions are for the largest
     heads = config.num_attention_heads
     kv_heads = value_of(config, "num_key_value_heads") or heads
     names = ("head_dim", "qk_head_dim", "global_head_dim")
     head_dim = max(value_of(config, name) for name in names) or config.hidden_size // heads
+    # Windows, for FLOPs and for ranks that share sequences
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
@@ -75,6 +78,7 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
         window_layers=windowed if window is not None and len(windowed) < layers else None,
         tied=head.weight is whole.get_input_embeddings().weight,
         softcap=getattr(config, "attn_logit_softcapping", None),
+        sinks=any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
         context=getattr(config, "max_position_embeddings", None),
         multipliers=Multipliers(
             logits=logit_factor(config),
@@ -112,9 +116,7 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
         "a bias of the lm_head is not supported": getattr(head, "bias", None) is not None,
         "rope_type=dynamic follows the longest document of a batch": "dynamic" in kinds,
     }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(problem)
+    refuse(*((is_there, problem) for problem, is_there in problems.items()))
 
 
 def empty_model(settings: Mapping[str, Any]) -> Any:
@@ -349,13 +351,16 @@ def relative(x: Tensor, y: Tensor) -> float:
     return float(((x - y).norm(dim=-1) / y.norm(dim=-1)).max())
 
 
-def prove(config: GPTConfig, device: str, seq_len: int, packing: bool) -> None:
+def prove(
+    config: GPTConfig, device: str, seq_len: int, packing: bool = True, trains: bool = True
+) -> None:
     """Raise ValueError, one line, if documents of a sequence see one another in a model of
     `config`, or logits are not those of transformers' own attention.
 
     The first layers are computed in fp32, with random weights and few words; `packing` says if a
     sequence has several documents.
     """
+    # A small model of the same layers, so that weights and ranks play no part
     theirs = config.transformers["config"]
     layers = layers_to_check(empty_model(theirs).config)
     ids = {key: None for key in theirs if key.endswith("_token_id")}
@@ -375,25 +380,30 @@ def prove(config: GPTConfig, device: str, seq_len: int, packing: bool) -> None:
         first = max(2, min(seq_len // 2, window + 29 if window < LONG else 61))
         lengths = [first, max(2, min(seq_len // 2, 37))] if packing else [first]
         kind = model.whole.config.model_type
+        # Refusals name what to do
         try:
             found = model.differences(lengths)
         except Exception as error:  # a model's own code may raise anything
             reason = str(error).strip().split("\n")[0][:200]
             raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
-    if not model.documents.calls:
-        raise ValueError(f"model_type={kind}: its attention cannot be replaced by longctx's")
-    if not found.leak <= TOLERANCE:
-        raise ValueError(
+    refuse(
+        (
+            not model.documents.calls,
+            f"model_type={kind}: its attention cannot be replaced by longctx's",
+        ),
+        (
+            not found.leak <= TOLERANCE,
             f"model_type={kind}: its layers carry one document of a sequence into the next "
             f"(logits change by {found.leak:.0%}), as recurrent and convolutional layers do "
             "without the packages that transformers asks for; install (causal-conv1d, mamba-ssm, "
-            "flash-linear-attention), or give data.packing=false"
-        )
-    if not found.packed <= TOLERANCE:
-        raise ValueError(
+            "flash-linear-attention)" + (", or give data.packing=false" if trains else ""),
+        ),
+        (
+            not found.packed <= TOLERANCE,
             f"model_type={kind}: logits differ from those of transformers' own attention by "
-            f"{found.packed:.2%}, {TOLERANCE:.2%} is allowed; longctx does not support its layers"
-        )
+            f"{found.packed:.2%}, {TOLERANCE:.2%} is allowed; longctx does not support its layers",
+        ),
+    )
 
 
 def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
