@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from torch import Tensor
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig
+from longctx.model import mxfp4
 from longctx.model.families import has_family, multimodal, read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT, build
@@ -41,6 +42,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     name: str  # there
+    scales: Any = None  # the Stored of its factors, if it is in MXFP4
 
 
 def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
@@ -108,11 +110,17 @@ def load_weights(
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
     for piece in family.tensors(source):
-        # opened for each tensor: the pages of a file count as ours for as long as it is mapped
-        with safe_open(stored[piece.theirs].file, framework="pt") as file:
-            tensor = piece.fold.load(file.get_tensor(stored[piece.theirs].name))
-            write(parameters[piece.ours], tensor, piece.first)
-            del tensor
+        tensor = piece.fold.load(values_of(stored[piece.theirs]))
+        write(parameters[piece.ours], tensor, piece.first)
+        del tensor
+
+
+def values_of(stored: Stored) -> Tensor:
+    """Return the tensor that is stored there."""
+    # opened for each tensor: the pages of a file count as ours for as long as it is mapped
+    with safe_open(stored.file, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(stored.name)
+    return tensor if stored.scales is None else mxfp4.dequantized(tensor, values_of(stored.scales))
 
 
 def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
@@ -196,6 +204,12 @@ def with_weights(name: str, key: str) -> Path:
 def text_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
     stored = inventory(folder)
+    for name, (blocks, scales) in mxfp4.pairs(stored).items():
+        shape = mxfp4.shape_of(blocks.shape, scales.shape)
+        del stored[name + mxfp4.BLOCKS], stored[name + mxfp4.SCALES]
+        both = {blocks.dtype, scales.dtype}
+        dtype = "BF16" if both == {"U8"} else "MXFP4 that is not in bytes"
+        stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
     if not multimodal.wraps(folder):
         return stored
     named = {multimodal.text_name(name): tensor for name, tensor in stored.items()}

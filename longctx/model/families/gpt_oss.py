@@ -68,7 +68,7 @@ class GptOss(Family):
     }
     keys = (
         *("attention_bias", "sliding_window", "num_local_experts", "num_experts_per_tok"),
-        *("swiglu_alpha", "swiglu_limit", AUX_LOSS),
+        *("swiglu_alpha", "swiglu_limit", "quantization_config", AUX_LOSS),
     )
     # the number of experts has two names
     harmless = ("output_router_logits", "experts_per_token", "initial_context_length")
@@ -88,6 +88,9 @@ class GptOss(Family):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         source.refuse_unless("swiglu_alpha", source.get("swiglu_alpha"), (STEEPNESS,))
+        quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
         biased = source.flag("attention_bias")
         experts = ExpertsConfig(
             count=source.size("num_local_experts"),

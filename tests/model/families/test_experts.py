@@ -1,8 +1,16 @@
 """Families with experts compute as in transformers, and their folders go out and come back."""
 
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+import json
+from pathlib import Path
 
-from tests.model.families.parity import SIZES, SPECIAL, FamilyTests
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from longctx.model.huggingface import pretrained
+from tests.model.families.parity import SIZES, SPECIAL, FamilyTests, reference
 
 SMALL = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.02}
 
@@ -65,3 +73,31 @@ class TestGptOss(FamilyTests):
     }
     stretched = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
     special = SPECIAL
+
+
+def test_mxfp4_is_dequantized_as_in_transformers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32}
+    config = GptOssConfig(**OSS | sizes, head_dim=16)
+    reference(config).bfloat16().save_pretrained(tmp_path / "plain")
+    reference(config).bfloat16().save_pretrained(tmp_path / "packed")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    for name in [name for name in plain if name.endswith("up_proj") or name.endswith("down_proj")]:
+        experts, columns, rows = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 132, (experts, rows, columns // 32), dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    file = tmp_path / "packed" / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}}))
+    expected = pretrained(tmp_path / "plain").state_dict()
+    found = pretrained(tmp_path / "packed").state_dict()
+    assert len(found) == len(expected)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=r"quantization_config\.quant_method=fp8"):
+        pretrained(tmp_path / "packed")
