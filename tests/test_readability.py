@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 184,
-    "lines": 37100,
+    "files": 186,
+    "lines": 37240,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
