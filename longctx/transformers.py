@@ -6,7 +6,7 @@
 "longctx" is attention=flash; "longctx_sdpa", "longctx_naive" and so on are the other backends.
 Documents come from position_ids that restart, or from cu_seq_lens_q, never from a mask that
 transformers makes: transformers materializes none. Windows, sinks, softcap and scale come from the
-layer. `check(model)` compares a model with its own eager attention, each document alone.
+layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longctx.config.fields import refuse
 
 NAME = "longctx"
 BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
-LAYERS = 8  # that `check` computes at most
+LAYERS = 8  # that a proof computes at most
 
 
 class Documents:
@@ -190,6 +190,11 @@ def attend(
         mask, backend, options = documents.of(window), documents.backend, documents.options
     else:
         refuse_chunks(module, k.shape[1])
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask of {attention_mask.ndim} dimensions: longctx takes documents from "
+                "position_ids, and padding as (B, T); give neither, or one of these"
+            )
         mask = mask_of(attention_mask, q.shape[1], k.shape[1], window, others)
     # MLA: values are narrower than keys
     width = v.shape[3]
