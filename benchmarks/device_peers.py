@@ -64,7 +64,7 @@ def llama(job: Job) -> nn.Module:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    described = architecture(GPTConfig(**job.model), job.tokens) | {"use_cache": False}
+    described = architecture(GPTConfig.of_saved(job.model), job.tokens) | {"use_cache": False}
     config = AutoConfig.for_model(**described)
     torch.manual_seed(1)
     with torch.device(device_of(job)):
@@ -212,7 +212,7 @@ def milliseconds(way: Way, job: Job, mesh: Any) -> float:
     """Of forward and backward in a small row, compared with attention of the whole row."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    shape, device = GPTConfig(**job.model), device_of(job)
+    shape, device = GPTConfig.of_saved(job.model), device_of(job)
     tokens = SMALL_ROW * dist.get_world_size()
     torch.manual_seed(2)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)

@@ -44,7 +44,7 @@ class Watched:
         self.rows = self.outgrown_rows = self.tiles = self.outgrown_tiles = 0
         self.largest_nats = 0.0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **others: Any) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *others: Any) -> Any:
         bound = mask.bind(q.shape[0], q.shape[1], k.shape[1], q.device)
         for b in range(q.shape[0]):
             for nats, is_checked in growth(q[b : b + 1], k[b : b + 1], bound, b, self.tile):
@@ -55,7 +55,7 @@ class Watched:
                     self.largest_nats = max(self.largest_nats, float(nats.abs().max()))
                     self.outgrown_rows += int(outgrown.sum())
                     self.outgrown_tiles += int(outgrown.any(1).sum())
-        return self.attention(q, k, v, mask, **others)
+        return self.attention(q, k, v, mask, *others)
 
 
 def run(options: Options, command: str) -> None:

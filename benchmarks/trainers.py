@@ -86,7 +86,7 @@ def transformers(job: Job, liger: bool = False) -> Built:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    described = architecture(GPTConfig(**job.model), job.tokens) | {"use_cache": False}
+    described = architecture(GPTConfig.of_saved(job.model), job.tokens) | {"use_cache": False}
     config = AutoConfig.for_model(**described)
     dtype = torch.bfloat16 if job.bf16 else torch.float32
     with torch.device(job.device):
@@ -134,7 +134,7 @@ def nanogpt(job: Job) -> Built:
     spec.loader.exec_module(module)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    shape = GPTConfig(**job.model)
+    shape = GPTConfig.of_saved(job.model)
     config = module.GPTConfig(
         block_size=job.tokens,
         vocab_size=shape.vocab_size,
