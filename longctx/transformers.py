@@ -6,7 +6,8 @@
 "longctx" is attention=flash; "longctx_sdpa", "longctx_naive" and so on are the other backends.
 Documents come from position_ids that restart, or from cu_seq_lens_q, never from a mask that
 transformers makes: transformers materializes none. Windows, sinks, softcap and scale come from the
-layer.
+layer. `check(model)` raises ValueError unless that gives the logits of eager attention on each
+document alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from longctx.attention import Attention, Mask, attention
 from longctx.attention.registry import registered
@@ -30,7 +31,12 @@ from longctx.config.fields import refuse
 
 NAME = "longctx"
 BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
-LAYERS = 8  # that a proof computes at most
+# Arguments of layers that would change the result
+UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "cache")
+PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
+LAYERS = 8  # that `check` computes at most
+LONG = 4096  # tokens of a window that `check` leaves out
+TOLERANCE = 1e-4
 
 
 class Documents:
@@ -172,121 +178,213 @@ def attend(
     """
     refuse(
         (dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"),
-        (
-            others.get("position_bias") is not None,
-            "position_bias: longctx adds none to the scores; use another attention",
+        *(
+            (others.get(name) is not None, f"{name}: longctx has none; use another attention")
+            for name in UNKNOWN
         ),
     )
     # a layer that passes None has no window, whatever its module says
     window = others.get("sliding_window", getattr(module, "sliding_window", None))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    # a model of ours has its documents; others tell by their arguments
-    documents: Documents | None = module.__dict__.get("documents")
-    options: dict[str, Any] = {}
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal:
-        mask = Mask.full()
-    elif documents is not None:
-        mask, backend, options = documents.of(window), documents.backend, documents.options
-    else:
-        refuse_chunks(module, k.shape[1])
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask of {attention_mask.ndim} dimensions: longctx takes documents from "
-                "position_ids, and padding as (B, T); give neither, or one of these"
-            )
-        mask = mask_of(attention_mask, q.shape[1], k.shape[1], window, others)
     # MLA: values are narrower than keys
     width = v.shape[3]
     if width < q.shape[3]:
         v = F.pad(v, (0, q.shape[3] - width))
     sinks = None if s_aux is None else s_aux.float()
+    config = getattr(module, "config", None)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # a model of ours has its documents; others tell by their arguments
+    documents: Documents | None = module.__dict__.get("documents")
     if documents is not None:
+        mask = documents.of(window) if is_causal else Mask.full()
         out = documents.attend(q, k, v, sinks, mask, scaling, softcap)
         return out[..., :width].contiguous(), None
-    out = attention(
-        q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap, **options
+    shape = None if attention_mask is None else tuple(attention_mask.shape)
+    refuse(
+        (
+            shape and len(shape) != 2,
+            f"attention_mask of shape {shape}: give (B, T), which leaves out padding; documents "
+            "come from position_ids",
+        )
     )
+    if is_causal and getattr(config, "is_causal", True):
+        chunk = getattr(config, "attention_chunk_size", None)
+        refuse(
+            (
+                chunk is not None and k.shape[1] > chunk,
+                f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens",
+            )
+        )
+        mask = mask_of(q, k.shape[1], window, attention_mask, others)
+    else:
+        mask = full_mask(q, window, attention_mask, others)
+    out = attention(q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap)
     return out[..., :width].contiguous(), None
 
 
-def refuse_chunks(module: nn.Module, keys: int) -> None:
-    """Raise ValueError for layers that see chunks of more tokens than one, as in Llama 4."""
-    chunk = getattr(getattr(module, "config", None), "attention_chunk_size", None)
-    if chunk is not None and keys > chunk:
-        raise ValueError(
-            f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens"
-        )
+# position_ids, cu_seq_lens_q or attention_mask → the masks of its forward by window and shape
+_masks = WeakTensorKeyDictionary()
 
 
-_documents = WeakTensorKeyDictionary()  # position_ids or cu_seq_lens_q → the mask by window
-
-
+@torch.compiler.disable  # Mask reads counts on the host, once per forward and window
 def mask_of(
-    attention_mask: Tensor | None,
-    queries: int,
+    q: Tensor,
     keys: int,
     window: int | None,
+    attention_mask: Tensor | None,
     others: dict[str, Any],
 ) -> Mask:
-    """Return the mask of a call: packed documents, or a padded batch that reads a cache."""
-    if queries < keys:
-        if attention_mask is None:
-            return Mask.causal(window)
-        return after_padding(attention_mask[:, -keys:], queries, window)
-    source = others.get("cu_seq_lens_q")
-    is_lengths = source is not None
-    if not is_lengths:
-        source = others.get("position_ids")
-    if source is None and queries > 1:
-        raise ValueError(
-            "the layers of this model pass no position_ids to their attention, so longctx does not "
-            "know its documents; use another attention"
-        )
-    if source is None:
-        return Mask.causal(window)
-    by_window: dict[int | None, Mask] = _documents.setdefault(source, {})
-    if window not in by_window:
-        numbers = document_of_each(source, queries) if is_lengths else document_numbers(source)
-        by_window[window] = Mask.documents(numbers, window)
-    return by_window[window]
-
-
-def document_numbers(position_ids: Tensor) -> Tensor:
-    """Return the number of each token's document, (B, T): positions restart in each.
-
-    position_ids is (B, T), or (3, B, T) for text among images.
+    """Return the bound mask of causal attention: of packed documents, or of queries that continue
+    a cache.
     """
-    positions = position_ids[0] if position_ids.ndim == 3 else position_ids
-    begins = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
-    return begins.cumsum(1)
+    batch, queries = q.shape[:2]
+    offsets, positions = others.get("cu_seq_lens_q"), others.get("position_ids")
+    source = positions if offsets is None else offsets
+    if attention_mask is not None:
+        source = attention_mask  # `padding_alone` gives every forward one of its own
+    elif queries < keys:
+        return Mask.causal(window)
+    if source is None:
+        refuse(
+            (
+                queries > 1,
+                "the layers of this model pass no position_ids to their attention, so longctx does "
+                "not know its documents; give cu_seq_lens_q, or use another attention",
+            )
+        )
+        return Mask.causal(window)
+    by_shape: dict[Any, Mask] = _masks.setdefault(source, {})
+    version = 0 if source.is_inference() else source._version  # may be written to in place
+    shape = (window, batch, queries, keys, version)
+    if shape not in by_shape:
+        if queries < keys:
+            mask = after_padding(source[:, -keys:], queries, window)
+        else:
+            numbers = document_numbers(batch, queries, offsets, positions, attention_mask)
+            mask = Mask.documents(numbers, window)
+        by_shape[shape] = mask.bind(batch, queries, keys, q.device)
+    return by_shape[shape]
 
 
-def document_of_each(offsets: Tensor, tokens: int) -> Tensor:
-    """Return the number of each token's document, (1, T), from the `offsets` (documents + 1,)."""
-    places = torch.arange(tokens, device=offsets.device)
-    return torch.bucketize(places, offsets[1:].to(places.dtype), right=True)[None]
+def document_numbers(
+    batch: int,
+    tokens: int,
+    offsets: Tensor | None,
+    positions: Tensor | None,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """Return the number of each token's document, (B, T): from `offsets` (documents + 1,) in the
+    flattened batch, else from `positions` (B or 1, T) that restart. Padding is a document.
+    """
+    if offsets is not None:
+        places = torch.arange(batch * tokens, device=offsets.device).view(batch, tokens)
+        numbers = torch.bucketize(places, offsets[1:].to(places.dtype), right=True)
+    else:
+        shape = None if positions is None else tuple(positions.shape)
+        refuse((len(shape or ()) != 2, f"position_ids of shape {shape}: give (B, T)"))
+        assert positions is not None
+        steps = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1)
+        numbers = (steps != 1).cumsum(1).expand(batch, -1)
+    if attention_mask is None:
+        return numbers
+    is_text = attention_mask.bool()
+    turns = is_text.diff(dim=1, prepend=is_text[:, :1])
+    is_inside = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) == 0
+    refuse(((turns & is_text & is_inside & (is_text.cumsum(1) > 1)).any(), PADDING_INSIDE))
+    return numbers + turns.cumsum(1)
 
 
 def after_padding(attention_mask: Tensor, queries: int, window: int | None) -> Mask:
-    """Return causal intervals that leave out padding before the text; attention_mask is (B, Tk)."""
+    """Return causal intervals that leave out padding; attention_mask is (B, Tk)."""
     keys = attention_mask.shape[1]
+    first, last = text_of(attention_mask)
+    ends = torch.arange(keys - queries, keys, device=first.device)[None].minimum(last)
+    begins = first.expand_as(ends)
+    if window is not None:
+        begins = torch.maximum(begins, ends - window + 1)
+    return Mask.intervals(begins, ends)
+
+
+def text_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last token of each text, (B, 1); attention_mask is (B, Tk)."""
     is_text = attention_mask.bool()
     first = is_text.int().argmax(1, keepdim=True)
-    last = torch.arange(keys - queries, keys, device=is_text.device)[None]
-    begin = first.expand(-1, queries)
-    if window is not None:
-        begin = torch.maximum(begin, last - window + 1)
-    return Mask.intervals(begin.int(), last.expand_as(begin).int())
+    last = first + is_text.sum(1, keepdim=True) - 1
+    refuse(((is_text.cumsum(1).argmax(1, keepdim=True) != last).any(), PADDING_INSIDE))
+    return first, last
 
 
-def padding_alone(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """Return the (B, Tk) mask of a padded batch, None if it has no padding: transformers calls this
-    where it would make a mask of all pairs.
+@torch.compiler.disable
+def full_mask(
+    q: Tensor, window: int | None, attention_mask: Tensor | None, others: dict[str, Any]
+) -> Mask:
+    """Return the mask of attention that is not causal, such as an encoder's: all keys but padding.
+
+    Raises ValueError for windows and packed documents.
     """
-    if attention_mask is None or attention_mask.ndim != 2 or bool(attention_mask.all()):
+    offsets = others.get("cu_seq_lens_q")
+    only = "longctx has it for causal attention only"
+    refuse(
+        (window is not None, f"sliding_window={window}: {only}"),
+        (offsets is not None, f"cu_seq_lens_q: {only}"),
+    )
+    if attention_mask is None:
+        return Mask.full()
+    first, last = (x.expand(-1, q.shape[1]) for x in text_of(attention_mask))
+    return Mask.intervals(first, last)
+
+
+@torch.compiler.disable
+def padding_alone(
+    *_: Any,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    **sizes: Any,
+) -> Tensor | None:
+    """Return the (B, Tk) mask of a padded batch, None if it has no padding: transformers calls this
+    once per forward where it would make a mask of all pairs.
+
+    Raises ValueError for models that change their causal mask, and for caches of a fixed size.
+    """
+    places = sizes.get("cache_position")  # before transformers 5.4
+    begin, queries = sizes.get("q_offset", 0), sizes.get("q_length", 0)
+    if places is not None:
+        begin, queries = places[0], len(places)
+    is_causal = mask_function is not masking_utils.bidirectional_mask_function
+    refuse(
+        (
+            is_changed(mask_function),
+            "this model changes its causal mask, as for images or prefixes, and longctx does not: "
+            "use another attention",
+        ),
+        (
+            is_causal and int(begin) + queries != sizes["kv_offset"] + sizes["kv_length"],
+            "cache_implementation: longctx cannot read a static cache, which is longer than its "
+            "text; use a dynamic one",
+        ),
+    )
+    if attention_mask is None:
         return None
-    return attention_mask
+    shape = tuple(attention_mask.shape)
+    refuse((len(shape) != 2, f"attention_mask of shape {shape}: give (B, T)"))
+    return None if bool(attention_mask.all()) else attention_mask.clone()
+
+
+def is_changed(mask_function: Callable[..., Any]) -> bool:
+    """Return True unless a mask is made of causality, windows, documents and padding alone; images
+    may see their own future.
+    """
+    parts = [mask_function]
+    for part in parts:  # which grows
+        if getattr(part, "__module__", None) != masking_utils.__name__:
+            return True
+        for cell in part.__closure__ or ():
+            inner = cell.cell_contents
+            is_overlay = part.__qualname__.startswith("blockwise_overlay")
+            if is_overlay and bool((inner >= 0).any()):
+                return True
+            parts += [x for x in (inner if isinstance(inner, tuple) else (inner,)) if callable(x)]
+    return False
 
 
 for _name, _backend in BACKENDS.items():
@@ -297,7 +395,7 @@ for _name, _backend in BACKENDS.items():
 @contextmanager
 def implementation(model: Any, name: str, layers: int | None = None) -> Iterator[None]:
     """Let `model` compute its first `layers` layers, or all, with attention `name` for a while."""
-    config = model.config
+    config = model.config.get_text_config()
     before = config._attn_implementation, config.num_hidden_layers
     try:
         config._attn_implementation = name
@@ -312,3 +410,100 @@ def layers_to_check(config: Any) -> int:
     kinds = getattr(config, "layer_types", None) or []
     needed = [kinds.index(kind) + 1 for kind in set(kinds)]
     return min(config.num_hidden_layers, max([2, *needed]), max(2, LAYERS))
+
+
+def lengths_to_check(window: int | None, limit: int) -> list[int]:
+    """Return the tokens of two documents: the first longer than a window of usual size, both short
+    enough for eager attention.
+    """
+    first = (window or 0) + 29 if (window or 0) < LONG else 61
+    return [max(2, min(limit, tokens)) for tokens in (first, 37)]
+
+
+class Differences(NamedTuple):
+    """Differences relative to the logits: `leak`, of the later documents if the first changes;
+    `packed`, from transformers' eager attention, of which rounding explains `allowed`.
+    """
+
+    leak: float
+    packed: float
+    allowed: float = TOLERANCE
+
+    @property
+    def problem(self) -> str:
+        """Why they are too large; empty if they are not."""
+        if not self.leak <= TOLERANCE:
+            return (
+                "its layers carry one document of a sequence into the next (logits change by "
+                f"{self.leak:.0%}), as recurrent and convolutional layers do without the packages "
+                "that transformers asks for; install (causal-conv1d, mamba-ssm, "
+                "flash-linear-attention)"
+            )
+        if not self.packed <= self.allowed:
+            return (
+                "logits differ from those of transformers' own attention by "
+                f"{self.packed:.2%}, {self.allowed:.2%} is allowed; longctx does not support its "
+                "layers"
+            )
+        return ""
+
+
+def check(model: Any) -> None:
+    """Raise ValueError unless documents in one sequence have the logits that each has alone with
+    transformers' eager attention, and none sees another.
+
+    Computes the first layers of a causal model. In fp32 the smallest mistake shows.
+    """
+    config = model.config.get_text_config()
+    name, kind = str(config._attn_implementation), config.model_type
+    refuse((name not in BACKENDS, f'attn_implementation={name}: give "{NAME}" to check it'))
+
+    def packed(documents: list[Tensor]) -> Tensor:
+        positions = torch.cat([torch.arange(x.shape[1], device=x.device) for x in documents])
+        logits: Tensor = model(
+            input_ids=torch.cat(documents, dim=1), position_ids=positions[None], use_cache=False
+        ).logits
+        return logits
+
+    longest = getattr(config, "max_position_embeddings", None) or LONG
+    lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
+    found = differences(model, name, lengths, packed)
+    refuse((found.problem, f"model_type={kind}: {found.problem}"))
+
+
+def differences(
+    model: Any, name: str, lengths: list[int], packed: Callable[[list[Tensor]], Tensor]
+) -> Differences:
+    """Compare logits of random documents of these `lengths`: `packed` computes those of a sequence
+    of documents with attention `name`, `model` those of one alone with eager attention.
+
+    Only the first layers are computed, each kind among them.
+    """
+    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    documents = [
+        torch.randint(3, config.vocab_size, (1, n), generator=generator).to(weight.device)
+        for n in lengths
+    ]
+    changed = [documents[0].flip(1), *documents[1:]]
+    layers, training = layers_to_check(config), model.training
+    model.eval()
+    try:
+        with torch.no_grad(), implementation(model, name, layers):
+            ours, leaking = packed(documents), packed(changed)
+        with torch.no_grad(), implementation(model, "eager", layers):
+            theirs = [model(input_ids=x, use_cache=False).logits for x in documents]
+    finally:
+        model.train(training)
+    others = slice(lengths[0], None)
+    return Differences(
+        leak=relative(leaking[:, others], ours[:, others]) if len(lengths) > 1 else 0.0,
+        packed=relative(ours, torch.cat(theirs, dim=1)),
+        allowed=max(TOLERANCE, 8 * torch.finfo(weight.dtype).eps),
+    )
+
+
+def relative(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference of a token's logits x and y (1, T, V), relative to y."""
+    x, y = x.float(), y.float()
+    return float(((x - y).norm(dim=-1) / y.norm(dim=-1)).max())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,16 @@ from longctx.config.fields import refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.gpt import GPT, Draw
-from longctx.transformers import NAME, Documents, implementation, layers_to_check, recomputed
+from longctx.transformers import (
+    NAME,
+    TOLERANCE,
+    Differences,
+    Documents,
+    differences,
+    layers_to_check,
+    lengths_to_check,
+    recomputed,
+)
 
 # Names of linear layers in transformers → the target of LoRA that they belong to
 TARGETS = {
@@ -38,8 +47,6 @@ TARGETS = {
     "down": ("down_proj", "fc2", "dense_4h_to_h"),
 }
 TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves}
-LONG = 4096  # tokens of a window that the proof leaves out
-TOLERANCE = 1e-4
 WORDS = 1024  # of the vocabulary in the proof
 
 
@@ -304,51 +311,23 @@ class TransformersModel(GPT):
         return out.last_hidden_state, out.past_key_values
 
     def differences(self, lengths: list[int]) -> Differences:
-        """Compute documents of `lengths` tokens packed, and each alone by transformers itself; only
-        the first layers, each kind among them. See `Differences`.
+        """Compare documents of `lengths` tokens in one sequence with transformers' own attention on
+        each alone.
         """
-        device, config = self.embed.weight.device, self.whole.config
-        generator = torch.Generator().manual_seed(0)
-        documents = [
-            torch.randint(3, config.vocab_size, (1, n), generator=generator).to(device)
-            for n in lengths
-        ]
-        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        mask = Mask.documents(numbers[None].to(device))
-        changed = documents[0].flip(1)
-        head = self.whole.get_output_embeddings()
-        before, training = head.weight, self.training
-        head.weight = self.lm_head_weight
-        layers = layers_to_check(config)
+
+        def packed(documents: list[Tensor]) -> Tensor:
+            numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+            logits: Tensor = self(torch.cat(documents, dim=1), mask=Mask.documents(numbers[None]))
+            return logits
+
+        head, training = self.whole.get_output_embeddings(), self.training
+        before, head.weight = head.weight, self.lm_head_weight
         self.eval()
         try:
-            with torch.no_grad(), implementation(self.whole, NAME, layers):
-                packed = self(torch.cat(documents, dim=1), mask=mask)
-                leaking = self(torch.cat([changed, *documents[1:]], dim=1), mask=mask)
-            with torch.no_grad(), implementation(self.whole, "eager", layers):
-                alone = [self.whole(input_ids=x, use_cache=False).logits for x in documents]
+            return differences(self.whole, NAME, lengths, packed)
         finally:
             head.weight = before
             self.train(training)
-        others = slice(lengths[0], None)
-        return Differences(
-            leak=relative(leaking[:, others], packed[:, others]) if len(lengths) > 1 else 0.0,
-            packed=relative(packed, torch.cat(alone, dim=1)),
-        )
-
-
-class Differences(NamedTuple):
-    """Differences relative to the logits: `leak`, of the later documents if the first changes;
-    `packed`, from transformers' eager attention.
-    """
-
-    leak: float
-    packed: float
-
-
-def relative(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference of a token's logits x and y (1, T, V), relative to y."""
-    return float(((x - y).norm(dim=-1) / y.norm(dim=-1)).max())
 
 
 def prove(
@@ -375,10 +354,7 @@ def prove(
         model.init_weights()
         for weight in model.parameters():  # ones and zeros would hide mistakes
             weight.add_(0.05 * torch.randn_like(weight))
-        window = config.window or 0
-        # Longer than a window of usual size, short enough for eager attention
-        first = max(2, min(seq_len // 2, window + 29 if window < LONG else 61))
-        lengths = [first, max(2, min(seq_len // 2, 37))] if packing else [first]
+        lengths = lengths_to_check(config.window, seq_len // 2)[: 2 if packing else 1]
         kind = model.whole.config.model_type
         # Refusals name what to do
         try:
@@ -386,23 +362,13 @@ def prove(
         except Exception as error:  # a model's own code may raise anything
             reason = str(error).strip().split("\n")[0][:200]
             raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
+    remedy = ", or give data.packing=false" if trains and not found.leak <= TOLERANCE else ""
     refuse(
         (
             not model.documents.calls,
             f"model_type={kind}: its attention cannot be replaced by longctx's",
         ),
-        (
-            not found.leak <= TOLERANCE,
-            f"model_type={kind}: its layers carry one document of a sequence into the next "
-            f"(logits change by {found.leak:.0%}), as recurrent and convolutional layers do "
-            "without the packages that transformers asks for; install (causal-conv1d, mamba-ssm, "
-            "flash-linear-attention)" + (", or give data.packing=false" if trains else ""),
-        ),
-        (
-            not found.packed <= TOLERANCE,
-            f"model_type={kind}: logits differ from those of transformers' own attention by "
-            f"{found.packed:.2%}, {TOLERANCE:.2%} is allowed; longctx does not support its layers",
-        ),
+        (found.problem, f"model_type={kind}: {found.problem}{remedy}"),
     )
 
 

@@ -1,0 +1,290 @@
+"""longctx's attention in models of transformers: documents in one sequence give the logits and the
+gradients of each alone with eager attention; what it cannot compute raises ValueError.
+"""
+
+import copy
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from transformers.masking_utils import create_causal_mask
+
+from longctx.transformers import BACKENDS, check
+from tests.model.families.parity import write_tokenizer
+from tests.model.transformers_shapes import reference, settings_of
+from tests.processes import ROOT
+
+LENGTHS = (17, 5, 30)
+OFFSETS = torch.tensor([0, 17, 22, 52], dtype=torch.int32)
+KINDS = ("gemma3_text", "gpt_oss", "deepseek_v3", "gemma2", "qwen3")  # windows, sinks, MLA, softcap
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+TOKENS = torch.randint(3, 301, (1, 52), generator=torch.Generator().manual_seed(1))
+PADDING = torch.ones(2, 52, dtype=torch.long)
+PADDING[0, :9] = 0
+
+
+def ours(theirs: Any, name: str = "longctx") -> Any:
+    """The same model with our attention."""
+    model = copy.deepcopy(theirs)
+    model.set_attn_implementation(name)
+    return model
+
+
+def alone(model: Any) -> Tensor:
+    """The logits of each document alone."""
+    each = TOKENS.split(LENGTHS, dim=1)
+    return torch.cat([model(x, use_cache=False).logits for x in each], dim=1)
+
+
+def assert_close(x: Tensor, y: Tensor, limit: float = 2e-5) -> None:
+    assert (x - y).norm() <= limit * y.norm()
+
+
+def assert_same_gradients(model: Any, theirs: Any) -> None:
+    pairs = zip(model.named_parameters(), theirs.parameters(), strict=True)
+    for (name, x), y in pairs:
+        if y.grad is not None and y.grad.norm() > 1e-5:
+            assert (x.grad - y.grad).norm() <= 2e-5 * y.grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"position_ids": POSITIONS},
+        {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30},
+    ],
+    ids=["positions", "lengths"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_equals_alone(kind: str, told: dict[str, Any]) -> None:
+    theirs = reference(kind)
+    model = ours(theirs)
+    logits = model(TOKENS, **{"position_ids": POSITIONS, **told}, use_cache=False).logits
+    expected = alone(theirs)
+    assert_close(logits, expected)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    assert_same_gradients(model, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_of_a_batch_may_be_shared(rows: int) -> None:
+    theirs = reference("qwen3")
+    logits = ours(theirs)(TOKENS.expand(2, -1), position_ids=POSITIONS.expand(rows, -1)).logits
+    assert_close(logits[1:], alone(theirs))
+
+
+def test_positions_may_be_written_in_place() -> None:
+    theirs, positions = reference("qwen3"), POSITIONS.clone()
+    model = ours(theirs)
+    model(TOKENS, position_ids=positions)
+    positions.copy_(torch.arange(52)[None])
+    assert_close(model(TOKENS, position_ids=positions).logits, theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize("name", ["longctx_naive", "longctx_sdpa"])
+def test_backends_have_names(name: str) -> None:
+    theirs = reference("qwen3")
+    assert name in BACKENDS
+    assert_close(ours(theirs, name)(TOKENS, position_ids=POSITIONS).logits, alone(theirs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generates_the_tokens_of_eager(kind: str) -> None:
+    theirs = reference(kind)
+    arguments = {"attention_mask": PADDING, "max_new_tokens": 9, "do_sample": False}
+    tokens = TOKENS.expand(2, -1)
+    expected = theirs.generate(tokens, **arguments, pad_token_id=0)
+    assert torch.equal(ours(theirs).generate(tokens, **arguments, pad_token_id=0), expected)
+
+
+@pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["left", "right"])
+def test_padding_is_left_out(padding: Tensor) -> None:
+    theirs = reference("gemma3_text")
+    x, y = (m(TOKENS.expand(2, -1), attention_mask=padding) for m in (ours(theirs), theirs))
+    assert_close(x.logits[padding.bool()], y.logits[padding.bool()])
+
+
+def test_attention_of_encoders_is_full() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    theirs = BertModel._from_config(BertConfig(**sizes), attn_implementation="eager").eval()
+    x, y = (m(TOKENS.expand(2, -1), attention_mask=PADDING)[0] for m in (ours(theirs), theirs))
+    assert_close(x[PADDING.bool()], y[PADDING.bool()])
+
+
+def test_recomputation_and_compile() -> None:
+    theirs = reference("gemma3_text").train()
+    model = ours(theirs)
+    model.gradient_checkpointing_enable()
+    model(TOKENS, position_ids=POSITIONS, use_cache=False).logits.square().mean().backward()
+    alone(theirs).square().mean().backward()
+    assert_same_gradients(model, theirs)
+    compiled = torch.compile(ours(theirs), backend="eager")
+    assert_close(compiled(TOKENS, position_ids=POSITIONS).logits, alone(theirs))
+
+
+def test_autocast() -> None:
+    theirs = reference("qwen3")  # its norms of queries and keys return fp32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(ours(theirs)(TOKENS, position_ids=POSITIONS).logits, alone(theirs), 0.02)
+
+
+def test_saved_folders_need_no_longctx(tmp_path: Path) -> None:
+    ours(reference("gemma3_text")).save_pretrained(tmp_path)
+    assert not any("longctx" in file.read_text() for file in tmp_path.glob("*.json"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longctx")
+    assert model.config._attn_implementation == "longctx"
+
+
+INSIDE = PADDING[:1].clone()
+INSIDE[0, 20:22] = 0
+PICTURE = {"or_mask_function": lambda batch, head, query, key: query < 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "inputs", "named"),
+    [
+        ("qwen3", {"attention_dropout": 0.1}, {}, "attention_dropout=0.1"),
+        ("llama4_text", {"attention_chunk_size": 16}, {}, "attention_chunk_size=16"),
+        ("llama4_text", {}, {}, "cu_seq_lens_q"),
+        ("qwen3", {}, {"attention_mask": torch.zeros(1, 1, 52, 52)}, r"\(1, 1, 52, 52\)"),
+        ("qwen3", {}, {"attention_mask": torch.ones(1, 52, 52)}, r"\(1, 52, 52\)"),
+        ("qwen3", {}, {"attention_mask": INSIDE}, "padding inside"),
+    ],
+)
+def test_refusals(kind: str, settings: dict[str, Any], inputs: dict[str, Any], named: str) -> None:
+    config = reference(kind).config
+    for key, value in settings.items():
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="longctx").train()
+    with pytest.raises(ValueError, match=named):
+        model(TOKENS, **inputs, use_cache=False)
+
+
+def test_static_caches_are_refused() -> None:
+    with pytest.raises(ValueError, match="cache_implementation"):
+        ours(reference("qwen3")).generate(TOKENS, max_new_tokens=2, cache_implementation="static")
+
+
+def test_changed_masks_are_refused() -> None:
+    model = ours(reference("qwen3"))
+    arguments = {"inputs_embeds": torch.zeros(1, 52, 64), "past_key_values": None}
+    words = {"attention_mask": None, "position_ids": POSITIONS, "config": model.config}
+    groups = torch.full((1, 52), -1)
+    assert create_causal_mask(**arguments, **words, block_sequence_ids=groups) is None
+    groups[0, 5:9] = 0
+    for change in ({"block_sequence_ids": groups}, PICTURE):
+        with pytest.raises(ValueError, match="changes its causal mask"):
+            create_causal_mask(**arguments, **words, **change)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "mixtral", "gpt2"])
+def test_check_passes(kind: str) -> None:
+    check(ours(reference(kind)))
+    check(ours(reference(kind)).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("qwen3_next", "one document"), ("phimoe", "logits differ")]
+)
+def test_check_finds_what_is_wrong(kind: str, named: str) -> None:
+    theirs = reference(kind)
+    with pytest.raises(ValueError, match=f"model_type={kind}: .*{named}"):
+        check(ours(theirs))
+    with pytest.raises(ValueError, match="attn_implementation=eager"):
+        check(theirs)
+
+
+def test_sft_trainer_packs_without_leaks(tmp_path: Path) -> None:
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    theirs = reference("qwen3")
+    losses: list[tuple[float, float]] = []
+
+    class Compared(trl.SFTTrainer):
+        """Computes every step again: each document alone, and all as one."""
+
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> Tensor:
+            tokens, positions = inputs["input_ids"], inputs["position_ids"]
+            starts = [*(positions[0] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
+            lengths = [b - a for a, b in itertools.pairwise(starts)]
+            assert len(lengths) > 2
+            theirs.load_state_dict(model.state_dict())
+            theirs.zero_grad()
+            total = torch.zeros(())
+            for x in tokens.split(lengths, dim=1):
+                logits = theirs(x).logits[0, :-1]
+                total = total + F.cross_entropy(logits, x[0, 1:], reduction="sum")
+            expected = total / sum(n - 1 for n in lengths)
+            expected.backward()
+            loss = super().training_step(model, inputs, *others)
+            torch.testing.assert_close(loss, expected.detach(), rtol=2e-5, atol=0)
+            assert_same_gradients(model, theirs)
+            labels = tokens.masked_fill(positions == 0, -100)
+            with torch.no_grad():
+                ones = torch.ones_like(tokens)
+                leaky = theirs(tokens, attention_mask=ones, labels=labels).loss
+            losses.append((float(loss), float(leaky)))
+            return loss
+
+    write_tokenizer(tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(5, 40, (24,), generator=generator).tolist()
+    texts = [torch.randint(3, 301, (n,), generator=generator).tolist() for n in lengths]
+    trainer = Compared(
+        ours(theirs),
+        trl.SFTConfig(
+            output_dir=str(tmp_path / "out"),
+            packing=True,
+            max_length=64,
+            max_steps=3,
+            learning_rate=1e-3,
+            per_device_train_batch_size=2,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        ),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": texts}),
+        processing_class=AutoTokenizer.from_pretrained(tmp_path),
+    )
+    trainer.train()
+    assert len(losses) == 3
+    assert all(abs(loss - leaky) > 1e-3 for loss, leaky in losses)
+
+
+SCRIPT = """
+import json, sys, torch, transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from longctx.transformers import check
+for settings in json.loads(sys.argv[1]):
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    check(AutoModelForCausalLM.from_config(config, attn_implementation="longctx"))
+print(transformers.__version__)
+"""
+
+
+@pytest.mark.slow  # a minute: installs transformers
+@pytest.mark.parametrize("release", ["transformers==5.0.0", "transformers"])
+def test_oldest_and_newest_transformers(release: str, tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(tmp_path), release]
+    if subprocess.run(pip, capture_output=True).returncode:
+        pytest.skip("pip cannot install it here")
+    settings = json.dumps([settings_of(kind) for kind in ("llama", "gemma3_text")])
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, settings],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    installed = next(tmp_path.glob("transformers-*.dist-info")).name
+    assert installed == f"transformers-{process.stdout.split()[-1]}.dist-info"
