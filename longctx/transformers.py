@@ -4,10 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longctx")
 
 "longctx" is attention=flash; "longctx_sdpa", "longctx_naive" and so on are the other backends.
-Documents come from position_ids that restart, or from cu_seq_lens_q, never from a mask that
-transformers makes: transformers materializes none. Windows, sinks, softcap and scale come from the
-layer. `check(model)` raises ValueError unless that gives the logits of eager attention on each
-document alone.
+Documents come from position_ids that restart, or from cu_seq_lens_q. No mask of all pairs exists.
+Windows, sinks, softcap and scale come from the layer. `check(model)` compares packed documents with
+eager attention on each alone.
 """
 
 from __future__ import annotations
@@ -474,10 +473,10 @@ def check(model: Any) -> None:
 def differences(
     model: Any, name: str, lengths: list[int], packed: Callable[[list[Tensor]], Tensor]
 ) -> Differences:
-    """Compare logits of random documents of these `lengths`: `packed` computes those of a sequence
-    of documents with attention `name`, `model` those of one alone with eager attention.
+    """Compare logits of random documents of these `lengths`: packed, and each alone.
 
-    Only the first layers are computed, each kind among them.
+    `packed` computes a sequence of documents with attention `name`, `model` a document with eager
+    attention; both only the first layers, each kind among them.
     """
     config, weight = model.config.get_text_config(), model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)

@@ -105,8 +105,8 @@ class Experts(FeedForward):
         """Return the bytes alive at the peak of its backward, next to what it saved.
 
         Moments compete. The gradients of gate and up are made: there are that of the output, of
-        each pair, and of the product. Then the down projections have their gradient. The gradients
-        of gate and up give those of the weights and of the inputs, which are added up last.
+        each pair, and of the product. Then the down projections have their gradient. Last
+        come the gradients of the weights of gate and up, and of the inputs.
         """
         C, F, k, e = self.size, self.inner, self.per_token, p.activation
         again = p.recompute != "none"

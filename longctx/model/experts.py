@@ -93,7 +93,7 @@ class Routing(NamedTuple):
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Return the product of x (M, I) with that of `matrices` (E, I, O) that is each row's.
+    """Return the product of each row of x (M, I) with the matrix of its expert, (E, I, O).
 
     A GPU multiplies 16 bits in one launch; otherwise there is a product for each expert.
     """

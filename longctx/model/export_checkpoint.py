@@ -48,7 +48,7 @@ def run(options: ExportOptions) -> None:
 def wrapper_of(config: dict[str, Any]) -> Path | None:
     """Return the multimodal folder that a run with this `config`, or one before it, began with.
 
-    If the weights that it began with are gone, a line on stderr says what may be missing.
+    If its first weights are gone, a line on stderr names the loss.
     """
     if config.get("init") is None:
         return None

@@ -52,11 +52,8 @@ class GPT(nn.Module):
         config.validate()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
-        attention = AttentionConfig(attention) if isinstance(attention, str) else attention
-        memory = MemoryConfig(memory) if isinstance(memory, str) else memory
-        memory.validate()
+        attention, self.memory = settings_of(attention, memory)
         self.config = config
-        self.memory = memory.filled(memory.policy)
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
         self.ropes = Ropes([block.attention.rope for block in config.blocks()])
@@ -264,6 +261,16 @@ class GPT(nn.Module):
         """
         any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
         return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
+
+
+def settings_of(
+    attention: AttentionConfig | str, memory: MemoryConfig | str
+) -> tuple[AttentionConfig, MemoryConfig]:
+    """Return both as settings; a word names a backend, or a policy of memory."""
+    attention = AttentionConfig(attention) if isinstance(attention, str) else attention
+    memory = MemoryConfig(memory) if isinstance(memory, str) else memory
+    memory.validate()
+    return attention, memory.filled(memory.policy)
 
 
 def build(

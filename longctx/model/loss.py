@@ -122,7 +122,7 @@ def shaped(z: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel serves such logits: on a GPU, and on a CPU in Triton's interpreter."""
+    """Return True if the kernel serves such logits: on a GPU, or in Triton's interpreter."""
     on = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
     return on and dtype != torch.float64 and HAS_TRITON
 

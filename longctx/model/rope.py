@@ -70,7 +70,7 @@ class Rope(nn.Module):
     def forward(self, positions: Tensor, own_frequencies: Tensor | None = None) -> Angles:
         """positions (B, T) → cos, sin (B, T, 1, D/2), a factor of queries (B, T, 1, 1), in fp32.
 
-        `own_frequencies` (B, T, D/2) are those of each token, where its document's length decides.
+        `own_frequencies` (B, T, D/2): those of each token, if its document's length decides.
         """
         if self.frequencies.device != positions.device:
             self.frequencies = self.frequencies.to(positions.device)

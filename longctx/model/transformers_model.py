@@ -24,7 +24,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, Multipliers
-from longctx.model.gpt import GPT, Draw
+from longctx.model.gpt import GPT, Draw, settings_of
 from longctx.transformers import (
     NAME,
     TOLERANCE,
@@ -174,7 +174,7 @@ def linears_of(decoder: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
 
 
 def products(whole: Any) -> int:
-    """Return the weights that multiply a token: of experts only those that it is sent to."""
+    """Count the weights that multiply a token; it meets a few of the experts only."""
     config = whole.config
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     experts = experts or getattr(config, "n_routed_experts", None) or 0
@@ -201,9 +201,8 @@ class TransformersModel(GPT):
         memory: MemoryConfig | str = "fast",
     ) -> None:
         nn.Module.__init__(self)
-        attention = AttentionConfig(attention) if isinstance(attention, str) else attention
-        memory = MemoryConfig(memory) if isinstance(memory, str) else memory
-        self.config, self.memory = config, memory.filled(memory.policy)
+        attention, self.memory = settings_of(attention, memory)
+        self.config = config
         whole = empty_model(config.transformers["config"])
         # No module: the names of its weights would come twice
         self.__dict__["whole"] = whole
@@ -303,8 +302,9 @@ class TransformersModel(GPT):
         return out.last_hidden_state, self.lm_head_weight
 
     def continued(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return the normed x (1, n, C) of tokens (1, n) that follow those in `cache`, and the
-        cache with them; None: they are the first.
+        """Return the normed x (1, n, C) of the next tokens (1, n), and the cache with them too.
+
+        `cache` holds the tokens before; None: there are none.
         """
         self.documents.begin(None)
         out = self.backbone(input_ids=tokens, past_key_values=cache, use_cache=True)

@@ -65,6 +65,11 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     is_given = "model.vocab_size" in overrides
     vocab_size = config.model.vocab_size if is_given else None
     if run_folder.is_run(folder):
+        if config.transformers != "auto":
+            raise ValueError(
+                f"transformers={config.transformers}: the run of init={init} has decided that; "
+                "leave it out"
+            )
         init, model, tokenizer = read_run(init, folder, vocab_size)
     else:
         init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)

@@ -41,7 +41,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
 
 
 def has_family(folder: str | Path) -> bool:
-    """Whether the model_type in `folder`/config.json has a family here, or there is none."""
+    """Return True if the model_type in `folder`/config.json has a family here, or there is none."""
     file = Path(folder) / "config.json"
     if not os.path.lexists(file):
         return True  # which `read_model` tells

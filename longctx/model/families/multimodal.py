@@ -1,7 +1,7 @@
 """Multimodal folders, such as Gemma 3 from 4B up and Mistral 3: a text model and what sees images.
 
-The text model is trained. All other tensors and keys are carried through an export unchanged, so
-that it can be served as what it came from.
+The text model is trained. An export carries all other tensors and keys through unchanged. So it can
+be served as the model that it came from.
 """
 
 from __future__ import annotations

@@ -115,6 +115,6 @@ class Exaone4(Family):
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         own_size = {} if config.head_dim is None else {"head_dim": config.head_size}
-        # A window that no layer has says that positions are missing
+        # A window without layers tells transformers to leave positions out
         window = config.window or (4096 if config.nope_layers else None)
         return own_size | write_windows(config) | {"sliding_window": window}

@@ -9,6 +9,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, read_windows, register
 from longctx.model.families.mixtral import AUX_LOSS, read_balance
+from longctx.model.families.qwen import Qwen3
 
 
 @register
@@ -38,6 +39,8 @@ class Qwen3Moe(Family):
         *("experts.ffn", "experts.dense_layers", "experts.normalize", "experts.balance"),
     )
 
+    check_features = Qwen3.check_features
+
     def suits(self, config: GPTConfig) -> bool:
         return config.experts.count is not None and config.qk_norm == "head"
 
@@ -60,10 +63,6 @@ class Qwen3Moe(Family):
             **{"qk_norm": "head", "qkv_bias": biased, "out_bias": biased, "experts": experts},
             **read_windows(source, layers, windowed, otherwise=lambda: range(layers)),
         }
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return {

@@ -115,6 +115,7 @@ def test_a_family_of_ours_may_be_left_to_transformers(
         ({"memory": "balanced", "memory__mlp_tile": 8}, "memory.mlp_tile"),
         ({"model__vocab_size": 512}, "model.vocab_size=512"),
         ({"transformers": "never"}, "model_type=cohere2"),
+        ({"transformers": "always", "init": None}, "transformers=always"),
     ],
 )
 def test_what_ours_alone_can_do_is_refused(
