@@ -260,7 +260,11 @@ class TransformersModel(GPT):
 
     @torch.no_grad()
     def init_weights(self, draw: Draw = lambda x, fill: fill(x)) -> None:
-        """Draw the matrices anew; vectors are as transformers sets them."""
+        """Draw the matrices anew; vectors are as transformers sets them, and else ones."""
+        # Saved buffers and some vectors have no initialization of their own
+        for weight in self.parameters():
+            if weight.ndim < 2:
+                nn.init.ones_(weight)
         with self.random_state_kept():
             for module in self.modules():
                 self.whole._init_weights(module)

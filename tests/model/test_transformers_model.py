@@ -158,6 +158,17 @@ def test_lora_trains_and_merges(tmp_path: Path) -> None:
         torch.testing.assert_close(lora.merge(model)(tokens, mask=mask), before)
 
 
+@pytest.mark.parametrize("kind", ["apertus", "gemma4_text", "deepseek_v3"])
+def test_new_weights_are_all_set(kind: str) -> None:
+    with torch.device("meta"):
+        model = build(described(settings_of(kind)))
+    model.to_empty(device="cpu")
+    for weight in model.parameters():
+        weight.data.fill_(torch.nan)  # as memory may be that nothing has set
+    model.init_weights()
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
 def test_counts_are_those_of_transformers() -> None:
     theirs = reference("mixtral")
     config = described(settings_of("mixtral"))
