@@ -63,7 +63,7 @@ NAMES = """
 """
 AGREE = NAMES.split()
 # Recurrent or convolutional layers
-LEAK = ("falcon_h1", "lfm3", "minimax", "nemotron_h", "qwen3_5_text", "qwen3_next")
+LEAK = ("lfm3", "minimax", "nemotron_h", "qwen3_5_text", "qwen3_next")
 FAST = ("cohere2", "deepseek_v3", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "llama", "qwen3_moe")
 
 
