@@ -11,7 +11,7 @@ from typing import Any
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # module → the folder that holds it
 MODULES = {
-    **dict.fromkeys(("decoding", "flash_op", "launch", "relaunch", "selftest"), "attention"),
+    **dict.fromkeys(("decoding", "flash_op", "launch", "selftest"), "attention"),
     **dict.fromkeys(("hopper_backward", "hopper_forward", "tiled"), "attention"),
     **dict.fromkeys(("adamw_update", "cross_entropy", "quantize"), "elementwise"),
     **dict.fromkeys(("rms_norm", "rotary", "swiglu"), "elementwise"),

@@ -6,6 +6,7 @@ Nothing fails here: the run compiles the same again and reports the error.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +17,7 @@ import torch
 
 from longctx.attention import registered
 from longctx.config.model_config import GPTConfig
-from longctx.kernels import HAS_TRITON, relaunch
+from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, compile_cache
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
@@ -30,14 +31,15 @@ def begin(workload: Workload) -> Callable[[], object]:
     """Begin to compile for `workload`, in threads; return a function that waits for them."""
     if workload.device != "cuda" or not torch.cuda.is_available():
         return lambda: None
-    if HAS_TRITON:
-        relaunch.load_one_at_a_time()
     device = torch.cuda.current_device()
     tasks: list[Task] = [compile_cache.preload] if workload.compile else []
     tasks += attention_tasks(workload)
     if not workload.model.transformers:
         tasks.append(partial(step_of_one_block, workload))
-    wait_for_all = side_by_side([partial(on, device, task) for task in tasks])
+    # Triton 3.6 gives the launchers of all kernels one name: threads could take each other's
+    triton = importlib.import_module("triton") if HAS_TRITON else None
+    workers = 1 if triton and triton.__version__.startswith("3.6.") else max(1, len(tasks))
+    wait_for_all = side_by_side([partial(on, device, task) for task in tasks], workers)
 
     def end() -> None:
         wait_for_all()
@@ -46,8 +48,8 @@ def begin(workload: Workload) -> Callable[[], object]:
     return end
 
 
-def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
-    """Begin each task in a thread of its own; return a function that waits for them all.
+def side_by_side(tasks: Sequence[Task], workers: int) -> Callable[[], object]:
+    """Begin the tasks, in so many threads; return a function that waits for them all.
 
     Reading a corpus makes thousands of system calls, and waits for the interpreter's lock after
     each: with the usual interval of 5 ms that adds up to seconds.
@@ -63,7 +65,7 @@ def side_by_side(tasks: Sequence[Task]) -> Callable[[], object]:
         sys.setswitchinterval(usual_interval)
 
     sys.setswitchinterval(SWITCH_INTERVAL)
-    pool = ThreadPoolExecutor(max(1, len(tasks)))
+    pool = ThreadPoolExecutor(workers)
     begun: list[Future[None]] = [pool.submit(attempted, task) for task in tasks]
     pool.shutdown(wait=False)
     return end

@@ -29,7 +29,7 @@ def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
         meeting.wait(300)
         done.append(threading.current_thread())
 
-    wait = compile_ahead.side_by_side([fails, works, works])
+    wait = compile_ahead.side_by_side([fails, works, works], 3)
     wait()
     assert len(set(done)) == 2
     assert threading.current_thread() not in done
@@ -67,7 +67,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
         import threading
         from longctx.system import exit_with
         from longctx.training.compile_ahead import side_by_side
-        side_by_side([threading.Event().wait])
+        side_by_side([threading.Event().wait], 1)
         print("said", flush=False)
         exit_with(2)
     """
