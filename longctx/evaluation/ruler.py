@@ -13,11 +13,12 @@ import math
 import random
 import re
 import string
+import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import cycle, islice, pairwise
+from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -30,40 +31,12 @@ from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 
 T = TypeVar("T")
-# RULER draws words from the package wonderwords. This list of our own keeps a task equal on every
-# machine, without a download.
-ADJECTIVES, NOUNS, FIRST_NAMES, LAST_NAMES = (
-    part.split() for part in Path(__file__).with_name("ruler_words.txt").read_text().split("\n\n")
-)
+PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("ruler.toml").read_text())
+ADJECTIVES, NOUNS = PROMPTS["adjectives"].split(), PROMPTS["nouns"].split()
 WORDS = sorted({*ADJECTIVES, *NOUNS})
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
-PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-NEEDLE = "One of the special magic {form} for {key} is: {value}."
-PROMPTS = {
-    "niah": "Some special magic {form} are hidden within the following text. Make sure to memorize "
-    "it. I will quiz you about the {form} afterwards.\n{context}\n"
-    "What are all the special magic {form} for {query} mentioned in the provided text? "
-    "The special magic {form} for {query} mentioned in the provided text are",
-    # RULER's answer begins with "variables are assgined the value", here without the misprint.
-    "vt": "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    "{context}\nQuestion: Find all variables that are assigned the value {query} in the text "
-    "above. Answer: According to the chain(s) of variable assignment in the text above, {count} "
-    "variables are assigned the value {query}, they are:",
-    "cwe": "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n{context}\n"
-    "Question: What are the 10 most common words in the above list? "
-    "Answer: The top 10 words that appear most often in the list are:",
-    "fwe": "Read the following coded text and track the frequency of each coded word. Find the "
-    "three most frequently appeared coded words. {context}\n"
-    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
-    "most frequently appeared words in the above coded text? "
-    "Answer: According to the coded text above, the three most frequently appeared words are:",
-    "qa": "Answer the question based on the given documents. Only give me the answer and do not "
-    "output any other words.\n\nThe following are given documents.\n\n{context}\n\n"
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\nQuestion: {query} Answer:",
-}
+LAST_NAMES = PROMPTS["last_names"].split()
+PEOPLE = [f"{first} {last}" for first in PROMPTS["first_names"].split() for last in LAST_NAMES]
 DEPTHS = [round(100 * n / 39) / 100 for n in range(40)]  # of needles in an essay
 HOPS = 4  # of a chain of variables
 EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
@@ -118,24 +91,18 @@ class Texts:
     def passages(self) -> list[list[str]]:
         """The essay's sentences, in groups of PASSAGE characters or a little more."""
         passages: list[list[str]] = [[]]
-        characters = 0
         for sentence in sentences(self.essay):
-            if characters >= PASSAGE:
+            if sum(map(len, passages[-1])) >= PASSAGE:
                 passages.append([])
-                characters = 0
             passages[-1].append(sentence)
-            characters += len(sentence)
         return passages
 
     @cached_property
     def example_size(self) -> int:
         """Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold."""
-        size = HOPS + 1
-        while True:
-            longer = chain(size + 1, 3, random.Random(0)).prompt
-            if len(self.tokenizer.encode_prompt(longer)) > EXAMPLE_TOKENS:
-                return size
-            size += 1
+        longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
+        tokens = (len(self.tokenizer.encode_prompt(prompt)) for prompt in longer)
+        return next(size for size, n in enumerate(tokens, HOPS + 1) if n > EXAMPLE_TOKENS)
 
     def sample(self, task: str, length: int, number: int, size: int) -> tuple[Sample, list[int]]:
         """Make sample `number`, which asks the same at every size; with the prompt's tokens."""
@@ -159,49 +126,42 @@ class Texts:
                 f"ruler.lengths=[{length}]: {task} needs {needed:,} tokens at least, {answer} of "
                 "them for the answer; give greater lengths, or other ruler.tasks"
             )
-
-        def fitting() -> Iterator[tuple[Sample, list[int]]]:
-            first = makers[0]
-            size, per_unit = largest_size(
-                lambda size: len(first(size)[1]), limit, smallest, largest
-            )
-            for make in makers:
-                # Other samples of the first one's size may be a little longer.
-                sample, ids = make(size)
-                shorter = size
-                while len(ids) > limit:
-                    shorter = max(smallest, shorter - max(1, round((len(ids) - limit) / per_unit)))
-                    sample, ids = make(shorter)
-                yield sample, ids
-
-        return fitting()
+        return fitting(makers, limit, smallest, largest)
 
 
-def largest_size(
-    tokens: Callable[[int], int], limit: int, smallest: int, largest: int
-) -> tuple[int, float]:
-    """Return nearly the largest size with at most `limit` tokens, and the tokens per unit.
+def fitting(
+    makers: Sequence[Callable[[int], tuple[Sample, list[int]]]],
+    limit: int,
+    smallest: int,
+    largest: int,
+) -> Iterator[tuple[Sample, list[int]]]:
+    """Yield a sample of each maker, of nearly the largest size with at most `limit` tokens.
 
-    The `smallest` fits, and `tokens` grows about evenly with the size.
+    The `smallest` fits, and tokens grow about evenly with the size.
     """
     # `low` fits, and `high` does not: each guess interpolates between them by tokens per unit.
     low, high = smallest, largest + 1
-    base = at_low = tokens(low)
+    base = at_low = len(makers[0](low)[1])
     guess = 2 * low + 8
     per_unit = 1.0
     for _ in range(PROBES):
         if high - low <= 1:
             break
         guess = min(guess, high - 1)
-        count = tokens(guess)
-        per_unit = max(1e-3, (count - base) / (guess - smallest))
-        if count <= limit:
-            low, at_low = guess, count
+        tokens = len(makers[0](guess)[1])
+        per_unit = max(1e-3, (tokens - base) / (guess - smallest))
+        if tokens <= limit:
+            low, at_low = guess, tokens
         else:
             high = guess
         step = max(1, int((limit - at_low) / per_unit))
         guess = low + step if low + step < high else (low + high) // 2
-    return low, per_unit
+    for make in makers:
+        # Other samples of the first one's size may be a little longer.
+        size = low
+        while len((made := make(size))[1]) > limit:
+            size = max(smallest, size - max(1, round((len(made[1]) - limit) / per_unit)))
+        yield made
 
 
 def essay_words(text: str) -> list[str]:
@@ -224,10 +184,10 @@ def sentences(words: Sequence[str]) -> list[str]:
     return result
 
 
-def different(draw: Callable[[], str], count: int) -> list[str]:
-    """Return the first `count` different values of `draw`."""
+def different(draw: Callable[[], str], number: int) -> list[str]:
+    """Return the first `number` different values of `draw`."""
     values: dict[str, None] = {}
-    while len(values) < count:
+    while len(values) < number:
         values[draw()] = None
     return list(values)
 
@@ -238,6 +198,15 @@ def inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[st
     for position, line in reversed(list(zip(positions, hidden, strict=True))):
         result.insert(position, line)
     return result
+
+
+def random_word(form: str, rng: random.Random) -> str:
+    """Draw a key or value: words, numbers or uuids."""
+    if form == "words":
+        return PAIRS[rng.randrange(len(PAIRS))]
+    if form == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 @dataclass(frozen=True)
@@ -252,20 +221,12 @@ class Needles:
     queries: int = 1
 
     def __call__(self, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
-        def draw(form: str) -> str:
-            if form == "words":
-                return PAIRS[rng.randrange(len(PAIRS))]
-            if form == "numbers":
-                return str(rng.randint(10**6, 10**7 - 1))
-            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
         # The draws keep their order whatever the haystack is: another would change a seed's texts.
         form = self.form
-        keys = different(lambda: draw(self.key_form), self.keys)
-        values = {key: [draw(form) for _ in range(self.values)] for key in keys}
-        needles = [
-            NEEDLE.format(form=form, key=key, value=value) for key in keys for value in values[key]
-        ]
+        keys = different(lambda: random_word(self.key_form, rng), self.keys)
+        values = {key: [random_word(form, rng) for _ in range(self.values)] for key in keys}
+        needle = partial(PROMPTS["needle"].format, form=form)
+        needles = [needle(key=key, value=value) for key in keys for value in values[key]]
         rng.shuffle(needles)
         asked = rng.sample(keys, self.queries)
         # An essay begins anywhere, and begins again after its end.
@@ -276,13 +237,11 @@ class Needles:
             positions = [int(len(lines) * depth) for depth in depths]
             context = " ".join(inserted(lines, positions, needles))
         else:
-            lines = [NOISE] * size
+            lines = [PROMPTS["noise"]] * size
             if self.haystack == "needle":
-                others = iter(lambda: draw(self.key_form), None)
-                others = (key for key in others if key not in keys)
-                lines = [
-                    NEEDLE.format(form=form, key=next(others), value=draw(form)) for _ in lines
-                ]
+                drawn = (random_word(self.key_form, rng) for _ in count())
+                others = (key for key in drawn if key not in keys)
+                lines = [needle(key=next(others), value=random_word(form, rng)) for _ in lines]
             positions = sorted(rng.sample(range(size), len(needles)))
             context = "\n".join(inserted(lines, positions, needles[::-1]))
         prompt = PROMPTS["niah"]
@@ -307,8 +266,8 @@ def chain(size: int, letters: int, rng: random.Random) -> Sample:
     value = str(rng.randrange(10000, 99999))
     assigned = [f"VAR {name} = VAR {before}" for before, name in pairwise(names)]
     positions = sorted(rng.sample(range(size), HOPS + 1))
-    lines = inserted([NOISE] * size, positions, [f"VAR {names[0]} = {value}", *assigned])
-    context = "\n".join(lines)
+    hidden = [f"VAR {names[0]} = {value}", *assigned]
+    context = "\n".join(inserted([PROMPTS["noise"]] * size, positions, hidden))
     return Sample(PROMPTS["vt"].format(context=context, query=value, count=HOPS + 1), names)
 
 
@@ -338,8 +297,8 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
 
     The most frequent of all is "...", to be ignored.
     """
-    count = max(4, (length - 50) // 50)
-    coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), count - 1)
+    number = max(4, (length - 50) // 50) - 1
+    coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), number)
     mixed: list[str] = []
     for n, word in enumerate(["...", *coded], start=1):
         mixed += [word] * int(size / n**2 / (math.pi**2 / 6))
@@ -353,9 +312,9 @@ def asked(documents: Sequence[str], question: str, answers: list[str]) -> Sample
     return Sample(PROMPTS["qa"].format(context="\n\n".join(shown), query=question), answers)
 
 
-def spread(values: Sequence[T], count: int, rng: random.Random) -> list[T]:
-    """Return all of `values` as often as they fit into `count`, and a sample for the rest."""
-    repeats, rest = divmod(count, len(values))
+def spread(values: Sequence[T], number: int, rng: random.Random) -> list[T]:
+    """Return all of `values` as often as they fit into `number`, and a sample for the rest."""
+    repeats, rest = divmod(number, len(values))
     return [*values] * repeats + rng.sample(values, rest)
 
 
@@ -387,15 +346,14 @@ def question(task: str, texts: Texts, length: int, size: int, rng: random.Random
     passages = spread(texts.passages, size, rng)
     rng.shuffle(passages)
     documents = [list(passage) for passage in passages]
-    count = min(FACTS, size // TASKS[task].smallest)
-    facts = [f"{people[n]} was born in {towns[n]}." for n in range(count)]
-    if task == "qa_2":
-        facts += [f"The mayor of {towns[n]} is {mayors[n]}." for n in range(count)]
-    for fact, number in zip(facts, rng.sample(range(size), len(facts)), strict=True):
-        documents[number].insert(rng.randint(0, len(documents[number])), fact)
+    number = min(FACTS, size // TASKS[task].smallest)
+    facts = [f"{people[n]} was born in {towns[n]}." for n in range(number)]
     query, answer = f"Where was {people[0]} born?", towns[0]
     if task == "qa_2":
+        facts += [f"The mayor of {towns[n]} is {mayors[n]}." for n in range(number)]
         query, answer = f"Who is the mayor of the city where {people[0]} was born?", mayors[0]
+    for fact, document in zip(facts, rng.sample(documents, len(facts)), strict=True):
+        document.insert(rng.randint(0, len(document)), fact)
     return asked([" ".join(document) for document in documents], query, [answer])
 
 
@@ -428,17 +386,17 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
         content: Any = untrusted.read_json(Path(path), LARGEST_FILE)
         for entry in content if task == "qa_2" else ():
             needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
-            questions.append(Question(str(entry["question"]), [str(entry["answer"])], needed, []))
             documents.update(needed)
+            questions.append(Question(str(entry["question"]), [str(entry["answer"])], needed, []))
         for article in content["data"] if task == "qa_1" else ():
             near = [paragraph["context"] for paragraph in article["paragraphs"]]
             documents.update(near)
-            for paragraph, context in zip(article["paragraphs"], near, strict=True):
+            for paragraph in article["paragraphs"]:
                 for entry in paragraph["qas"]:
                     answers = [str(answer["text"]) for answer in entry["answers"]]
+                    text, needed = str(entry["question"]), [paragraph["context"]]
                     if answers and not entry.get("is_impossible", False):
-                        found = Question(str(entry["question"]), answers, [context], near)
-                        questions.append(found)
+                        questions.append(Question(text, answers, needed, near))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"ruler.{QUESTIONS[task]}={path}: not in its form ({reason})") from error
@@ -453,19 +411,17 @@ def measured(
     """Yield every sample of every length and task with the model's answer, up to one of `ends`,
     and its score.
     """
-    tokenizer = texts.tokenizer
     pairs = [(length, task) for length in lengths for task in texts.config.chosen]
-    fitting = {(length, task): texts.samples(task, length) for length, task in pairs}
-    total = len(pairs) * texts.config.samples
-    line = Progress("texts", total)
+    made = {(length, task): texts.samples(task, length) for length, task in pairs}
+    line = Progress("texts", len(pairs) * texts.config.samples)
     with in_eval_mode(scorer.model), line:
-        for (length, task), samples in fitting.items():
+        for (length, task), samples in made.items():
             together = scorer.sequences_together(TOKENS_TOGETHER[scorer.device.type], length)
             while batch := list(islice(samples, together)):
                 prompts = [ids for _, ids in batch]
                 answers = scorer.answers(prompts, TASKS[task].answer, sorted(ends), length)
                 for (sample, ids), tokens in zip(batch, answers, strict=True):
-                    answer = tokenizer.decode(tokens)
+                    answer = texts.tokenizer.decode(tokens)
                     yield {
                         "task": task,
                         "length": length,
