@@ -22,6 +22,11 @@ class StrategyConfig:
         short=True,
     )
 
+    @property
+    def shards_weights(self) -> bool:
+        """Return True if slices are asked for."""
+        return STRATEGIES.get(self.name, STRATEGIES["none"]).shards_weights
+
 
 @dataclass(frozen=True)
 class Strategy:

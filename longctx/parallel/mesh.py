@@ -27,6 +27,7 @@ from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
+from longctx.config.parallel_config import STRATEGIES
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
 from longctx.parallel import sharding
@@ -76,7 +77,7 @@ class Parallel:
         self.meeting = meeting
         self.ranks, self.rank = self.launched.ranks, self.launched.rank
         self.data_ranks = self.ranks
-        self.strategy = "none"
+        self.strategy = STRATEGIES["none"]
         # Evaluation computes no gradients; only the order of their sums is not deterministic
         if isinstance(config, TrainConfig) and config.deterministic:
             # Before anything runs, since kernel.lock names the kernels
@@ -84,7 +85,7 @@ class Parallel:
         precision = precision_of(config.precision, device)
         self.dtype = dtype_of(precision)
         self.fabric = make_fabric(self.launched, device, precision)
-        self.shards_alone = self.ranks == 1 and config.strategy.name == "fsdp"
+        self.shards_alone = self.ranks == 1 and config.strategy.shards_weights
         self.mesh: DeviceMesh | None = None
         self.context = Context()
         self.has_failed = False
@@ -132,7 +133,7 @@ class Parallel:
         """
         if self.meeting is not None:
             self.meeting.folder = folder
-        self.strategy, self.data_ranks = layout.strategy, layout.data_ranks
+        self.strategy, self.data_ranks = STRATEGIES[layout.strategy], layout.data_ranks
         if self.ranks > 1:
             self.clock = Clock(self.device)
             communication.start(self.clock)
@@ -152,7 +153,7 @@ class Parallel:
     @property
     def _rows_dimension(self) -> str:
         """The dimension of the mesh whose ranks take sequences of their own."""
-        return "shard" if self.strategy == "fsdp" else "data"
+        return "shard" if self.strategy.shards_weights else "data"
 
     def fail(self, problem: str, code: int = 1) -> None:
         """End the other processes too, since this one ends because of `problem`.
@@ -194,7 +195,7 @@ class Parallel:
         """Return this process as the one rank of a run, which talks to no other."""
         one = replace(self.launched, ranks=1, local_ranks=1, rank=0)
         other = self._with_fabric(one, "bf16" if self.dtype == torch.bfloat16 else "fp32")
-        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, "none"
+        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, STRATEGIES["none"]
         other.mesh, other.context, other.meeting, other.clock = None, Context(), None, None
         return other
 
@@ -215,7 +216,7 @@ class Parallel:
 
         Blocks compute with weights in the precision of the run if `cast`, else as they are.
         """
-        if self.strategy == "fsdp":
+        if self.strategy.shards_weights:
             assert self.mesh is not None
             # Under fsdp the mesh has no copies: all its ranks hold slices
             ranks = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("shard_context")
@@ -224,7 +225,7 @@ class Parallel:
 
     def prepare(self, module: nn.Module) -> Any:
         """Return `module` wrapped so that `backward` averages gradients over all ranks."""
-        if self.strategy == "fsdp":
+        if self.strategy.shards_weights:
             return module
         # After the last gradient, backward waits for the other ranks
         if self.clock is not None:
@@ -248,7 +249,7 @@ class Parallel:
         """Keep gradients on their rank around forward and backward of a micro-batch, until the
         last one.
         """
-        if last or self.strategy != "ddp" or self.ranks == 1:
+        if last or not self.strategy.buckets_gradients or self.ranks == 1:
             return nullcontext()
         context: AbstractContextManager[None] = self.fabric.no_backward_sync(module)
         return context

@@ -38,7 +38,7 @@ class Saver:
 
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
-        self.is_sharded = parallel.strategy == "fsdp"
+        self.is_sharded = parallel.strategy.shards_weights
         self.writers = ALONE
         if self.is_sharded:
             self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)

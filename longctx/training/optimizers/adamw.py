@@ -34,7 +34,7 @@ def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
     decayed_or_not = groups(trained, run.config.weight_decay)
     is_whole = not any(isinstance(p, DTensor) for p in trained)
     if stored == "fp32" and is_whole and not all(by_kernel(p) for p in trained):
-        return torch.optim.AdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
+        return FusedAdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
     return AdamW(decayed_or_not, run.lr, (beta1, beta2), stored)
 
 
@@ -62,7 +62,15 @@ def by_kernel(p: Tensor) -> bool:
     return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
 
 
-class AdamW(torch.optim.AdamW):
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW by torch's kernels, which says what it keeps of a weight."""
+
+    def state_names(self, p: Tensor) -> tuple[str, ...]:
+        """Return the names of the states of p."""
+        return ("step", *MOMENTS)
+
+
+class AdamW(FusedAdamW):
     """AdamW by our kernel on a GPU, else by torch's.
 
     Its moments are `stored` next to the weights in fp32 ("fp32") or bf16 ("bf16"), or in pinned

@@ -96,6 +96,10 @@ class Muon(AdamW):
         super().__init__([matrices, *others], lr, betas, stored)
         self.parts, self.momentum, self.iterations = parts, momentum, iterations
 
+    def state_names(self, p: Tensor) -> tuple[str, ...]:
+        """Return the names of the states of p."""
+        return ("step", "momentum") if p in self.parts else super().state_names(p)
+
     def _update_group(self, group: dict[str, Any]) -> None:
         weights = [p for p in group["params"] if p in self.parts and p.grad is not None]
         if not weights:
