@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
@@ -49,7 +47,9 @@ class Documents:
         self.shards: Any = None
         self.by_window: dict[int | None, Mask] = {}
         self.callers: dict[tuple[float | None, float | None], Attention] = {}
-        self.outputs: Outputs | None = None  # of the layer that is being computed
+        self.keeper: Any = (
+            None  # attends for the layer that is being computed, and saves the output
+        )
         self.calls = 0  # of attention, so that a model without any is noticed
 
     def begin(self, mask: Mask | None, shards: Any = None) -> None:
@@ -82,80 +82,19 @@ class Documents:
         if caller is None:
             caller = Attention(self.backend, self.options, scale, softcap)
             self.callers[scale, softcap] = caller
-        if self.outputs is None or not caller.saves_output:
+        if self.keeper is None or not caller.saves_output:
             return caller(q, k, v, mask, sinks)
-        out: Tensor = _Kept.apply(q, k, v, sinks, mask, caller, self.outputs)
+        out: Tensor = self.keeper.attend(q, k, v, sinks, mask, caller)
         return out
 
     @contextmanager
-    def keeping(self, outputs: Outputs) -> Iterator[None]:
-        """Use `outputs` for the layer that is computed in the block."""
-        self.outputs = outputs
+    def kept_by(self, keeper: Any) -> Iterator[None]:
+        """Let `keeper` attend for the layer that is computed in the block."""
+        self.keeper = keeper
         try:
             yield
         finally:
-            self.outputs = None
-
-
-class Outputs:
-    """Output and lse of the attentions of one layer, from its forward to its recomputation."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.is_complete = False
-
-
-class _Kept(torch.autograd.Function):
-    """Attention that a recomputed layer does not compute again: it takes what forward kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: Mask,
-        caller: Attention,
-        outputs: Outputs,
-    ) -> Tensor:
-        if outputs.is_complete:
-            out, lse = outputs.kept.pop(0)
-        else:
-            out, lse = caller.with_lse(q, k, v, mask, sinks)
-            outputs.kept.append((out, lse))
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.mask, ctx.caller = mask, caller
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        gradients = ctx.caller.backward(do, q, k, v, out, lse, ctx.mask, sinks)
-        return *gradients, *[None] * (7 - len(gradients))
-
-
-def recomputed(documents: Documents, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a layer; backward computes it again, but for its attention.
-
-    torch's selective checkpointing does the same, but looks at every operator from Python.
-    """
-    outputs = Outputs()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        outputs.is_complete = True
-        with documents.keeping(outputs):
-            yield
-
-    return checkpoint(
-        function,
-        *inputs,
-        use_reentrant=False,
-        context_fn=lambda: (documents.keeping(outputs), again()),
-        preserve_rng_state=False,
-    )
+            self.keeper = None
 
 
 def attend(

@@ -19,7 +19,7 @@ from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24
 SWITCH = ("auto", "true", "false")
-WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0, "offload": 0.0}
+WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 

@@ -1,8 +1,9 @@
 """A model that transformers computes, with our attention: what GPT has no family for.
 
 Kept: interval masks, windows, sinks, packing and every attention backend; ranks that share
-sequences; the loss in chunks; recomputation that saves attention's output; LoRA, checkpoints,
-evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon, offloading, tiles.
+sequences; the loss in chunks; recomputation that saves attention's output, on the host if asked;
+LoRA, checkpoints, evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon,
+tiles.
 Predictions are those of a GPT of its sizes.
 """
 
@@ -25,6 +26,7 @@ from longctx.config.fields import refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.gpt import GPT, Draw, settings_of
+from longctx.model.transformers_recompute import recompute
 from longctx.transformers import (
     NAME,
     TOLERANCE,
@@ -33,7 +35,6 @@ from longctx.transformers import (
     differences,
     layers_to_check,
     lengths_to_check,
-    recomputed,
 )
 
 # Names of linear layers in transformers → the target of LoRA that they belong to
@@ -213,9 +214,8 @@ class TransformersModel(GPT):
         for module in self.backbone.modules():
             module.__dict__["documents"] = self.documents
         self.embed.register_forward_hook(in_precision_of_autocast)
-        for layer in self.blocks if self.memory.recompute != "none" else ():
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(recomputed, self.documents)
+        if self.memory.recompute != "none":
+            recompute(self.blocks, self.documents, self.memory)
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]

@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from longctx.attention import Mask
+from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
 from longctx.model import huggingface, lora
 from longctx.model.export import export
 from longctx.model.gpt import build
+from longctx.model.offload import HostBuffers
 from longctx.model.transformers_model import TransformersModel, described, prove
 from tests.model.families.parity import write_tokenizer
 from tests.model.transformers_shapes import AGREE, FAST, LEAK, reference, settings_of
@@ -26,7 +28,7 @@ LENGTHS = (17, 5, 30)
 KINDS = [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in AGREE]
 
 
-def opened(folder: Path, memory: str = "fast", attention: str = "flash") -> Any:
+def opened(folder: Path, memory: MemoryConfig | str = "fast", attention: str = "flash") -> Any:
     """The model in `folder`, computed by transformers."""
     config = huggingface.read_config(folder, "always")
     with torch.device("meta"):
@@ -71,6 +73,27 @@ def test_packed_equals_each_document_alone(kind: str, memory: str, tmp_path: Pat
         want = weights[model.name_of(name)].grad if model.name_of(name) in weights else None
         if weight.grad is not None and want is not None and want.norm() > 1e-4:
             assert (weight.grad - want).norm() < 2e-5 * want.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3_text"])
+def test_offloaded_layers_change_no_gradient(kind: str, tmp_path: Path) -> None:
+    reference(kind).save_pretrained(tmp_path)
+    _, tokens, targets, mask = documents()
+    gradients, on_host = [], []
+    HostBuffers.free()
+    for offload in (0.0, 0.5, 1.0):
+        model = opened(tmp_path, MemoryConfig("balanced", offload=offload))
+        both = [model(tokens, targets, mask, reduction="sum") for _ in range(2)]
+        on_host.append(sum(x.in_use for x in HostBuffers._pool.values()))
+        for loss in both:
+            loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=0, atol=0)
+    layers = len(model.blocks)
+    assert on_host == [0, 4 * round(0.5 * layers), 4 * layers]  # input and output, of two forwards
+    del both, loss
+    assert not any(x.in_use for x in HostBuffers._pool.values())
 
 
 @pytest.mark.parametrize("attention", ["naive"])
