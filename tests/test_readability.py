@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 186,
-    "lines": 37282,
+    "files": 187,
+    "lines": 37367,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 26450
+TEST_LINES = 26471
 
 
 @pytest.fixture(scope="module")
