@@ -4,7 +4,7 @@ our attention ("adapter"), and by GPT ("native").
 Every peer has random weights and tokens, layers that are recomputed in backward, our loss in
 chunks, and torch's fused AdamW. transformers and Liger have bf16 weights and SDPA, longctx fp32
 weights under autocast, as train.py has. documents=3000 packs documents of so many tokens; 0: each
-sequence is one.
+sequence is one. lora=RANK freezes the weights, in bf16, and is for longctx alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
-    "qwen3-30b-a3b-8": {  # 8 of 48 layers
+    "qwen3-30b-a3b-4": {  # 4 of 48 layers
         "model_type": "qwen3_moe",
         "vocab_size": 151936,
         "hidden_size": 2048,
@@ -68,16 +68,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
 SHOWN = ("shape", "tokens", "documents", "peer", "tokens_per_second", "over_transformers", "gib")
-WARM = 3
 Step = Callable[[], "Tensor"]
 
 
@@ -89,6 +100,9 @@ class Options:
     peers: tuple[str, ...] = key(PEERS, "peers", choices=PEERS)
     lengths: tuple[int, ...] = key((16384, 32768), "tokens of a sequence; a step has one")
     documents: tuple[int, ...] = key((0, 3000), "tokens of a document; 0: one document", above=-1)
+    lora: int = key(0, "rank of LoRA; 0: all weights are trained", between=(0, 1024))
+    offload: float = key(0.0, "memory.offload of longctx", between=(0, 1))
+    warm: int = key(3, "steps before the timed ones", between=(0, 100))
     steps: int = key(5, "that are timed; the median counts", between=(1, 10**6))
     out: str = key("results/families", "writes .json")
 
@@ -104,8 +118,7 @@ def run(options: Options, command: str) -> None:
                 for peer in options.peers:
                     row = {"shape": shape, "tokens": tokens, "documents": document, "peer": peer}
                     try:
-                        case = peer, SHAPES[shape], tokens, document, options.steps
-                        row |= in_child(measured, *case)
+                        row |= in_child(measured, peer, SHAPES[shape], tokens, document, options)
                     except Exception as error:  # of transformers and Liger: any
                         row["failed"] = str(error).split("\n")[0][:200]
                     if peer == "transformers":
@@ -125,7 +138,7 @@ def in_child(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, 
 
 
 def measured(
-    peer: str, settings: dict[str, Any], tokens: int, document: int, steps: int
+    peer: str, settings: dict[str, Any], tokens: int, document: int, options: Options
 ) -> dict[str, Any]:
     """Return tokens per second and peak memory of one peer."""
     import torch
@@ -137,21 +150,22 @@ def measured(
     numbers = (torch.arange(tokens, device=device) // size)[None]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = BUILD[peer](settings, ids, numbers)
+    step = BUILD[peer](settings, ids, numbers, options)
     laps = []
-    for _ in range(WARM + steps):
+    for _ in range(options.warm + options.steps):
         began = time.perf_counter()
         loss = float(step())  # waits for the device
         laps.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"tokens_per_second": tokens / median(laps[WARM:]), "gib": peak, "loss": loss}
+    return {"tokens_per_second": tokens / median(laps[options.warm :]), "gib": peak, "loss": loss}
 
 
 def optimized(model: torch.nn.Module, loss_of: Step) -> Step:
     """Return a whole step: forward, backward, AdamW."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step() -> Tensor:
         loss = loss_of()
@@ -164,7 +178,7 @@ def optimized(model: torch.nn.Module, loss_of: Step) -> Step:
 
 
 def of_transformers(
-    settings: dict[str, Any], ids: Tensor, numbers: Tensor, liger: bool = False
+    settings: dict[str, Any], ids: Tensor, numbers: Tensor, options: Options, liger: bool = False
 ) -> Step:
     """transformers' class in bf16 with SDPA, as its users train it; `liger` with its kernels."""
     import torch
@@ -174,6 +188,8 @@ def of_transformers(
     from longctx.config.memory_config import MemoryConfig
     from longctx.model.loss import linear_cross_entropy
 
+    if options.lora:
+        raise ValueError(f"lora={options.lora}: for adapter and native alone")
     config = CONFIG_MAPPING[settings["model_type"]].from_dict(dict(settings))
     with torch.device(ids.device):
         model: Any = AutoModelForCausalLM.from_config(
@@ -195,11 +211,16 @@ def of_transformers(
     return optimized(model, loss_of)
 
 
-def ours(settings: dict[str, Any], ids: Tensor, numbers: Tensor, by_transformers: str) -> Step:
+def ours(
+    settings: dict[str, Any], ids: Tensor, numbers: Tensor, options: Options, by_transformers: str
+) -> Step:
     """longctx's model, as train.py builds it with memory=balanced."""
     import torch
 
     from longctx.attention import Mask
+    from longctx.config.memory_config import MemoryConfig
+    from longctx.config.model_config import LoraConfig
+    from longctx.model import lora
     from longctx.model.gpt import build
     from longctx.model.huggingface import read_config
 
@@ -208,9 +229,14 @@ def ours(settings: dict[str, Any], ids: Tensor, numbers: Tensor, by_transformers
         config = read_config(folder, by_transformers)
     device = ids.device
     with torch.device("meta"):
-        model = build(config, "flash", "balanced")
+        model = build(config, "flash", MemoryConfig("balanced", offload=options.offload))
+    if options.lora:
+        model.cast(torch.bfloat16)
+        lora.add(model, LoraConfig(options.lora))
     model.to_empty(device=device)
     model.init_weights()
+    for layer in lora.layers(model):
+        layer.init_added()
     if by_transformers == "never" and device.type == "cuda":
         model.compile_blocks()
     tokens, targets, mask = ids[:, :-1], ids[:, 1:], Mask.documents(numbers)
