@@ -127,7 +127,6 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
-            check_home()
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -154,15 +153,6 @@ def answer(
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
-
-
-def check_home() -> None:
-    """Raise ValueError if this user has no home folder, which holds the caches."""
-    if os.path.expanduser("~") == "~":
-        raise ValueError(
-            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
-            "folder in which this user may write"
-        )
 
 
 @contextmanager
@@ -353,14 +343,8 @@ def _plan(argv: list[str]) -> None:
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
-    backends, attention = chosen.backends, request.overrides.get("attention")
-    if attention is not None:
-        if backends != PlanOptions.backends:
-            raise ValueError(
-                f"attention={attention}: backends={','.join(backends)} is given too; "
-                "leave one of them out"
-            )
-        backends = (attention,)
+    attention = request.overrides.get("attention")
+    backends = chosen.backends if attention is None else (attention,)
     from longctx.planner.overview import run
 
     run(chosen, {backend: with_backend(request, backend) for backend in backends})

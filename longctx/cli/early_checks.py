@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +16,6 @@ from longctx.planner import hardware
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 
-PROCESSES_PER_CORE = 16  # processes on a CPU: each takes some 300 MB and seconds of a core to start
-
 
 def check_training(config: TrainConfig) -> None:
     """Raise ValueError or OSError for a path that is missing, or exists already.
@@ -26,7 +23,6 @@ def check_training(config: TrainConfig) -> None:
     A model of the Hub in `config.init` gets its commit.
     """
     check_device(config)
-    check_semaphores(config.workers)
     config.runs = str(Path(config.runs).expanduser())
     if config.graphs == "true":
         has_gpu = config.device != "cpu" and hardware.may_be_here()
@@ -87,20 +83,6 @@ def check_init(path: Path) -> None:
         )
 
 
-def check_semaphores(workers: int) -> None:
-    """Raise ValueError if /dev/shm, which may be small or read-only in a container, has no room
-    for the semaphores of `workers` data workers: a page of memory each.
-    """
-    try:
-        # As many as torch's DataLoader makes: 3 a queue, 5 an event
-        _ = [multiprocessing.Lock() for _ in range(3 * workers + 8 if workers else 0)]
-    except OSError as error:
-        raise ValueError(
-            f"workers={workers}: /dev/shm has no room for their semaphores ({error.strerror}); "
-            "make it larger, as with docker run --shm-size=64m, or set workers=0"
-        ) from error
-
-
 def check_device(config: TrainConfig | EvalConfig) -> None:
     """Raise ValueError for a setting that needs a GPU if there is none.
 
@@ -116,12 +98,6 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     if config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)
     here, cores = launched(config).local_ranks, hardware.cores()
-    if here > PROCESSES_PER_CORE * cores:
-        limit = PROCESSES_PER_CORE * cores
-        raise ValueError(
-            f"devices={here}: {here} processes on {cores} cores; give at most devices={limit}, "
-            f"{PROCESSES_PER_CORE} a core"
-        )
     if here > cores and number_here() == 0:
         print(
             f"warning: devices={here}: {here} processes share the {cores} "

@@ -120,13 +120,13 @@ def split_positional(
     A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
     """
     known, key_values, paths = keys(schema), list[str](), list[str]()
-    names = [name for name, declared in known.items() if declared.rules.positional]
+    positional = [name for name, declared in known.items() if declared.rules.positional]
     for argument in arguments:
         name, equals, text = argument.partition("=")
         # A path may hold a "=" too, as runs/lr=1 does
         is_path = name not in known and ("/" in name or os.path.lexists(argument))
         is_list = schema is not TrainConfig and name in known and known[name].is_list
-        if names and not argument.startswith("-") and (is_path or not equals):
+        if positional and not argument.startswith("-") and (is_path or not equals):
             paths.append(argument)
         elif is_list and text[:1] != "[" and text not in ("", "null"):
             key_values.append(f"{name}=[{text}]")
@@ -134,13 +134,12 @@ def split_positional(
             key_values.append(argument)
     named = {argument.partition("=")[0] for argument in key_values}
     values: dict[str, list[str] | str] = {}
-    for name in names:
-        if name in named or not paths:
-            continue
-        values[name] = paths if known[name].is_list else paths[0]
-        paths = [] if known[name].is_list else paths[1:]
+    for name in positional:
+        if paths and name not in named:
+            is_list = known[name].is_list
+            values[name], paths = (paths, []) if is_list else (paths[0], paths[1:])
     if paths:
-        needed = " ".join(names).upper()
+        needed = " ".join(positional).upper()
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
     return key_values, values
 

@@ -9,44 +9,30 @@ import pytest
 
 from benchmarks.attention import Options
 from benchmarks.words import BENCHMARKS, main
-from longctx import cli
 
 # Command line → the part of the message that names the mistake.
 MISTAKES = {
     "atention": "atention is not a benchmark",
     "plan": "longctx plan",
-    "attention length=4": "lengths",
-    "attention lengths=abc": "lengths=",
-    "attention lengths=": "lengths=",
-    "attention masks=diagonal": "masks=diagonal: ",
     "attention backends=flahs": "backends=flahs: ",
-    "attention lengths": "lengths: ",
     "attention reference=cudnn": "reference=cudnn: ",
     "attention channels=100": "channels=100: ",
     "attention group=5": "group=5",
-    "devices cases=2b": "cases=2b: ",
     "devices gpus=0,x": "gpus=0,x: ",
     "devices cases=1b-64k-4 gpus=0": "4 GPUs",
     "devices devices=2": "devices=2: is set for each point",
     "extension short=2048 long=2048": "long=2048: ",
-    "extension device=tpu": "device=tpu",
     "memory model=8b": "model=8b: is set for each point; use models=",
-    "optimizers optimizers=adam": "optimizers=adam: ",
     "optimizers lr=0.1": "lr=0.1: is set for each point; use rates=",
     "outgrown checkpoint=": "give a run",
     "outgrown checkpoint=nowhere": "nowhere",
-    "peers minutes=-1": "minutes=-1",
     "peers peers=longctx,nanogtp": "peers=nanogtp: ",
     "peers nanogpt=/no/such/folder": "nanogpt=/no/such/folder: ",
-    "peers checkpointing=yes": "checkpointing=yes: ",
     "peers seq_len=4096": "seq_len=4096: is set for each point; use lengths=",
     "peers accumulate=3": "accumulate=3: ",
     "peers model.window=1024": "model.window=1024: ",
-    "peers modell=1b": "did you mean model",
     "step steps=0": "steps=0",
     "step attention=flash": "attention=flash: is set for each point; use backends=",
-    "tune kernels=fast": "kernels=fast",
-    "tune head_sizes=8": "head_sizes=8",
     "tune head_sizes=96,128": "head_sizes=96,128",
 }
 
@@ -67,19 +53,6 @@ def test_a_mistake_writes_nothing(name: str, tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["attention", "context", "memory", "tune"])
 def test_no_gpu_is_refused(name: str, refused: Callable[[int, str], str]) -> None:
     refused(main([name]), "no CUDA GPU")
-
-
-@pytest.mark.parametrize("words", ["device=cpu", "attention=sdpa backends=naive"])
-def test_plan_refuses_keys_of_its_own(words: str, refused: Callable[[int, str], str]) -> None:
-    refused(cli.main(["plan", *words.split()]), words.split()[0])
-
-
-def test_overrides_fill_the_options() -> None:
-    words = ["lengths=512,1024", "head_sizes=64", "masks=full", "repeats=3"]
-    expected = dataclasses.replace(
-        Options(), lengths=(512, 1024), head_sizes=(64,), masks=("full",), repeats=3
-    )
-    assert cli.options(Options, words) == expected
 
 
 def test_help_names_benchmarks_and_keys(capsys) -> None:

@@ -58,7 +58,6 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
         ("init=weights", "init=weights"),
         ("resume=runs/x", "resume=runs/x"),
         ("device=cpu", "device=cpu: is set"),
-        ("backends=naive attention=sdpa", "attention=sdpa: backends=naive"),
         ("backends=flahs", "did you mean flash?"),
     ],
 )
