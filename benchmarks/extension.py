@@ -7,6 +7,9 @@ the same stretched but not trained further, and the fine-tuned one. A model this
 look facts up only from text that asks for them: half of its training rows are generated documents
 with facts and questions (data=needles), with other numbers than those of the test. The long
 documents of the fine-tuning are of the same kinds.
+
+`init=FOLDER` extends the weights of a Hugging Face folder instead, from the length that its
+config.json names.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,13 +35,16 @@ from longctx.tables import show
 class Options:
     """What `python -m benchmarks extension` takes."""
 
-    short: int = key(2048, "tokens that the small GPT is pretrained at")
+    init: str = key("", "a Hugging Face folder to extend, instead of pretraining a small GPT")
+    short: int = key(2048, "tokens that the small GPT is pretrained at; with init, the folder's")
     long: int = key(16384, "tokens that it is extended to")
     layers: int = key(8, "of the small GPT")
     channels: int = key(512, "of the small GPT, with heads of 64")
     vocab: int = key(16384, "tokens of the vocabulary trained on the documents")
     steps: int = key(2500, "of pretraining")
     tune_steps: int = key(1500, "of fine-tuning")
+    tune_lr: float = key(0.0003, "peak learning rate of fine-tuning")
+    lora: int = key(0, "rank of LoRA in fine-tuning; 0: all weights are trained", between=(0, 4096))
     tokens: int = key(32768, "of a step")
     documents: int = key(12000, "generated documents of the short length; of the long, an eighth")
     samples: int = key(20, "texts for each length, depth and kind")
@@ -59,6 +65,8 @@ def run(options: Options, command: str) -> dict[str, Any]:
         raise ValueError(
             f"out={out}: exists already and is not an empty folder; give the name of a new one"
         )
+    if options.init:
+        options = replace(options, short=_own_length(options.init))
     check(options, out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
@@ -93,6 +101,14 @@ def check(options: Options, out: Path) -> None:
         raise ValueError(f"path={options.path}: no such file or folder")
     _, (_, *overrides) = next(commands(options, out))
     cli.compose("train", overrides)
+
+
+def _own_length(folder: str) -> int:
+    from longctx.model.huggingface import read_config
+
+    if (context := read_config(folder).context) is None:
+        raise ValueError(f"init={folder}: its config.json names no length")
+    return context
 
 
 def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
@@ -134,15 +150,17 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
         *(f"model.kv_heads={heads}", f"model.ffn={options.channels * 3}", "model.rope_theta=10000"),
         *(f"data.vocab_size={options.vocab}", f"max_steps={options.steps}", "name=short"),
     ]
-    yield (
-        "pretraining",
-        ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
-    )
-    yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
+    if not options.init:
+        yield (
+            "pretraining",
+            ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
+        )
+        yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
     tuning = [
-        f"init={out}/short",
+        f"init={_trained(options, out)}",
         "rope=yarn",
-        "lr=0.0003",
+        f"lr={options.tune_lr}",
+        f"lora.rank={options.lora or 'null'}",
         f"max_steps={options.tune_steps}",
         "name=long",
     ]
@@ -151,10 +169,16 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
     yield "export", ["-m", "longctx", "export", f"{out}/runs/long", f"{out}/long"]
 
 
+def _trained(options: Options, out: Path) -> Path:
+    return Path(options.init).resolve() if options.init else out / "short"
+
+
 def _rows(options: Options, length: int, documents: int) -> list[str]:
     rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
     # Bytes: the longest documents just fill a row
-    per_token = 0.4 * math.log2(options.vocab) - 1.25
+    per_token = (
+        _characters_per_token(options) if options.init else 0.4 * math.log2(options.vocab) - 1.25
+    )
     return [
         *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
         *(
@@ -162,6 +186,17 @@ def _rows(options: Options, length: int, documents: int) -> list[str]:
             f"data.mix.recall.documents={documents}",
         ),
     ]
+
+
+def _characters_per_token(options: Options) -> float:
+    """Return the fewest characters per token of some generated documents."""
+    from longctx.data import DataConfig, Tokenizer
+    from longctx.data.sources.needles import Needles
+
+    tokenizer = Tokenizer.load(options.init)
+    settings = DataConfig(path=options.path or None, length=65536, documents=8)
+    texts = [one.text for one in Needles().open(settings, frozenset()).shards[0].read()]
+    return min(len(text) / len(tokenizer.encode(text)) for text in texts)
 
 
 def measure(options: Options, out: Path) -> dict[str, Any]:
@@ -176,11 +211,12 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
 
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    tokenizer = Tokenizer.load(out / "short")
+    trained = _trained(options, out)
+    tokenizer = Tokenizer.load(trained)
     source = DataConfig(
         source="text" if options.path else "embedded",
         path=options.path or None,
-        tokenizer=str(out / "short"),
+        tokenizer=str(trained),
         val_fraction=0.05,
     )
     unseen = [Document(*one[:3]) for one in load(source, options.long).documents("val")]
@@ -213,10 +249,11 @@ def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any
     from longctx.model.huggingface import load_weights, pretrained, read_config
 
     attention = AttentionConfig("flash", {"kernel": options.kernel})
-    yield "as pretrained", pretrained(out / "short", attention, device)
-    config, _ = extended(read_config(out / "short"), RopeConfig("yarn"), options.long)
+    trained = _trained(options, out)
+    yield "as pretrained", pretrained(trained, attention, device)
+    config, _ = extended(read_config(trained), RopeConfig("yarn"), options.long)
     stretched = GPT(config, attention).to(device)
-    load_weights(stretched, out / "short")
+    load_weights(stretched, trained)
     yield "YaRN, not trained", stretched
     yield "YaRN, fine-tuned", pretrained(out / "long", attention, device)
 

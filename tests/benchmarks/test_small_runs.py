@@ -46,6 +46,12 @@ def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
     assert rope["original_max_position_embeddings"] == 512
     draw(report, tmp_path / "again.png")
     assert main(["extension", f"out={out}"]) == 2
+    given = [f"init={out / 'short'}", "lora=2", "long=1024", "tokens=1024", *own[1:]]
+    again = tmp_path / "again"
+    assert main(["extension", *given, f"path={texts}", f"out={again}"]) == 0
+    report = json.loads((again / "extension.json").read_text())
+    assert report["options"]["short"] == 512 and "pretraining" not in report["seconds"]
+    assert (again / "long" / "model.safetensors").exists()
 
 
 def test_tokens_to_a_loss_are_interpolated() -> None:
