@@ -127,6 +127,7 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
+            check_home()
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -153,6 +154,15 @@ def answer(
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
+
+
+def check_home() -> None:
+    """Raise ValueError if this user has no home folder, which holds the caches."""
+    if os.path.expanduser("~") == "~":
+        raise ValueError(
+            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
+            "folder in which this user may write"
+        )
 
 
 @contextmanager
