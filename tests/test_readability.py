@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 187,
-    "lines": 37326,
+    "lines": 37353,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,

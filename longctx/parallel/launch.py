@@ -1,8 +1,8 @@
 """Who starts the processes of a run, read from the environment before torch is imported.
 
 torchrun sets six variables, srun its own. With `devices=N` alone, this process is rank 0 and starts
-the others with torchrun's variables. torch's elastic launcher would import torch first, which takes
-3 s, and kill ranks 30 s after a signal even if they are still saving.
+the others with torchrun's variables. torch's elastic launcher would import torch before it starts
+any (3 s), and its ranks outlive it if it is killed: it asks the kernel for no signal at its end.
 """
 
 from __future__ import annotations
