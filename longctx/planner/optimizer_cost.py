@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from longctx.config.optimizer_config import SLICE, STACK
 from longctx.config.parts import FP32, Block
 from longctx.planner.workload import Workload
 
+SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
+STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 KEPT_SHARE = {"fp32": 1.0, "bf16": 0.5, "host": 0.0}  # of the fp32 state that lies on the GPU
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import adamw as functional
 
-from longctx.config.optimizer_config import SLICE
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.parallel.sharding import local
+from longctx.planner.optimizer_cost import SLICE
 from longctx.training.run import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

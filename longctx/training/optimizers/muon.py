@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from longctx.config.optimizer_config import STACK
 from longctx.model import GPT
 from longctx.parallel.sharding import full, like, local, rows
+from longctx.planner.optimizer_cost import STACK
 from longctx.training.optimizers.adamw import AdamW, count, groups
 from longctx.training.run import Run
 

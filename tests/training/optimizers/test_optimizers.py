@@ -13,8 +13,7 @@ from longctx import cli, files
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
-from longctx.config.optimizer_config import OptimizerConfig
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import OptimizerConfig, TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
@@ -63,10 +62,7 @@ def test_the_presets_are_the_known_names() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TrainConfig(optimizer=OptimizerConfig("muno")), "optimizer.name=muno: one of adamw, muon"),
-        (TrainConfig(optimizer=OptimizerConfig("adamw", momentum=0.9)), "optimizer.momentum=0.9: "),
         (TrainConfig(optimizer=OptimizerConfig("muon", momentum=1.5)), "optimizer.momentum=1.5: "),
-        (TrainConfig(optimizer=OptimizerConfig("muon", iterations=0)), "optimizer.iterations=0: "),
         (
             TrainConfig(optimizer=OptimizerConfig("muon"), lora=LoraConfig(rank=8)),
             "optimizer=muon with lora.rank=8",
