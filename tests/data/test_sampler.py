@@ -27,7 +27,7 @@ def interleaved(source: str, seed: int, ranks: int, consumed: int, count: int) -
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("consumed", [0, 1, 30, 31, 1000, 70_000])
+@pytest.mark.parametrize("consumed", [0, 1, 30, 31, 1000, 7000])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 40])
 def test_resumed_order_is_the_uninterrupted_one(source: str, consumed: int, ranks: int) -> None:
     uninterrupted = list(islice(SampleStream(*SOURCES[source], 9), consumed + 120))

@@ -168,15 +168,7 @@ def test_an_export_of_numbers_not_finite_warns(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["import"], "import: not a command"),
-        (["export"], "RUN is missing"),
         (["export", "{run}"], "OUT is missing"),
-        (["export", "{run}", "{new}", "more"], "more: one too many"),
-        (["export", "{run}", "{new}", "-f"], "-f: not an option"),
-        (["export", "{run}", "{new}", "type=bf16"], "type is not a key; did you mean dtype?"),
-        (["export", "{run}", "{new}", "dtype=int4"], "dtype=int4: one of fp32, bf16, fp16"),
-        (["export", "{run}", "{new}", "shard_gb=0"], "shard_gb=0.0: a number from"),
-        (["export", "{run}", "{new}", "shard_gb=inf"], "shard_gb=inf: a number from"),
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
         (["export", "{run}/checkpoints", "{new}"], "not the folder of a run"),
