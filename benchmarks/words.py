@@ -32,6 +32,7 @@ BENCHMARKS = {
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
+    "models": "which models of transformers train here, and why others do not, for docs/models.md",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 

@@ -31,7 +31,7 @@ BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
 # Arguments of layers that would change the result
 UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "cache")
 PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
-LAYERS = 8  # that `check` computes at most
+LAYERS = 12  # that `check` computes at most
 LONG = 4096  # tokens of a window that `check` leaves out
 TOLERANCE = 1e-4
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 from transformers.masking_utils import create_causal_mask
 
+from benchmarks.shapes import reference, settings_of
 from longctx.transformers import BACKENDS, check
 from tests.model.families.parity import write_tokenizer
-from tests.model.transformers_shapes import reference, settings_of
 from tests.processes import ROOT
 
 LENGTHS = (17, 5, 30)

@@ -63,6 +63,7 @@ class Setup:
     batch_size: int  # windows per forward of the devices that share sequences
     lengths: list[int]  # tokens of the texts of pass keys or RULER
     strategy: str  # how the devices share the model: none | ddp | fsdp
+    packs: bool  # several documents into one sequence
 
     @property
     def config(self) -> EvalConfig:
@@ -149,11 +150,20 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
+    packs = True
     if model.model.transformers:
         from longctx.model import transformers_model
 
-        # A batch has several documents in a sequence
-        transformers_model.prove(model.model, device, model.seq_len, trains=False)
+        proof = model.model, device, model.seq_len
+        try:
+            transformers_model.prove(*proof, trains=False)
+        except ValueError:
+            # Devices that share a sequence split documents, so layers must not mix tokens either
+            if config.context.degree != 1:
+                raise
+            transformers_model.prove(*proof, packing=False)
+            packs = False
+            print("each document has a sequence of its own: this model's layers would mix them")
     check_attention(config, model.model, device)
     # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)
@@ -177,7 +187,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"{model.seq_len:,} tokens per sequence that {origin}, so it has never seen the "
             "positions beyond them"
         )
-    return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy)
+    return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy, packs)
 
 
 def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
@@ -209,7 +219,7 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
     model.share_rows(parallel.context)
     if config.compile:
         model.compile_blocks()
-    return Scorer(model, dtype, parallel)
+    return Scorer(model, dtype, parallel, packs=setup is None or setup.packs)
 
 
 def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:

@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 class Scorer:
     """`model`, a GPT in eval mode, on the processes of `parallel`, or on this one alone.
 
-    Products are computed in `dtype`.
+    Products are computed in `dtype`. Documents share sequences if it `packs` them.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class Scorer:
         model: nn.Module,
         dtype: torch.dtype = torch.float32,
         parallel: Parallel | None = None,
+        packs: bool = True,
     ) -> None:
-        self.model, self.dtype, self.parallel = model, dtype, parallel
+        self.model, self.dtype, self.parallel, self.packs = model, dtype, parallel, packs
         self.device = next(model.parameters()).device
         self.data_ranks = 1 if parallel is None else parallel.data_ranks
         self.ranks = 1 if parallel is None else parallel.ranks

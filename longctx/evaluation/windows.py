@@ -110,9 +110,10 @@ def window_of(
 
 
 def batches(
-    windows: Iterable[Window], context: int, sequences: int
+    windows: Iterable[Window], context: int, sequences: int, packs: bool = True
 ) -> Iterator[list[list[Window]]]:
-    """Yield batches of at most `sequences` sequences of at most `context` tokens.
+    """Yield batches of at most `sequences` sequences of at most `context` tokens; unless it `packs`
+    windows, each has a sequence of its own.
 
     Windows are read only a little ahead.
     """
@@ -123,21 +124,23 @@ def batches(
         waiting.append(window)
         tokens += window.length
         if tokens >= together:
-            packed = _packed(waiting, context)
+            packed = _packed(waiting, context, packs)
             # The other half, of short windows, fills sequences to come.
             full = max(len(packed) // 2 // sequences * sequences, sequences)
             for start in range(0, full, sequences):
                 yield packed[start : start + sequences]
             waiting = [window for sequence in packed[full:] for window in sequence]
             tokens = sum(window.length for window in waiting)
-    packed = _packed(waiting, context)
+    packed = _packed(waiting, context, packs)
     for start in range(0, len(packed), sequences):
         yield packed[start : start + sequences]
 
 
-def _packed(windows: list[Window], context: int) -> list[list[Window]]:
+def _packed(windows: list[Window], context: int, packs: bool) -> list[list[Window]]:
     """Return sequences of at most `context` tokens, in each the longest window first."""
     windows = sorted(windows, key=lambda window: -window.length)
+    if not packs:
+        return [[window] for window in windows]
     packing = pack(np.array([window.length for window in windows], np.int64), context)
     return [
         [windows[n] for n in packing.document[first:end].tolist()]
@@ -159,7 +162,7 @@ def losses(
     is done, without padding.
     """
     before: tuple[list[list[Window]], Callable[[], Tensor]] | None = None
-    for batch in batches(windows, context, batch_size * scorer.data_ranks):
+    for batch in batches(windows, context, batch_size * scorer.data_ranks, scorer.packs):
         launched = batch, _launch(scorer, batch)
         if scorer.device.type != "cuda":
             yield from _read(*launched, on_batch)

@@ -49,18 +49,24 @@ TARGETS = {
 }
 TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves}
 WORDS = 1024  # of the vocabulary in the proof
+WINDOW = 29  # there, at most, so that documents are longer
+NOT_TEXT = "it is not a model of text alone"
+NOT_REPLACED = "its attention cannot be replaced by longctx's"
+# Settings of layers that choose their keys, from releases of transformers that know them
+SPARSE = ("index_topk", "indexer_budget")
 
 
 def described(settings: Mapping[str, Any]) -> GPTConfig:
     """Return the model of a config.json with these `settings`."""
     # Code of others never runs; the attention is ours
     dropped = {"auto_map", "_attn_implementation", "attn_implementation", "dtype", "torch_dtype"}
-    settings = {key: value for key, value in settings.items() if key not in dropped}
+    settings = {x: y for x, y in settings.items() if x not in dropped and not x.startswith("_")}
     whole = empty_model(settings)
     config, decoder, head = whole.config, whole.get_decoder(), whole.get_output_embeddings()
     refuse_unless_covered(settings, whole)
     # Heads may differ by layer: predictions are for the largest
-    heads = config.num_attention_heads
+    heads = value_of(config, "num_attention_heads")
+    refuse((not heads, f"model_type={config.model_type}: it has no num_attention_heads"))
     kv_heads = value_of(config, "num_key_value_heads") or heads
     names = ("head_dim", "qk_head_dim", "global_head_dim")
     head_dim = max(value_of(config, name) for name in names) or config.hidden_size // heads
@@ -103,7 +109,8 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
 
 def value_of(config: Any, name: str) -> int:
     """Return a size of the model, the largest of its layers; 0 if it has none of this name."""
-    layers = getattr(config, "per_layer_config", None) or [config]
+    has_layers = hasattr(config, "num_hidden_layers")
+    layers = (has_layers and getattr(config, "per_layer_config", None)) or [config]
     return max(getattr(layer, name, None) or 0 for layer in layers)
 
 
@@ -117,14 +124,22 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
     """Raise ValueError for a model that trains otherwise than it says."""
     config, head = whole.config, whole.get_output_embeddings()
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
-    problems = {
-        "quantization_config: quantized weights do not train": "quantization_config" in settings,
-        f"model_type={config.model_type}: it has no causal decoder": head is None,
-        "a bias of the lm_head is not supported": getattr(head, "bias", None) is not None,
-        "rope_type=dynamic follows the longest document of a batch": "dynamic" in kinds,
-    }
-    refuse(*((is_there, problem) for problem, is_there in problems.items()))
+    ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    kinds = {one.get("rope_type") for one in ropes}
+    is_longrope = any(one.get("short_factor") != one.get("long_factor") for one in ropes)
+    sparse = next((x for x in SPARSE if getattr(config, x, None) is not None), None)
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    name, decoder = f"model_type={config.model_type}", whole.get_decoder()
+    has_list = decoder and any(isinstance(x, nn.ModuleList) for x in decoder.children())
+    refuse(
+        ("quantization_config" in settings, "quantization_config: quantized weights do not train"),
+        (getattr(head, "bias", None) is not None, "a bias of the lm_head is not supported"),
+        ("dynamic" in kinds, "rope_type=dynamic follows the longest document of a batch"),
+        (is_longrope, "rope_type=longrope follows the longest document of a batch"),
+        (sparse, f"{name}: its layers choose few keys ({sparse}), which longctx does not"),
+        (chunked, f"{name}: longctx has no chunked attention (attention_chunk_size)"),
+        (head is None or not has_list, f"{name}: it has no causal decoder of one list of layers"),
+    )
 
 
 def empty_model(settings: Mapping[str, Any]) -> Any:
@@ -137,17 +152,20 @@ def empty_model(settings: Mapping[str, Any]) -> Any:
     try:
         # Infinite numbers are written as objects
         config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(settings))
-        if config.get_text_config() is not config:
-            raise ValueError("it is not a model of text alone")
+        refuse((config.get_text_config() is not config, NOT_TEXT))
         for name, value in vars(config).items():
-            if "drop" in name and isinstance(value, float):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(config, name, 0.0)  # a run is exact, and recomputed layers are the same
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=NAME, dtype=torch.float32
             )
     except Exception as error:  # a model's own code may raise anything
-        reason = str(error).strip().split("\n")[0][:200]
+        refuse(
+            (error.args == (NAME,), f"model_type={kind}: {NOT_REPLACED}"),
+            (error.args == (NOT_TEXT,), f"model_type={kind}: {NOT_TEXT}"),
+        )
+        reason = " ".join(str(error).split())[:200]
         raise ValueError(f"model_type={kind}: transformers cannot build it: {reason}") from error
     for module in list(model.modules()):
         for name, values in list(module._buffers.items()):
@@ -255,7 +273,7 @@ class TransformersModel(GPT):
         with self.random_state_kept():
             for module in self.backbone.modules():
                 if module._non_persistent_buffers_set:
-                    self.whole._init_weights(module)
+                    self.backbone._init_weights(module)
         return self
 
     @torch.no_grad()
@@ -267,7 +285,7 @@ class TransformersModel(GPT):
                 nn.init.ones_(weight)
         with self.random_state_kept():
             for module in self.modules():
-                self.whole._init_weights(module)
+                self.backbone._init_weights(module)
         std = float(getattr(self.whole.config, "initializer_range", 0.02))
         for weight in self.parameters():
             if weight.ndim > 1:
@@ -345,9 +363,12 @@ def prove(
     """
     # A small model of the same layers, so that weights and ranks play no part
     theirs = config.transformers["config"]
-    layers = layers_to_check(empty_model(theirs).config)
-    ids = {key: None for key in theirs if key.endswith("_token_id")}
+    settings = empty_model(theirs).config
+    layers = layers_to_check(settings)
+    ids = {key: value and 0 for key, value in vars(settings).items() if key.endswith("_token_id")}
     few = {"vocab_size": min(WORDS, config.vocab_size or WORDS)}
+    if config.window is not None and config.window < seq_len:
+        few["sliding_window"] = min(WINDOW, config.window)
     small = config.with_layers(range(min(layers, config.layers)))
     small.transformers = {"config": small.transformers["config"] | ids | few}
     with torch.device("meta"):
@@ -358,20 +379,17 @@ def prove(
         model.init_weights()
         for weight in model.parameters():  # ones and zeros would hide mistakes
             weight.add_(0.05 * torch.randn_like(weight))
-        lengths = lengths_to_check(config.window, seq_len // 2)[: 2 if packing else 1]
+        lengths = lengths_to_check(few.get("sliding_window"), seq_len // 2)[: 2 if packing else 1]
         kind = model.whole.config.model_type
         # Refusals name what to do
         try:
             found = model.differences(lengths)
         except Exception as error:  # a model's own code may raise anything
-            reason = str(error).strip().split("\n")[0][:200]
+            reason = " ".join(str(error).split())[:200]
             raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
     remedy = ", or give data.packing=false" if trains and not found.leak <= TOLERANCE else ""
     refuse(
-        (
-            not model.documents.calls,
-            f"model_type={kind}: its attention cannot be replaced by longctx's",
-        ),
+        (not model.documents.calls, f"model_type={kind}: {NOT_REPLACED}"),
         (found.problem, f"model_type={kind}: {found.problem}{remedy}"),
     )
 

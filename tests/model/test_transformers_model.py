@@ -8,99 +8,44 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from longctx.attention import Mask
-from longctx.config.memory_config import MemoryConfig
+from benchmarks import models
+from benchmarks.models import LENGTHS, documents, loss_alone, opened
+from benchmarks.shapes import reference, settings_of
 from longctx.config.model_config import LoraConfig
+from longctx.evaluation.perplexity import perplexity
+from longctx.evaluation.score import Scorer
+from longctx.evaluation.windows import Document
 from longctx.model import huggingface, lora
 from longctx.model.export import export
+from longctx.model.families import FAMILIES
 from longctx.model.gpt import build
-from longctx.model.offload import HostBuffers
 from longctx.model.transformers_model import TransformersModel, described, prove
 from tests.model.families.parity import write_tokenizer
-from tests.model.transformers_shapes import AGREE, FAST, LEAK, reference, settings_of
 
-LENGTHS = (17, 5, 30)
-KINDS = [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in AGREE]
-
-
-def opened(folder: Path, memory: MemoryConfig | str = "fast", attention: str = "flash") -> Any:
-    """The model in `folder`, computed by transformers."""
-    config = huggingface.read_config(folder, "always")
-    with torch.device("meta"):
-        model = build(config, attention, memory)
-    model.to_empty(device="cpu")
-    huggingface.load_weights(model, folder)
-    return model.train()
-
-
-def documents() -> tuple[list[Tensor], Tensor, Tensor, Mask]:
-    """Documents, and their tokens, targets and mask in one sequence."""
-    generator = torch.Generator().manual_seed(1)
-    each = [torch.randint(3, 301, (1, n), generator=generator) for n in LENGTHS]
-    ends = torch.full((1, 1), -100)
-    targets = torch.cat([torch.cat([x[:, 1:], ends], dim=1) for x in each], dim=1)
-    numbers = torch.arange(len(each)).repeat_interleave(torch.tensor(LENGTHS))
-    return each, torch.cat(each, dim=1), targets, Mask.documents(numbers[None])
-
-
-def loss_alone(model: Any, each: list[Tensor]) -> Tensor:
-    """The loss of every document alone, summed, by transformers itself."""
-    total = torch.zeros(())
-    for ids in each:
-        logits = model(ids, use_cache=False).logits[0, :-1]
-        total = total + F.cross_entropy(logits, ids[0, 1:], reduction="sum")
-    return total
+FAST = ("cohere2", "deepseek_v3", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "llama", "qwen3_moe")
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+# Computed by longctx too
+OURS = set(FAMILIES) & set(CONFIG_MAPPING) - set(FAST)
+KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OURS))]
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_each_document_alone(kind: str, memory: str, tmp_path: Path) -> None:
-    theirs = reference(kind)
-    theirs.save_pretrained(tmp_path)
-    model = opened(tmp_path, memory)
-    each, tokens, targets, mask = documents()
-    loss, expected = model(tokens, targets, mask, reduction="sum"), loss_alone(theirs, each)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    loss.backward()
-    expected.backward()
-    weights = dict(theirs.named_parameters())
-    for name, weight in model.named_parameters():
-        want = weights[model.name_of(name)].grad if model.name_of(name) in weights else None
-        if weight.grad is not None and want is not None and want.norm() > 1e-4:
-            assert (weight.grad - want).norm() < 2e-5 * want.norm(), name
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3_text"])
-def test_offloaded_layers_change_no_gradient(kind: str, tmp_path: Path) -> None:
-    reference(kind).save_pretrained(tmp_path)
-    _, tokens, targets, mask = documents()
-    gradients, on_host = [], []
-    HostBuffers.free()
-    for offload in (0.0, 0.5, 1.0):
-        model = opened(tmp_path, MemoryConfig("balanced", offload=offload))
-        both = [model(tokens, targets, mask, reduction="sum") for _ in range(2)]
-        on_host.append(sum(x.in_use for x in HostBuffers._pool.values()))
-        for loss in both:
-            loss.backward()
-        gradients.append([weight.grad for weight in model.parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=0, atol=0)
-    layers = len(model.blocks)
-    assert on_host == [0, 4 * round(0.5 * layers), 4 * layers]  # input and output, of two forwards
-    del both, loss
-    assert not any(x.in_use for x in HostBuffers._pool.values())
+    loss, gradient = models.differences(kind, tmp_path, models.LENGTHS, memory)
+    assert loss < 1e-5
+    assert gradient < 2e-5
 
 
 @pytest.mark.parametrize("attention", ["naive"])
 def test_any_backend_computes_it(attention: str, tmp_path: Path) -> None:
     theirs = reference("gemma3_text")
     theirs.save_pretrained(tmp_path)
-    each, tokens, targets, mask = documents()
+    each, tokens, targets, mask = documents(LENGTHS)
     loss = opened(tmp_path, attention=attention)(tokens, targets, mask, reduction="sum")
     torch.testing.assert_close(loss, loss_alone(theirs, each), rtol=1e-5, atol=0)
 
@@ -110,12 +55,30 @@ def test_it_proves_itself(kind: str) -> None:
     prove(described(settings_of(kind)), "cpu", 256, packing=True)
 
 
-@pytest.mark.parametrize("kind", LEAK)
+@pytest.mark.parametrize("kind", ["lfm3", "minimax", "qwen3_5_text"])
 def test_layers_that_leak_are_refused(kind: str) -> None:
     config = described(settings_of(kind))
     with pytest.raises(ValueError, match=rf"model_type={kind}: .*data\.packing=false"):
         prove(config, "cpu", 256, packing=True)
     prove(config, "cpu", 256, packing=False)
+
+
+def test_layers_that_leak_are_scored_alone(tmp_path: Path) -> None:
+    theirs = reference("lfm3")
+    theirs.save_pretrained(tmp_path)
+    each = documents(LENGTHS)[0]
+    scored = [Document(str(n), x[0].numpy(), 1) for n, x in enumerate(each)]
+    score = perplexity(Scorer(opened(tmp_path), packs=False), scored, context=64)
+    with torch.no_grad():
+        expected = float(loss_alone(theirs, each))
+    assert score.total.nats == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_hidden_window_is_found_at_any_length() -> None:
+    config = described(settings_of("phimoe") | {"sliding_window": 5000})
+    prove(config, "cpu", 4096)
+    with pytest.raises(ValueError, match="logits differ"):
+        prove(config, "cpu", 8192)
 
 
 @pytest.mark.parametrize("kind", ["bloom", "phimoe", "mpt"])
@@ -130,13 +93,19 @@ def test_attention_of_another_kind_is_refused(kind: str) -> None:
         ({"model_type": "none_such"}, "model_type=none_such"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+        ({"rope_parameters": LONGROPE}, "rope_type=longrope"),
+        ({"model_type": "mamba"}, "model_type=mamba: it has no num_attention_heads"),
+        ({"model_type": "llama4_text"}, "attention_chunk_size"),
+        ({"model_type": "deepseek_v32"}, "index_topk"),
+        ({"model_type": "gptj"}, "its attention cannot be replaced"),
         ({"num_attention_heads": "four"}, "transformers cannot build it"),
     ],
 )
 def test_what_does_not_train_is_refused(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(settings_of("cohere") | changes))
+    settings = settings_of(changes.get("model_type", "cohere")) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=named) as caught:
         huggingface.read_config(tmp_path, "always")
     assert str(tmp_path / "config.json") in str(caught.value)
@@ -165,10 +134,31 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "deepseek_v3"])
+def test_lora_begins_as_the_model_to_the_bit(kind: str, tmp_path: Path) -> None:
+    reference(kind).save_pretrained(tmp_path)
+    model = opened(tmp_path)
+    _, tokens, targets, mask = documents(LENGTHS)
+    before = model(tokens, targets, mask)
+    assert torch.equal(lora.add(model, LoraConfig(rank=3))(tokens, targets, mask), before)
+
+
+def test_keys_with_an_underscore_describe_nothing() -> None:
+    settings = settings_of("cohere")
+    known = described(settings)
+    assert described(settings | {"_commit_hash": "5e1f", "_num_hidden_layers": 9}) == known
+
+
+def test_noise_of_routers_is_off() -> None:
+    config = described(settings_of("mixtral") | {"router_jitter_noise": 0.3})
+    with torch.device("meta"):
+        assert build(config).whole.config.router_jitter_noise == 0
+
+
 def test_lora_trains_and_merges(tmp_path: Path) -> None:
     reference("cohere2").save_pretrained(tmp_path)
     model = lora.add(opened(tmp_path), LoraConfig(rank=3))
-    _, tokens, targets, mask = documents()
+    _, tokens, targets, mask = documents(LENGTHS)
     model(tokens, targets, mask).backward()
     trained = [name for name, x in model.named_parameters() if x.grad is not None]
     assert trained and all(name.endswith(("lora_a", "lora_b")) for name in trained)

@@ -8,14 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.shapes import settings_of
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.model.families import FAMILIES
 from longctx.model.gpt import build
 from longctx.model.huggingface import read_config
-from tests.model.transformers_shapes import AGREE, settings_of
 
 pytestmark = pytest.mark.gpu
+NAMES = """
+    afmoe apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite
+    gpt2 gpt_neox gpt_oss granite granite_swa granitemoe helium hunyuan_v1_dense hy_v3 jais2
+    laguna llama mellum minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3
+    olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma
+"""
+AGREE = NAMES.split()
 LENGTHS = (300, 17, 195)
 WIDE: dict[str, Any] = {
     "hidden_size": 256,

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 import eval as evaluate
 import train
+from benchmarks.shapes import reference
 from longctx import files
 from longctx.cli import main as longctx
 from longctx.data import tokenizer as bpe
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file
-from tests.model.transformers_shapes import reference
 from tests.processes import ROOT, finished
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses
 
@@ -134,4 +134,9 @@ def test_layers_that_leak_leave_no_folder(
     assert train.main(start(init=leaking, runs=tmp_path / "none")) == 2
     assert "data.packing=false" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-    assert train.main(start(init=leaking, data__packing=False)) == 0
+    words = start(init=leaking, data__packing=False, name="alone")
+    assert train.main(words) == 0
+    assert evaluate.main([f"checkpoint={tmp_path / 'runs' / 'alone'}", "device=cpu"]) == 0
+    capsys.readouterr()
+    asked = ["device=cpu", "devices=2", "context=2"]
+    assert evaluate.main([f"checkpoint={tmp_path / 'runs' / 'alone'}", *asked]) != 0
