@@ -5,9 +5,9 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 186,
-    "lines": 37373,
-    "files under 80 lines": 25,
+    "files": 188,
+    "lines": 37550,
+    "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
     "docstrings without a verb": 0.5,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 26503
+TEST_LINES = 26634
 
 
 @pytest.fixture(scope="module")

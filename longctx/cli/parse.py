@@ -163,7 +163,8 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
             continue
         values = attrgetter(group)(config) if group else config
         switch, _, wanted = needed.partition("=")
-        is_set = getattr(values, switch) == wanted if wanted else getattr(values, switch)
+        is_set = getattr(values, switch)
+        is_set = is_set == wanted if wanted else is_set and is_set != "none"
         # config.yaml of a run holds every key, most with their default
         if not is_set and getattr(values, own) != getattr(type(values)(), own):
             needed = f"{group}=true" if switch == "enabled" else f"{group}.{needed}".lstrip(".")

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from longctx.config.block import Block
 from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key
-from longctx.config.parts import Attention, Block, FeedForward, Norm, Rope
+from longctx.config.parts import Attention, FeedForward, Norm, Rope
 from longctx.config.rope_config import check_scaling
 
 
@@ -93,6 +94,24 @@ class GPTConfig(Group):
         "none",
         "RMSNorm of q and k: head: of every head, as in Qwen3; whole: of all heads, as in OLMo 2",
         choices=("none", "head", "whole"),
+    )
+    qk_norm_after_rope: bool = key(
+        False, "q and k are normalized after they rotate, as in HunYuan", needs="qk_norm"
+    )
+    qk_norm_weight: bool = key(
+        True, "the norms of q and k have weights; Muse's have none", needs="qk_norm"
+    )
+    attention_gate: str = key(
+        "none",
+        "factors of attention's output, made of its input: head: one for every head; channel: one "
+        "for every channel, as in AFMoE",
+        choices=("none", "head", "channel"),
+    )
+    attention_gate_activation: str = key(
+        "sigmoid",
+        "of these factors; softplus as in Laguna",
+        choices=("sigmoid", "softplus"),
+        needs="attention_gate",
     )
     attention_scale: float | None = key(
         None, "factor of attention's scores; null: head size ** -0.5", above=0
@@ -187,9 +206,13 @@ class GPTConfig(Group):
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             qk_norm=self.qk_norm,
+            norms_after_rope=self.qk_norm_after_rope,
+            norms_have_weight=self.qk_norm_weight,
             norm_eps=self.norm_eps,
             scale=self.attention_scale,
             sinks=self.sinks,
+            gate=self.attention_gate,
+            gate_activation=self.attention_gate_activation,
             window=window,
             rope=rope,
             rotates=layer not in self.nope_layers,
@@ -368,7 +391,7 @@ class LoraConfig:
         2.0, "factor of the additions: what others call alpha / rank", needs="rank"
     )
     targets: list[str] = key(
-        list(LORA_TARGETS), "layers", choices=LORA_TARGETS, distinct=True, needs="rank"
+        list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
     )
 
     def parameters(self, model: GPTConfig) -> int:

@@ -116,6 +116,28 @@ class Piece(NamedTuple):
         return slice(self.first, self.first + self.fold.rows(self.shape))
 
 
+@dataclass(frozen=True)
+class InTurns(Fold):
+    """The folder's tensor has two parameters in turns of `size` rows, as Qwen3.5 has q and its gate
+    head by head. This is the first or the `second` of them; saved, its pieces add up.
+    """
+
+    size: int
+    second: bool
+
+    def rows(self, shape: tuple[int, ...]) -> int:
+        return shape[0] // 2
+
+    def load(self, tensor: Any) -> Any:
+        return tensor.unflatten(0, (-1, 2, self.size))[:, int(self.second)].flatten(0, 1)
+
+    def save(self, rows: Any) -> Any:
+        tensor = rows.new_zeros(2 * len(rows), *rows.shape[1:])
+        turns = tensor.unflatten(0, (-1, 2, self.size))
+        turns[:, int(self.second)] = rows.unflatten(0, (-1, self.size))
+        return tensor
+
+
 class Pass(NamedTuple):
     """A micro-batch on its way through a block; sizes are bytes of one element."""
 
@@ -223,6 +245,8 @@ class Attention(Part):
     qkv_bias: bool
     out_bias: bool
     qk_norm: str  # RMSNorm of q and k: none | head: of every head | whole: of all heads
+    norms_after_rope: bool
+    norms_have_weight: bool
     norm_eps: float
     window: int | None  # keys that a query sees; None: all before it
     rope: Rope
@@ -230,6 +254,9 @@ class Attention(Part):
     softcap: float | None  # scores become softcap · tanh(score / softcap)
     scale: float | None  # of scores; None: head size ** -0.5
     sinks: bool  # a logit per head joins the softmax, and has no value
+    # Factors of its output, made of its input: none | head: a factor for every head | channel
+    gate: str
+    gate_activation: str  # sigmoid | softplus
     module = "longctx.model.layers.SelfAttention"
 
     @property
@@ -246,23 +273,31 @@ class Attention(Part):
     def linears(self) -> tuple[Linear, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
         projections = ("q_proj", "k_proj", "v_proj")
-        return (
+        products = (
             Linear("qkv", projections, (q, kv, kv), C, self.qkv_bias),
             Linear("out", ("o_proj",), (C,), q, self.out_bias, into_residual=True),
         )
+        gate = Linear("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
+        return products if self.gate == "none" else (*products, gate)
+
+    @property
+    def gate_size(self) -> int:
+        """Number of factors of its output."""
+        return {"none": 0, "head": self.heads, "channel": self.query_size}[self.gate]
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        return (*self.norms, ("sinks", self.heads)) if self.sinks else self.norms
+        weights = zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=False)
+        norms = tuple(weights) if self.norms_have_weight else ()
+        return (*norms, ("sinks", self.heads)) if self.sinks else norms
 
     @property
-    def norms(self) -> tuple[tuple[str, int], ...]:
-        """Name and size of the weights of its norms."""
+    def norms(self) -> tuple[int, ...]:
+        """Number of channels that the norms of q and k normalize together; none without norms."""
         if self.qk_norm == "none":
             return ()
         is_whole = self.qk_norm == "whole"
-        sizes = (self.query_size, self.key_size) if is_whole else (self.head_size, self.head_size)
-        return tuple(zip(("q_norm.weight", "k_norm.weight"), sizes, strict=True))
+        return (self.query_size, self.key_size) if is_whole else (self.head_size, self.head_size)
 
     def required(self) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`."""
@@ -285,11 +320,23 @@ class Attention(Part):
         return saved + (per_token * p.tokens if self.sinks else 0)
 
     def saved_after(self, p: Pass) -> int:
-        """Return the bytes saved for the projection of its output, which is one of them."""
+        """Return the bytes saved for the gate and the projection of its output, which is one of
+        them.
+        """
         in_fp8 = p.fp8_input * self.query_size * p.tokens
-        return (
-            p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * self.linears[1].weights
-        )
+        weights = sum(linear.weights for linear in self.linears[1:])
+        projected = p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * weights
+        return projected + self.saved_gate(p) * p.tokens
+
+    def saved_gate(self, p: Pass) -> int:
+        """Return the bytes of a token saved for the gate: it, and the gated output.
+
+        In FP8 that is counted already, and the gate's input is saved once more.
+        """
+        if self.gate == "none":
+            return 0
+        other = p.fp8_input * self.size or p.activation * self.query_size
+        return p.activation * self.gate_size + other
 
 
 @dataclass(frozen=True)
@@ -342,130 +389,3 @@ class FeedForward(Part):
     def forward_elements(self) -> int:
         """Return the elements of a token alive in an evaluation's forward: gate, up, product."""
         return 3 * self.inner
-
-
-@dataclass(frozen=True)
-class Block:
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing."""
-
-    attention_norm: Norm | None
-    attention: Attention
-    mlp_norm: Norm | None
-    mlp: FeedForward
-    branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
-    # of what attention and MLP add to the residual stream, if it is normalized
-    attention_out_norm: Norm | None = None
-    mlp_out_norm: Norm | None = None
-
-    def parts(self) -> tuple[Part, ...]:
-        """Return the parts in the order in which they compute."""
-        of_attention = self.attention_norm, self.attention, self.attention_out_norm
-        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm
-        return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
-
-    @cached_property
-    def linears(self) -> dict[str, Linear]:
-        """Every linear layer by the path of its module in the block."""
-        return {f"{part.name}.{x.name}": x for part in self.parts() for x in part.linears}
-
-    @cached_property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        return sum(part.parameters for part in self.parts())
-
-    @cached_property
-    def weights(self) -> int:
-        """Weights of all linear layers."""
-        return sum(linear.weights for linear in self.linears.values())
-
-    @cached_property
-    def multiplied(self) -> int:
-        """Weights that multiply each token."""
-        return sum(part.multiplied for part in self.parts())
-
-    @cached_property
-    def weights_after(self) -> int:
-        """Weights of the linear layers after attention, where recompute=mlp begins."""
-        return self.weights - self.attention.linears[0].weights
-
-    def saved(self, p: Pass, keeps_input: bool = True) -> float:
-        """Return the bytes that the block saves for backward."""
-        stream = p.activation * self.mlp.size * p.tokens
-        if p.recompute == "block":
-            return self.attention.saved_output(p) + (stream if keeps_input else 0)
-        # A product saves its input, which without a norm is the stream itself
-        unnormed = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
-        normed = 0 if self.attention_norm is None else stream + self.attention_norm.saved(p)
-        saved: float = normed or unnormed
-        saved += self.attention.saved(p)
-        if p.recompute == "mlp":
-            return saved if self.attention_norm is not None or not p.fp8_input else saved + stream
-        saved += self.attention.saved_after(p) + self.mlp.saved(p)
-        saved += unnormed if self.mlp_norm is None else self.mlp_norm.saved(p)
-        if self.attention_out_norm is not None:  # its input is attention's projection
-            # and the stream after it is saved too, by the next norm
-            saved += FP32 * p.tokens + (0 if self.mlp_norm is None else stream)
-        if self.mlp_out_norm is not None:  # its input, and 1 / rms
-            saved += stream + FP32 * p.tokens
-        return saved
-
-    def mlp_backward(self, p: Pass) -> int:
-        """Return the bytes that the backward of the part after attention takes, at its peak."""
-        e, C, q, n = p.activation, self.mlp.size, self.attention.query_size, p.tile
-        needed = e * C * p.tokens + self.mlp.backward(p)  # the gradient that comes in
-        # The gradient of what is normalized or scaled too
-        scaled = (self.mlp_out_norm is not None) + (self.branch_scale != 1)
-        needed += scaled * e * C * (p.tokens if p.recompute == "none" else n)
-        if p.recompute == "none":
-            return needed + p.fp8_input * C * p.tokens  # transposed in FP8
-        needed += (3 if self.mlp_norm is not None else 2) * e * C * n  # projection, norm, output
-        for out_norm in (self.attention_out_norm, self.mlp_out_norm):
-            needed += 0 if out_norm is None else e * C * n
-        if p.fp8_input:
-            needed += p.fp8_input * (C + q) * n - (e - p.fp8_input) * C * n
-        needed += p.weight_copy * self.weights_after
-        if n < p.tokens:
-            # Attention's output has its gradient for all tokens, the last tile's is there too.
-            needed += e * q * p.tokens + e * (C + q) * n + p.gradient * self.weights_after
-        return needed
-
-    def freed_after_mlp(self, p: Pass) -> int:
-        """Return the saved bytes that are freed before attention's backward."""
-        C, q = self.mlp.size, self.attention.query_size
-        each = (p.fp8_input or p.activation) * C + p.fp8_input * q  # the norm, attention's output
-        each += 0 if self.mlp_out_norm is None else p.activation * C
-        return self.mlp.saved(p) + each * p.tokens
-
-    def attention_backward(self, p: Pass) -> int:
-        """Return the bytes of attention's backward next to what its kernel takes."""
-        e, C, q, kv = (
-            p.activation,
-            self.mlp.size,
-            self.attention.query_size,
-            self.attention.key_size,
-        )
-        # Residual; do, dq, dk, dv; gradients of the weights after attention
-        needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * self.weights_after
-        if p.recompute == "block":
-            needed += e * (q + 2 * kv) * p.tokens
-            # With one tile the norm, and q and k before rotation too
-            needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
-        elif self.attention.sinks:  # the gradient of the output before they scale it
-            needed += e * q * p.tokens
-        return needed
-
-    def forward(self, p: Pass) -> int:
-        """Return the bytes of a forward without gradients; p.tile tokens at a time in the MLP."""
-        C, q = self.mlp.size, self.attention.query_size
-        in_tile = 2 * C if self.mlp_out_norm is None else 3 * C
-        return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + self.mlp.forward(p)
-
-    def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
-        """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.
-
-        They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
-        output, and what it computes between them.
-        """
-        outputs = 2 if self.attention.sinks else 1  # before and after they scale it
-        heads = (1 + outputs) * self.attention.query_size + 2 * self.attention.key_size
-        return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

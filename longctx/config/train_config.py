@@ -348,7 +348,9 @@ class TrainConfig(Group):
         if self.precision != "fp8":
             return
         D = model.head_size
+        gates = [("heads", model.heads)] if model.attention_gate == "head" else []
         for name, size in (
+            *gates,
             ("channels", model.channels),
             ("ffn", model.ffn),
             ("heads × head size", model.heads * D),

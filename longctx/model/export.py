@@ -150,10 +150,14 @@ def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator
     """Yield the tensors of `model` as `family` names and stores them."""
     parameters = dict(model.named_parameters())
     common = dtype or model.embed.weight.dtype
+    parts: dict[str, list[tuple[Tensor, Piece]]] = {}
     for piece in family.tensors(model.config):
+        parts.setdefault(piece.theirs, []).append((parameters[piece.ours], piece))
+    for name, pieces in parts.items():
+        piece = pieces[0][1]
         size = common.itemsize * torch.Size(piece.shape).numel()
         own = common if piece.fold.widens else dtype
-        yield _Tensor(piece.theirs, size, partial(_rows, parameters[piece.ours], piece, own))
+        yield _Tensor(name, size, partial(_whole, pieces, own))
 
 
 def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
@@ -209,9 +213,11 @@ def warn_of_not_finite(name: str | None) -> None:
         )
 
 
-def _rows(parameter: Tensor, piece: Piece, dtype: torch.dtype | None) -> Tensor:
-    rows = piece.fold.save(parameter.detach()[piece.rows])
-    return rows if dtype is None else rows.to(dtype)
+def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor of a folder; its pieces add up."""
+    first, *others = (piece.fold.save(x.detach()[piece.rows]) for x, piece in pieces)
+    whole = sum(others, first)
+    return whole if dtype is None else whole.to(dtype)
 
 
 def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:

@@ -83,7 +83,7 @@ class GPT(nn.Module):
             if linear.into_residual
         }
         for name, module in self.named_modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding):
                 shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0

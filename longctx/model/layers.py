@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
 from longctx.attention.description import AttentionConfig
-from longctx.config import parts
+from longctx.config import block, parts
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import Angles, rotate
 
@@ -59,12 +59,13 @@ def linears(part: parts.Part) -> list[Linear]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) · weight, computed in fp32 and returned in x's dtype."""
+    """x / rms(x) · weight, if it has one, computed in fp32 and returned in x's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         # a 16-bit residual stream and fp32 weights: fp32
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
-        weight = self.weight.to(wide)
+        own = torch.float32 if self.weight is None else self.weight.dtype
+        wide = torch.promote_types(x.dtype, own)
+        weight = None if self.weight is None else self.weight.to(wide)
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
@@ -115,10 +116,13 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = part.heads, part.kv_heads, part.head_size
         self.rotates = part.rotates
         self.attend = Attention(backend.backend, backend.options, part.scale, part.softcap)
-        self.qkv, self.out = linears(part)
-        norms: list[nn.Module] = [RMSNorm(size, part.norm_eps) for _, size in part.norms]
+        self.qkv, self.out, *gates = linears(part)
+        self.gate = gates[0] if gates else None
+        self.gate_activation = part.gate_activation
+        has_weight = part.norms_have_weight
+        norms: list[nn.Module] = [RMSNorm(n, part.norm_eps, has_weight) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
-        self.norms_heads = part.qk_norm == "head"
+        self.norms_heads, self.norms_after_rope = part.qk_norm == "head", part.norms_after_rope
         self.sinks = nn.Parameter(torch.zeros(part.heads)) if part.sinks else None
 
     def project(
@@ -131,18 +135,33 @@ class SelfAttention(nn.Module):
     def rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of their projection, normed and rotated."""
         is_whole = self.rotates and 2 * cos.shape[-1] == self.head_dim
-        if is_whole and isinstance(self.q_norm, nn.Identity) and fused(qkv):
-            return rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
-        heads = self.heads, self.kv_heads, self.kv_heads
-        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
-        if self.norms_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
-        else:  # over all heads
-            q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_dim))
-            k = self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_dim))
-        if self.rotates:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        norms_before = not (self.norms_after_rope or isinstance(self.q_norm, nn.Identity))
+        if is_whole and not norms_before and fused(qkv):
+            q, k, v = rotary.rotated(qkv, cos, sin, self.heads, self.kv_heads)
+        else:
+            heads = self.heads, self.kv_heads, self.kv_heads
+            q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, dim=2)
+            if norms_before:
+                q, k = self.normed(q, k)
+            if self.rotates:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.norms_after_rope:
+            q, k = self.normed(q, k)
         return q, k, v
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q (B, T, H, D) and k normed, every head alone or all together."""
+        if self.norms_heads:
+            return self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_dim))
+        return q, self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_dim))
+
+    def gated(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return attention's output (B, T, H, D) times its gate, made of attention's input x."""
+        assert self.gate is not None
+        is_sigmoid = self.gate_activation == "sigmoid"
+        gate = torch.sigmoid(self.gate(x)) if is_sigmoid else F.softplus(self.gate(x))
+        return out * gate.unflatten(-1, (self.heads, -1)).to(out.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attention's output, (B, T, H, D), before its projection."""
@@ -180,17 +199,17 @@ class Block(nn.Module):
     `after` can run on any slice of the tokens, see `longctx.model.recompute`.
     """
 
-    def __init__(self, block: parts.Block, backend: AttentionConfig) -> None:
+    def __init__(self, described: block.Block, backend: AttentionConfig) -> None:
         super().__init__()
-        self.attention_norm: Any = optional(block.attention_norm)
-        self.attention = block.attention.build(backend)
-        self.attention_out_norm = optional(block.attention_out_norm)
-        self.mlp_norm: Any = optional(block.mlp_norm)
-        self.mlp = block.mlp.build()
-        self.mlp_out_norm = optional(block.mlp_out_norm)
-        self.branch_scale = block.branch_scale
+        self.attention_norm: Any = optional(described.attention_norm)
+        self.attention = described.attention.build(backend)
+        self.attention_out_norm = optional(described.attention_out_norm)
+        self.mlp_norm: Any = optional(described.mlp_norm)
+        self.mlp = described.mlp.build()
+        self.mlp_out_norm = optional(described.mlp_out_norm)
+        self.branch_scale = described.branch_scale
         # The gradient of a norm needs its input, so the MLP's value is computed for it.
-        self.always_needs_value = block.mlp_out_norm is not None
+        self.always_needs_value = described.mlp_out_norm is not None
 
     def unshard(self) -> None:
         """Nothing, since the weights are whole; torch's fully_shard puts its own method first."""
@@ -209,8 +228,15 @@ class Block(nn.Module):
         """q, k and v of the block's input."""
         return self.attention.project(self.attention_norm(x), *angles)
 
-    def after(self, x: Tensor, out: Tensor, needs_value: bool = True) -> Tensor:
-        """The block's output, from its input and attention's output (B, T, H, D)."""
+    def after(
+        self, x: Tensor, out: Tensor, needs_value: bool = True, normed: Tensor | None = None
+    ) -> Tensor:
+        """The block's output, from its input and attention's output (B, T, H, D).
+
+        A gate needs the `normed` input, made again if it is missing: no recomputation saves it.
+        """
+        if self.attention.gate is not None:
+            out = self.attention.gated(out, self.attention_norm(x) if normed is None else normed)
         branch = self.attention_out_norm(self.attention.out(out.flatten(2)))
         x, normed = self.mlp_norm.add_and_norm(x, self.scaled(branch))
         branch = self.mlp_out_norm(self.mlp(normed, needs_value or self.always_needs_value))
@@ -219,4 +245,4 @@ class Block(nn.Module):
     def forward(self, x: Tensor, angles: Angles, mask: Mask) -> Tensor:
         x, normed = self.attention_norm.add_and_norm(x)
         q, k, v = self.attention.project(normed, *angles)
-        return self.after(x, self.attention(q, k, v, mask))
+        return self.after(x, self.attention(q, k, v, mask), normed=normed)

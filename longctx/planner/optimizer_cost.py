@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from longctx.config.parts import FP32, Block
+from longctx.config.block import Block
+from longctx.config.parts import FP32
 from longctx.planner.workload import Workload
 
 SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host

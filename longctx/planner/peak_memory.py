@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from longctx.config.block import Block
 from longctx.config.parallel_config import kv_copies
-from longctx.config.parts import FP32, Block, Pass
+from longctx.config.parts import FP32, Pass
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload
 

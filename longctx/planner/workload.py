@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
+from longctx.config.block import Block
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
-from longctx.config.parts import Block
 from longctx.config.train_config import OptimizerConfig, TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.

@@ -37,6 +37,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "multipliers": {"multipliers": Multipliers(3.0, 0.4, 0.2, 5.0), "norms": "sandwich"},
     "post": {"norms": "post"},
     "whole": {"qk_norm": "whole"},
+    "after rope": {"qk_norm_after_rope": True},
+    "no weight": {"qk_norm_weight": False, "qk_norm_after_rope": True, "rotary_share": 0.5},
+    "gate": {"attention_gate": "channel", "norms": "sandwich"},
+    "gate of heads": {"attention_gate": "head", "attention_gate_activation": "softplus"},
     "scale": {"attention_scale": 0.3},
     "gelu": {"activation": "gelu_tanh"},
     "experts": {"experts": ExpertsConfig(5, 3, ffn=16, dense_layers=[1])},
@@ -93,12 +97,16 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (
             t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)
         )
-        if c.qk_norm != "none":
-            q, k = (rms(t, of[f"attention.{s}_norm.weight"]) for t, s in ((q, "q"), (k, "k")))
+        one = torch.ones(())
+        weights = [of.get(f"attention.{s}_norm.weight", one) for s in ("q", "k")]
+        if c.qk_norm != "none" and not c.qk_norm_after_rope:
+            q, k = (rms(t, weight) for t, weight in zip((q, k), weights, strict=True))
         q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))
         window = c.window_of(n)
         theta = (window and c.window_rope_theta) or c.rope_theta
         q, k = (rotated(t, positions, theta, int(D * c.rotary_share)) for t in (q, k))
+        if c.qk_norm_after_rope:
+            q, k = (rms(t, weight) for t, weight in zip((q, k), weights, strict=True))
         if c.query_growth:
             beta, each = c.query_growth
             q = q * (1 + beta * (1 + positions // each).log())[:, None, None]
@@ -113,6 +121,10 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
             sinks = of["attention.sinks"][:, None, None].expand(-1, T, 1)
             scores = torch.cat((scores, sinks), dim=-1)
         out = torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :T], v)
+        if c.attention_gate != "none":
+            gate = (normed @ of["attention.gate.weight"].T).view(T, c.heads, -1)
+            is_sigmoid = c.attention_gate_activation == "sigmoid"
+            out = out * (gate.sigmoid() if is_sigmoid else (1 + gate.exp()).log())
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
         if c.norms != "pre":
             branch = rms(branch, of["attention_out_norm.weight"])
@@ -216,6 +228,13 @@ def test_outputs_that_sinks_scale_are_counted() -> None:
     more = saved_activations(sinks=True) - saved_activations()
     # In 4 layers the output of 128 channels, and for 4 heads the sinks' share twice, and a mask
     assert more == 4 * tokens * (4 * 128 + 4 * (4 + 4 + 1))
+
+
+@pytest.mark.parametrize(("gate", "size"), [("head", 4), ("channel", 128)])
+def test_gates_are_counted(gate: str, size: int) -> None:
+    more = saved_activations(attention_gate=gate) - saved_activations()
+    # In 4 layers the gate, and the gated output of 128 channels
+    assert more == 4 * 512 * 32 * 4 * (size + 128)
 
 
 def test_multipliers_are_counted() -> None:

@@ -103,7 +103,8 @@ PARTS = {
     **{"model.sinks": True, "model.query_growth": "[0.5,20]", "model.rotary_share": 0.5},
     **{"model.multipliers.embedding": 3, "model.multipliers.residual": 0.4},
     **{"model.multipliers.logits": 0.2, "model.multipliers.logit_softcap": 5},
-    "model.norms": "sandwich",
+    **{"model.norms": "sandwich", "model.attention_gate": "channel"},
+    **{"model.qk_norm": "head", "model.qk_norm_after_rope": True},
 }
 # What must pass: number of ranks → case → what it has beside SHAPE.
 PASSING: dict[int, dict[str, dict[str, Any]]] = {

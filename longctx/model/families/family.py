@@ -12,9 +12,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from longctx.config.block import Block
 from longctx.config.fields import keys
 from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Block, Piece
+from longctx.config.parts import Piece
 from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
 
