@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 188,
-    "lines": 37550,
+    "lines": 37560,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,

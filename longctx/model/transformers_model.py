@@ -231,7 +231,8 @@ class TransformersModel(GPT):
         self.documents = Documents(attention.backend, dict(attention.options))
         for module in self.backbone.modules():
             module.__dict__["documents"] = self.documents
-        self.embed.register_forward_hook(in_precision_of_autocast)
+            if is_norm(module) or module is self.embed:
+                module.register_forward_hook(in_precision_of_autocast)
         if self.memory.recompute != "none":
             recompute(self.blocks, self.documents, self.memory)
 
@@ -394,9 +395,15 @@ def prove(
     )
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return True for a module whose only weights are vectors."""
+    weights = [weight.ndim for weight in module.parameters()]
+    return set(weights) == {1} and not list(module.children())
+
+
 def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
-    """Return embedded tokens in autocast's dtype: the residual stream would take twice the memory
-    in fp32, as autocast leaves it.
+    """Return embedded or normed tokens in autocast's dtype: their fp32 weights make them fp32, and
+    the residual stream and the inputs of products would take twice the memory.
     """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

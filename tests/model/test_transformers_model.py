@@ -41,6 +41,19 @@ def test_packed_equals_each_document_alone(kind: str, memory: str, tmp_path: Pat
     assert gradient < 2e-5
 
 
+def test_autocast_keeps_norms_in_16_bits(tmp_path: Path) -> None:
+    reference("qwen3").save_pretrained(tmp_path)
+    model, found = opened(tmp_path), {}
+    for name, module in model.backbone.named_modules():
+        if name.endswith(("norm", "q_proj", "down_proj")):
+            module.register_forward_hook(lambda _, x, y, name=name: found.update({name: y.dtype}))
+    _, tokens, targets, mask = documents(LENGTHS)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, targets, mask).backward()
+    assert set(found.values()) == {torch.bfloat16}
+    assert {"norm", "layers.0.self_attn.q_norm", "layers.2.input_layernorm"} <= found.keys()
+
+
 @pytest.mark.parametrize("attention", ["naive"])
 def test_any_backend_computes_it(attention: str, tmp_path: Path) -> None:
     theirs = reference("gemma3_text")

@@ -29,7 +29,6 @@ LENGTHS = (300, 17, 195)
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "head_dim": 64,
-    "global_head_dim": 128,
     "intermediate_size": 384,
     "sliding_window": 100,
     "max_position_embeddings": 1024,
@@ -64,6 +63,8 @@ def error(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
 def test_bf16_is_as_near_as_naive(kind: str, way: str, tmp_path: Path) -> None:
     settings = settings_of(kind)
     settings |= {key: value for key, value in WIDE.items() if key in settings}
+    if kind == "gemma4_text":
+        settings["global_head_dim"] = 128  # instead of 512, which flash has not
     if "num_local_experts" in settings:
         settings.pop("num_experts", None)  # another name of the same
     (tmp_path / "config.json").write_text(json.dumps(settings))
