@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 188,
-    "lines": 37560,
+    "files": 189,
+    "lines": 37963,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 26714
+TEST_LINES = 26867
 
 
 @pytest.fixture(scope="module")

@@ -155,6 +155,9 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
     declared = keys(typing.cast(Any, type(config)))
     for name, text in overrides.items():
         group, _, own = name.rpartition(".")
+        # The model of init= is not read yet, and decides
+        if group.startswith("model.") and getattr(config, "init", None) is not None:
+            continue
         needed = declared[name].rules.needs if name in declared else None
         # Keys of passkey and ruler need the group's own switch
         if f"{group}.enabled" in declared and own != "enabled":
@@ -371,8 +374,10 @@ def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in saved.items() if name not in ("name", "resume")}
     init, data = values.get("init"), values.get("data")
     if init is not None:
-        # The weights bring their model
-        values.pop("model", None)
+        # The weights bring their model, but not how its experts are balanced
+        experts = (values.pop("model", None) or {}).get("experts") or {}
+        if experts.get("count"):
+            values["model"] = {"experts": {"balance": experts.get("balance", 0.0)}}
         # The tokenizer is in the cache of the machine that the run was trained on
         if isinstance(data, dict) and hub_snapshot.is_snapshot(data.get("tokenizer"), init):
             values["data"] = data | {"tokenizer": None}

@@ -1,18 +1,20 @@
 """A feed-forward network of experts: its keys, and the part of a block. Torch-free.
 
 A router gives every token to the `per_token` experts with the largest probabilities; each expert is
-a SwiGLU of its own. So all weights take memory, and a token is multiplied by few of them.
+a SwiGLU of its own. So all weights take memory, and a token is multiplied by few of them. Shared
+experts compute every token.
 
 Letters as in parts.py; E experts, k of them per token, M = k · N pairs of a token and an expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from longctx.config.fields import Group, key
-from longctx.config.parts import FP32, FeedForward, Linear, Pass
+from longctx.config.parts import FP32, Exact, FeedForward, Linear, Pass, Piece
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 INT64 = 8  # bytes of an index
@@ -34,6 +36,32 @@ class ExpertsConfig(Group):
     dense_layers: list[int] = key(
         [], "layers without experts, as in Qwen3-MoE; first is 0", between=(0, 4095), needs="count"
     )
+    router: str = key(
+        "softmax",
+        "how a token chooses: softmax: the largest probabilities; sigmoid_bias: the largest σ + a "
+        "bias that is not trained, as in GLM-4.5",
+        choices=("softmax", "sigmoid_bias"),
+        needs="count",
+    )
+    groups: int = key(
+        1,
+        "equal parts of the experts, of which a token chooses first",
+        between=(1, 2048),
+        needs="router=sigmoid_bias",
+    )
+    groups_per_token: int = key(
+        1,
+        "groups in which a token has its experts",
+        between=(1, 2048),
+        needs="router=sigmoid_bias",
+    )
+    shared: int = key(
+        0,
+        "experts that compute every token, side by side as one, as in AFMoE",
+        between=(0, 4096),
+        needs="count",
+    )
+    scale: float = key(1.0, "factor of the k weights of a token", above=0, needs="count")
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
     biased: bool = key(False, "biases in router and experts, as in gpt-oss", needs="count")
     clamp: float | None = key(
@@ -57,6 +85,15 @@ class ExpertsConfig(Group):
                 f"model.experts.per_token={self.per_token}: there are "
                 f"model.experts.count={self.count}; give at most that"
             )
+        groups, chosen = self.groups, self.groups_per_token
+        each, rest = divmod(self.count or 0, groups)
+        is_right = chosen <= groups and not rest and each > 1 and each * chosen >= self.per_token
+        if groups > 1 and not is_right:
+            raise ValueError(
+                f"model.experts.groups={groups}: {self.count} experts must make so many equal "
+                f"groups, of two or more; model.experts.groups_per_token={chosen} of them must "
+                f"have {self.per_token}"
+            )
 
 
 @dataclass(frozen=True)
@@ -65,6 +102,11 @@ class Experts(FeedForward):
 
     count: int
     per_token: int
+    router: str  # softmax | sigmoid_bias
+    groups: int
+    groups_per_token: int
+    shared: int
+    scale: float
     normalize: bool
     balance: float  # factor of the balancing loss
     clamp: float | None  # of gate and up, see ExpertsConfig
@@ -75,43 +117,73 @@ class Experts(FeedForward):
         C, F, E = self.size, self.inner, self.count
         gate_up = [f"experts.{n}.{name}" for n in range(E) for name in ("gate_proj", "up_proj")]
         down = [f"experts.{n}.down_proj" for n in range(E)]
+        shared = () if self.dense is None else self.dense.linears
         return (
             Linear("router", ("gate",), (E,), C, self.has_bias),
             Linear("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
             Linear("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
+            *(
+                x._replace(
+                    name=f"shared.{x.name}",
+                    tensors=tuple(f"shared_experts.{name}" for name in x.tensors),
+                )
+                for x in shared
+            ),
         )
+
+    @cached_property
+    def dense(self) -> FeedForward | None:
+        """The shared experts, which are one."""
+        if not self.shared:
+            return None
+        inner = self.shared * self.inner
+        return FeedForward("shared", "shared_experts", self.size, inner, False, self.activation)
+
+    @property
+    def vectors(self) -> tuple[tuple[str, int], ...]:
+        return (("correction.weight", self.count),) if self.router == "sigmoid_bias" else ()
+
+    def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
+        for piece in super().pieces(theirs, ours):
+            is_exact = piece.theirs.endswith("correction.weight")
+            yield piece._replace(fold=Exact()) if is_exact else piece
 
     @property
     def multiplied(self) -> int:
-        return self.size * (self.count + 3 * self.per_token * self.inner)
+        own = self.count + 3 * self.per_token * self.inner
+        return self.size * (own + 3 * self.shared * self.inner)
 
     @property
     def moved(self) -> int:
         """Width whose elementwise kernels move as much memory: rows are gathered and added up."""
-        return self.per_token * (self.inner + self.size)
+        return self.per_token * (self.inner + self.size) + self.shared * self.inner
 
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up of all pairs, and the routing.
 
-        The routing is the probabilities in fp32; of the chosen ones value, weight, expert and sum;
-        and two orders of the pairs. The router's weight is cast; those of experts are cast again.
+        The routing is the probabilities in fp32, before that σ and its sum; of the chosen ones
+        value, weight, expert and sum; and two orders of the pairs. The router's weight is cast;
+        those of experts are cast again.
         """
         k, E = self.per_token, self.count
-        routing = FP32 * (E + 1) + k * (2 * FP32 + 3 * INT64)
+        kinds = 1 if self.router == "softmax" else 2
+        routing = kinds * FP32 * (E + 1) + k * (2 * FP32 + 3 * INT64)
         pairs = k * p.activation * 2 * self.inner
-        return (pairs + routing) * p.tokens + p.weight_copy * self.linears[0].weights
+        shared = 0 if self.dense is None else self.dense.saved(p)
+        return (pairs + routing) * p.tokens + p.weight_copy * self.linears[0].weights + shared
 
     def backward(self, p: Pass) -> int:
         """Return the bytes alive at the peak of its backward, next to what it saved.
 
         Moments compete. The gradients of gate and up are made: there are that of the output, of
         each pair, and of the product. Then the down projections have their gradient. Last
-        come the gradients of the weights of gate and up, and of the inputs.
+        come the gradients of the weights of gate and up, and of the inputs. Shared experts are
+        before or after all that.
         """
         C, F, k, e = self.size, self.inner, self.per_token, p.activation
         again = p.recompute != "none"
         n = p.tile if again else p.tokens
-        _, gate_up, down = self.linears
+        _, gate_up, down, *shared = self.linears
         # a weight's gradient is made in 16 bits, then cast
         narrow = e if p.gradient > e else 0
         # d, product, both gradients; as a formula, clamped values and factors too
@@ -123,7 +195,9 @@ class Experts(FeedForward):
         of_both = pairs + gradients + narrow * gate_up.weights
         of_input = pairs + gradients + p.weight_copy * gate_up.weights
         summed = 2 * k * C * e * n + gradients
-        needed = max(made, of_down, of_both, of_input, summed)
+        others = 0 if self.dense is None else self.dense.backward(p)
+        needed = max(made, of_down, of_both, of_input, summed, others)
+        needed += p.gradient * sum(linear.weights for linear in shared)
         return needed + (self.saved(p._replace(tokens=n, weight_copy=0)) if again else 0)
 
     def forward(self, p: Pass) -> int:
@@ -132,7 +206,8 @@ class Experts(FeedForward):
         # gathered, gate and up; their product; the output
         rows = max(C + 2 * F, 4 * F if self.clamp is None else 6 * F, F + 2 * C)
         routing = FP32 * 2 * self.count + k * (2 * FP32 + 3 * INT64)
-        return (p.activation * k * rows + routing) * p.tile
+        shared = 0 if self.dense is None else self.dense.forward(p)
+        return max((p.activation * k * rows + routing) * p.tile, shared)
 
     def forward_elements(self) -> int:
         """Return the elements of a token alive in an evaluation's forward."""

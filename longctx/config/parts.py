@@ -49,6 +49,7 @@ class Fold:
     """
 
     widens = False  # the parameter is in fp32, whatever the folder is in
+    narrows = True  # and is written in the dtype of the others
 
     def rows(self, shape: tuple[int, ...]) -> int:
         """Return the number of our rows that a tensor of this shape becomes."""
@@ -61,6 +62,13 @@ class Fold:
     def save(self, rows: Any) -> Any:
         """Return the folder's tensor of our `rows`."""
         return rows
+
+
+class Exact(Fold):
+    """In fp32, here and in the folder."""
+
+    widens = True
+    narrows = False
 
 
 class OnePlus(Fold):

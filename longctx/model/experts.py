@@ -3,9 +3,10 @@
     p = softmax(router(x))
     y = Σ over the k largest p_e of w_e · down_e(silu(gate_e(x)) · up_e(x))
 
-with w_e = p_e, or normalized p_e / Σ p. No token is dropped. The M = N · k pairs of a token and an
-expert are sorted by expert; expert e has the rows from ends[e - 1] to ends[e], so that all experts
-are three products of fixed shapes and nothing waits for the device:
+with w_e = p_e, or normalized p_e / Σ p. A sigmoid router has p = σ(router(x)), and chooses by p + a
+correction (arXiv 2408.15664). No token is dropped. The M = N · k pairs of a token and an expert are
+sorted by expert; expert e has the rows from ends[e - 1] to ends[e], so that all experts are three
+products of fixed shapes and nothing waits for the device:
 
     gate_up (M, 2F) = x of the pairs (M, C) · Wᵀ of their experts;   inner = silu(gate) · up · w
     y (M, C) = inner · Wᵀ of their experts;   the k rows of a token are added up
@@ -32,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention.exchange import Ranks
 from longctx.config import experts
 from longctx.kernels import HAS_TRITON
-from longctx.model.layers import Linear, fused
+from longctx.model.layers import Linear, SwiGLU, fused
 
 if HAS_TRITON:
     from longctx.kernels import swiglu
@@ -45,21 +46,42 @@ class Grouped(nn.Linear):
         raise NotImplementedError("tokens go to the experts that the router chose")
 
 
+class Correction(nn.Module):
+    """A number for each expert, added to its score for the choice alone. It is not trained: loaded,
+    it stays as it is, in fp32.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count), requires_grad=False)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores.detach() + self.weight
+
+
 class Experts(nn.Module):
-    """A router, and the experts that it chooses for each token."""
+    """A router, the experts that it chooses for each token, and experts that compute all tokens."""
 
     def __init__(self, part: experts.Experts) -> None:
         super().__init__()
         self.per_token, self.normalize, self.clamp = part.per_token, part.normalize, part.clamp
-        self.is_balanced = part.balance > 0
-        router, gate_up, down = part.linears
+        self.groups, self.groups_per_token = part.groups, part.groups_per_token
+        self.scale, self.is_balanced = part.scale, part.balance > 0
+        router, gate_up, down = part.linears[:3]
         self.router = Linear(router.columns, router.outputs, router.has_bias)
         self.gate_up = Grouped(gate_up.columns, gate_up.outputs, gate_up.has_bias)
         self.down = Grouped(down.columns, down.outputs, down.has_bias)
+        self.correction = Correction(part.count) if part.router == "sigmoid_bias" else None
+        self.shared = None if part.dense is None else SwiGLU(part.dense)
+
+    def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
+        """Of x (..., C); without `needs_value` the result may be 0, and its gradients are right."""
+        y = self.routed(x, needs_value)
+        return y if self.shared is None else y + self.shared(x, needs_value)
 
     @torch.compiler.disable
-    def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
-        """Of x (..., C); without `needs_value` the result is 0, and its gradients are right.
+    def routed(self, x: Tensor, needs_value: bool) -> Tensor:
+        """Return the sum of the chosen experts, or 0 without `needs_value`.
 
         Not compiled: the compiler would save the gathered rows and the weights' copies in 16 bits,
         in a model of 16 experts 11% of the peak, and the balance before the layers that follow.
@@ -68,20 +90,57 @@ class Experts(nn.Module):
         if torch.is_autocast_enabled(device):  # which casts the inputs of linear layers
             x = x.to(torch.get_autocast_dtype(device))
         tokens = x.reshape(-1, shape[-1])
-        # The product in x's dtype, all else in fp32, as in transformers
-        wide = torch.promote_types(x.dtype, torch.float32)
-        chances = self.router(tokens).softmax(-1, dtype=wide)
-        choose = balanced if self.is_balanced else torch.topk
-        weights, chosen = choose(chances, self.per_token)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.chosen(self.router(tokens))
         expert, order = chosen.flatten().sort(stable=True)
-        numbers = torch.arange(chances.shape[1], device=x.device)
+        numbers = torch.arange(self.router.out_features, device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         layers = self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias
         routing = Routing(expert, order, ends)
         y: Tensor = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
         return y.view(shape)
+
+    def chosen(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of each token's experts, and the experts, of its logits (N, E).
+
+        In fp32, as in transformers; the logits have the dtype of the product.
+        """
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scores = total = None
+        if self.correction is None:
+            chances = logits.softmax(-1, dtype=wide)
+        else:
+            scores = logits.to(wide).sigmoid()
+            total = scores.sum(-1, keepdim=True)
+            chances = scores / total
+        balance = running() if self.is_balanced else None
+        if balance is not None:
+            chances = _Balanced.apply(chances, balance)
+        if scores is None:
+            weights, experts = torch.topk(chances, self.per_token)
+        else:
+            experts = self.corrected(scores)
+            weights = chances.gather(1, experts)
+        if balance is not None:
+            balance.count(chances, experts)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        elif total is not None:
+            weights = weights * total
+        return weights if self.scale == 1 else weights * self.scale, experts
+
+    def corrected(self, scores: Tensor) -> Tensor:
+        """Return the experts (N, k) of the largest corrected scores, in the groups whose two
+        largest have the largest sums.
+        """
+        assert self.correction is not None
+        scores = self.correction(scores)
+        if self.groups > 1:
+            grouped = scores.unflatten(1, (self.groups, -1))
+            sums = grouped.topk(2).values.sum(-1)
+            best = sums.topk(self.groups_per_token).indices
+            is_left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
+            scores = grouped.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.per_token).indices
 
 
 class Routing(NamedTuple):
@@ -243,6 +302,8 @@ class Balance:
         self.rows = 0
         self.slope: Tensor | None = None  # (E,) of the loss by each token's probability
         self.upstream: Tensor | None = None  # gradient of the loss that this one was added to
+        # (2,): E · Σ f P, and the tokens of the busiest expert, over all layers, over the mean
+        self.figures: Tensor | None = None
 
     def count(self, chances: Tensor, chosen: Tensor) -> None:
         """Count the tokens of a layer, or a tile of them."""
@@ -262,6 +323,8 @@ class Balance:
         tokens, chances = self.sums / (self.rows * ranks.count)
         self.slope = self.factor * len(tokens) * tokens / (self.rows * ranks.count) * scale
         value = self.factor * len(tokens) * (tokens @ chances) * scale / ranks.count
+        load = tokens.max() / tokens.mean()
+        self.figures = torch.stack((len(tokens) * (tokens @ chances), load))
         result: Tensor = _Added.apply(loss, value, self)
         return result
 
@@ -283,16 +346,6 @@ def balancing(balance: Balance | None) -> Iterator[None]:
         yield
     finally:
         _running = before
-
-
-def balanced(chances: Tensor, per_token: int) -> tuple[Tensor, Tensor]:
-    """Return the largest of `chances` (N, E) and their experts, counted for the running balance."""
-    if _running is None:
-        return torch.topk(chances, per_token)
-    chances = _Balanced.apply(chances, _running)
-    weights, chosen = torch.topk(chances, per_token)
-    _running.count(chances, chosen)
-    return weights, chosen
 
 
 class _Balanced(torch.autograd.Function):

@@ -157,6 +157,7 @@ def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator
         piece = pieces[0][1]
         size = common.itemsize * torch.Size(piece.shape).numel()
         own = common if piece.fold.widens else dtype
+        own = own if piece.fold.narrows else torch.float32
         yield _Tensor(name, size, partial(_whole, pieces, own))
 
 

@@ -22,7 +22,7 @@ from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Norm
 from longctx.model import compile_cache
-from longctx.model.experts import Balance, balancing
+from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
 from longctx.model.recompute import (
@@ -41,6 +41,8 @@ class GPT(nn.Module):
     `attention` names the backend. `memory` says which activations are saved for backward, and
     where; its default is the policy fast.
     """
+
+    balance_figures: Tensor | None = None  # of the last micro-batch, see `Balance.figures`
 
     def __init__(
         self,
@@ -85,6 +87,8 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm) and module.weight is not None:
                 nn.init.ones_(module.weight)
+            elif isinstance(module, Correction):
+                nn.init.zeros_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding):
                 shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0
                 draw(module.weight, partial(nn.init.normal_, std=std / shrink))
@@ -116,10 +120,10 @@ class GPT(nn.Module):
                 block.after = torch.compile(block.after)
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the matrices and biases to `dtype`; norms, which compute in fp32, stay so."""
+        """Convert the matrices and biases to `dtype`; norms and routers' corrections stay fp32."""
         self.to(dtype)
         for module in self.modules():
-            if isinstance(module, RMSNorm):
+            if isinstance(module, RMSNorm | Correction):
                 module.float()
 
     def linears(self) -> Iterator[tuple[Any, str, str]]:
@@ -127,6 +131,14 @@ class GPT(nn.Module):
         for block, parts in zip(self.blocks, self.config.blocks(), strict=True):
             for path, linear in parts.linears.items():
                 yield block, path, linear.name
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last micro-batch tells of the model, by the keys of its metrics; waits
+        for the device.
+        """
+        if self.balance_figures is None:
+            return {}
+        return dict(zip(("aux_loss", "expert_load"), self.balance_figures.tolist(), strict=True))
 
     def share_rows(self, context: Context) -> None:
         """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
@@ -189,6 +201,7 @@ class GPT(nn.Module):
         if balance is not None and scored is not None:
             weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
             loss = balance.added_to(loss, weight, context.ranks)
+            self.balance_figures = balance.figures
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
     def _balance(self, targets: Tensor | None, reduction: str) -> Balance | None:

@@ -141,6 +141,7 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
 
     # the architecture
     free = {key: getattr(config, key) for key in NOT_OF_FOLDER}
+    free["experts"] = replace(source.experts, balance=config.experts.balance)
     if replace(source, **free) != config or source.head_size != config.head_size:
         raise ValueError(
             f"{folder}: its config.json describes another model than the one that is to be filled"
@@ -154,6 +155,7 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
     # tensor by tensor
     stored = text_tensors(folder)
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
+    unused = {name for name in unused if not family.leaves_out(name, source)}
     for piece in family.tensors(source):
         name, shape = piece.theirs, piece.shape
         tensor = stored.get(name)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured
 from longctx.model import GPT
+from longctx.model.experts import Correction
 from longctx.runs.checkpoint_write import Sharded
 
 
@@ -46,6 +47,9 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
+        for module in block.modules():
+            if isinstance(module, Correction):  # rounded, routers would choose other experts
+                fully_shard(module, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=precision)
         if hasattr(block, "calling"):  # not in a layer of transformers
             register_fsdp_forward_method(block, "calling")

@@ -142,6 +142,8 @@ METRICS: tuple[Metric, ...] = (
         Shown.WATCH | CURVE,
         panel=LOSS("Gradient norm", log=True),
     ),
+    Metric("aux_loss", "balancing loss", ".3f", panel=LOSS("Balancing loss of experts")),
+    Metric("expert_load", "busiest expert", ".2f", panel=LOSS("Busiest expert over the mean")),
     Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE, panel=LOSS("Learning rate")),
     # Speed: the first step compiles, so a run shows medians
     Metric(

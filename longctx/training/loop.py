@@ -83,6 +83,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         # Log
         if run.logs(step):
             row = {"step": step} | meter.row(state.module.grad_norm) | split.row()
+            row |= state.module.model.figures()
             row["memory_predicted_gib"] = predicted
             row["lr"] = learning_rate(step - 1, run)
             row["epoch"] = sequences.epoch(step)

@@ -23,7 +23,8 @@ from longctx.model import GPT, huggingface, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 
-OPEN_KEYS = ("model.vocab_size",)  # the weights leave them open
+BALANCE = "model.experts.balance"
+OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
 # Of a model that transformers computes
 LOST = "with our attention and loss; without fused kernels, torch.compile, fp8 and Muon"
 # Copied to the run next to the tokenizer, for exports
@@ -73,10 +74,21 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         init, model, tokenizer = read_run(init, folder, vocab_size)
     else:
         init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
+    if BALANCE in overrides:
+        model = with_balance(model, config.model.experts.balance, init)
     if model.transformers:
         source += f", computed by transformers ({LOST})"
     data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
     return Pretrained(replace(config, init=init, data=data), model, name, source)
+
+
+def with_balance(model: GPTConfig, balance: float, init: str) -> GPTConfig:
+    """Return `model` with this factor of the loss that balances its experts."""
+    if model.experts.count is None:
+        raise ValueError(
+            f"{BALANCE}={balance}: the model of init={init} has no experts of ours; leave it out"
+        )
+    return replace(model, experts=replace(model.experts, balance=balance))
 
 
 def read_hugging_face(

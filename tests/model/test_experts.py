@@ -38,15 +38,20 @@ def make(memory: str = "none", config: GPTConfig = MODEL) -> GPT:
 
 def gradients(model: GPT) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(found) == len(list(model.parameters()))
+    assert len(found) == sum(p.requires_grad for p in model.parameters())
     return found
 
 
 def chances_of(model: GPT) -> list[Tensor]:
     """Return the probabilities of all experts in each layer, with their graph."""
     seen: list[Tensor] = []
+    is_softmax = model.config.experts.router == "softmax"
+
+    def chances(z: Tensor) -> Tensor:
+        return z.softmax(-1) if is_softmax else z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)
+
     hooks = [
-        block.mlp.router.register_forward_hook(lambda _, __, z: seen.append(z.softmax(-1)))
+        block.mlp.router.register_forward_hook(lambda _, __, z: seen.append(chances(z)))
         for block in model.blocks
         if isinstance(block.mlp, experts.Experts)
     ]
@@ -63,10 +68,13 @@ def balance_of(chances: list[Tensor], per_token: int) -> Tensor:
     return p.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
 
 
+@pytest.mark.parametrize("router", ["softmax", "sigmoid_bias"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("memory", POLICIES)
-def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str) -> None:
-    model, plain = make(memory), make(config=replace(MODEL, experts=ExpertsConfig(8, 3, 16, [1])))
+def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str, router: str) -> None:
+    routed = replace(MODEL.experts, router=router)
+    model = make(memory, replace(MODEL, experts=routed))
+    plain = make(config=replace(MODEL, experts=replace(routed, balance=0.0)))
     scale = torch.tensor(0.7)
     targets = int((TARGETS != -100).sum()) if reduction == "sum" else 1
     want = plain(TOKENS, TARGETS, reduction=reduction, scale=scale)
@@ -171,12 +179,13 @@ class Shapes:
 
 
 @pytest.mark.parametrize(
-    ("channels", "ffn", "count", "per_token", "tokens", "clamp"),
+    ("channels", "ffn", "count", "per_token", "tokens", "clamp", "router"),
     [
-        (256, 96, 32, 4, 999, None),
-        (256, 96, 64, 2, 40, None),
-        (128, 448, 8, 2, 555, None),
-        (128, 448, 8, 2, 555, 7.0),
+        (256, 96, 32, 4, 999, None, "softmax"),
+        (256, 96, 32, 4, 999, None, "sigmoid_bias"),
+        (256, 96, 64, 2, 40, None, "softmax"),
+        (128, 448, 8, 2, 555, None, "softmax"),
+        (128, 448, 8, 2, 555, 7.0, "softmax"),
     ],
 )
 def test_memory_is_predicted(
@@ -186,15 +195,15 @@ def test_memory_is_predicted(
     per_token: int,
     tokens: int,
     clamp: float | None,
+    router: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
     for name in replaced:
         monkeypatch.setattr(experts, name, getattr(Shapes, name))
     sizes = {"channels": channels, "heads": 4, "ffn": ffn}
-    part = (
-        replace(MODEL, **sizes, experts=ExpertsConfig(count, per_token, clamp=clamp)).block(0).mlp
-    )
+    routed = ExpertsConfig(count, per_token, clamp=clamp, router=router)
+    part = replace(MODEL, **sizes, experts=routed).block(0).mlp
     module = part.build()
     x = torch.randn(tokens, channels, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
@@ -221,6 +230,14 @@ def test_memory_is_predicted(
     ("keys", "message"),
     [
         ({"model.experts.count": 4, "model.experts.per_token": 5}, "model.experts.per_token=5"),
+        ({"model.experts.count": 4, "model.experts.groups": 2}, "does nothing without"),
+        (
+            {
+                **{"model.experts.count": 6, "model.experts.router": "sigmoid_bias"},
+                **{"model.experts.groups": 3, "model.experts.per_token": 3},
+            },
+            "model.experts.groups=3",
+        ),
         ({"model.experts.count": 4, "model.experts.ffn": 20}, "model.experts.ffn=20"),
         ({"model.experts.count": 4, "model.activation": "gelu_tanh"}, "model.activation=gelu_tanh"),
         ({"model.experts.count": 4, "precision": "fp8"}, "precision=fp8"),

@@ -106,6 +106,10 @@ PARTS = {
     **{"model.norms": "sandwich", "model.attention_gate": "channel"},
     **{"model.qk_norm": "head", "model.qk_norm_after_rope": True},
 }
+EXPERTS = {
+    **{"model.experts.count": 4, "model.experts.router": "sigmoid_bias"},
+    **{"model.experts.shared": 1, "model.attention_gate": "head"},
+}
 # What must pass: number of ranks → case → what it has beside SHAPE.
 PASSING: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -130,6 +134,8 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "the same, recomputed": SHARED | PARTS | {"memory": "balanced"},
         "the same by all-gather": SHARED | PARTS | {"context.method": "allgather"},
         "the same in slices": PARTS | {"strategy": "fsdp", "memory": "long"},
+        "experts in slices": EXPERTS | {"strategy": "fsdp", "precision": "bf16"},
+        "experts by Ulysses": SHARED | EXPERTS | {"memory": "balanced"},
         "long documents": SHARED | {"seq_len": 16},
         "rows longer than documents": SHARED | {"seq_len": 1000},
     },

@@ -65,6 +65,10 @@ class Family:
     def check_tokenizer(self, file: Path) -> None:
         """Raise ValueError for a tokenizer.json that transformers would not use for this family."""
 
+    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
+        """Return True for a tensor of its folders that is not of `config`, and changes nothing."""
+        return False
+
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         """Yield every tensor of its weights, as rows of a parameter of GPT."""
         embedding = config.vocab_size or 0, config.channels

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import eval as evaluate
 import train
@@ -236,6 +236,28 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     assert train.main([f"resume={run}", "max_steps=2"]) == 0
 
 
+def test_the_balance_of_experts_can_be_given(
+    start: Overrides, folder: Path, tmp_path: Path
+) -> None:
+    sizes = json.loads((folder / "config.json").read_text())
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+    config = MixtralConfig(
+        **{key: sizes[key] for key in kept},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+    assert train.main(start(name="r", model__experts__balance=0.5)) == 0
+    run = tmp_path / "runs" / "r"
+    rows = [row for row in metrics_file.read(run) if "loss" in row]
+    # Balanced it is the experts of a token, two
+    assert all(1 < row["aux_loss"] < 8 and 1 <= row["expert_load"] <= 2 for row in rows)
+    assert train.main([str(run / "config.yaml"), "name=again"]) == 0
+    saved = yaml.safe_load((tmp_path / "runs" / "again" / "config.yaml").read_text())
+    assert saved["model"]["experts"]["balance"] == 0.5
+    check_equal_weights(run, tmp_path / "runs" / "again")
+    assert train.main([f"resume={run}", "max_steps=3"]) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -243,6 +265,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
         ({"model__layers": 3}, "model.layers=3: init="),
         ({"model__context": 3}, "model.context=3: init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
+        ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model of init="),
         (
             {"init": None, "lora__rank": 8},
             "lora.rank=8: adds to trained weights, and init= names none",
