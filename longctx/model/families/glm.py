@@ -31,11 +31,11 @@ class SigmoidExperts(Family):
         dense = source.get(self.dense)
         if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
             raise source.error(f"{self.dense}={dense!r} must be a whole number from 0 up")
+        more |= {ours: source.size(theirs) for ours, theirs in self.counts.items()}
         return ExpertsConfig(
             router="sigmoid_bias",
             dense_layers=list(range(min(dense, layers))),
             scale=source.number(self.scale, 1.0),
-            **{ours: source.size(theirs) for ours, theirs in self.counts.items()},
             **more,
         )
 
