@@ -121,7 +121,7 @@ class TestGlm4Moe(FamilyTests):
     config_class = Glm4MoeConfig
     drawn = {
         **{"moe_intermediate_size": [8, 24], "head_dim": [8, 16], "num_nextn_predict_layers": [0]},
-        **{"n_routed_experts": [4, 8], "num_experts_per_tok": [1, 3], "n_group": [1, 2]},
+        **{"n_routed_experts": [4, 8], "num_experts_per_tok": [1, 2], "n_group": [1, 2]},
         **{"n_shared_experts": [1, 2], "routed_scaling_factor": [1.0, 2.5]},
         **{"norm_topk_prob": [True, False], "use_qk_norm": [True, False]},
         **{"first_k_dense_replace": [0, 1], "topk_group": [1]},
@@ -139,10 +139,10 @@ class TestGlm4Moe(FamilyTests):
         ),
     }
     stretched = {
-        **{"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16},
+        **{"num_key_value_heads": 2, "moe_intermediate_size": 16},
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 0},
     }
-    special = SPECIAL | {"head_dim": 8}
+    special = SPECIAL | {"head_dim": 16}
 
 
 TRINITY = {
