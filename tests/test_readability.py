@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 189,
-    "lines": 37963,
+    "lines": 37964,
     "files under 80 lines": 26,
     "heavy sentences": 1.1,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 26871
+TEST_LINES = 26873
 
 
 @pytest.fixture(scope="module")

@@ -401,9 +401,10 @@ def is_norm(module: nn.Module) -> bool:
     return set(weights) == {1} and not list(module.children())
 
 
-def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Tensor) -> Tensor:
+def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Any) -> Any:
     """Return embedded or normed tokens in autocast's dtype: their fp32 weights make them fp32, and
     the residual stream and the inputs of products would take twice the memory.
     """
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x  # some modules of vectors return a tuple
+    return x.to(torch.get_autocast_dtype(x.device.type))

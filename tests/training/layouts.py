@@ -104,7 +104,8 @@ def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
     """`config` with experts and their balancing loss, which a micro-batch has for itself: it is the
     same on one device with micro-batches of one sequence, and without padding.
     """
-    experts = ExpertsConfig(6, draw.choice([1, 2, 4]), 16, [], draw.random() < 0.5, balance=0.2)
+    count, normalize = draw.choice([1, 2, 4]), draw.random() < 0.5
+    experts = ExpertsConfig(6, count, 16, normalize=normalize, balance=0.2)
     return replace(
         config,
         seq_len=draw.choice([16, 48]),

@@ -16,6 +16,7 @@ import torch
 import train
 from longctx.files import FULL_DISK
 from longctx.runs import metrics_file, run_folder
+from longctx.training.optimizers import adamw
 from tests.processes import finished
 from tests.training.sample_run import Overrides, Trained, steps
 
@@ -116,7 +117,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Overflows(torch.optim.AdamW):
+    class Overflows(adamw.FusedAdamW):
         """AdamW in whose fourth step, the last before a save, a number overflows."""
 
         def step(self, closure: object = None) -> None:
@@ -126,7 +127,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
                 x = p if kind == "weight" else self.state[p]["exp_avg"]
                 x.data[1, 2] = float("inf")
 
-    monkeypatch.setattr("longctx.training.optimizers.adamw.torch.optim.AdamW", Overflows)
+    monkeypatch.setattr(adamw, "FusedAdamW", Overflows)
     every = {"checkpoint_every": 2, "val_every": 30, "keep_checkpoints": 1}
     assert train.main(overrides(name="r", max_steps=30, **every)) == 1
     line = capsys.readouterr().err.splitlines()[-1]
