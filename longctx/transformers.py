@@ -47,9 +47,8 @@ class Documents:
         self.shards: Any = None
         self.by_window: dict[int | None, Mask] = {}
         self.callers: dict[tuple[float | None, float | None], Attention] = {}
-        self.keeper: Any = (
-            None  # attends for the layer that is being computed, and saves the output
-        )
+        # Attention of a layer that is recomputed, which saves its output
+        self.attend_and_save: Callable[..., Tensor] | None = None
         self.calls = 0  # of attention, so that a model without any is noticed
 
     def begin(self, mask: Mask | None, shards: Any = None) -> None:
@@ -82,19 +81,18 @@ class Documents:
         if caller is None:
             caller = Attention(self.backend, self.options, scale, softcap)
             self.callers[scale, softcap] = caller
-        if self.keeper is None or not caller.saves_output:
+        if self.attend_and_save is None or not caller.saves_output:
             return caller(q, k, v, mask, sinks)
-        out: Tensor = self.keeper.attend(q, k, v, sinks, mask, caller)
-        return out
+        return self.attend_and_save(q, k, v, sinks, mask, caller)
 
     @contextmanager
-    def kept_by(self, keeper: Any) -> Iterator[None]:
-        """Let `keeper` attend for the layer that is computed in the block."""
-        self.keeper = keeper
+    def attending(self, attend_and_save: Callable[..., Tensor]) -> Iterator[None]:
+        """Call this for the attention of the layer that is computed in the block."""
+        self.attend_and_save = attend_and_save
         try:
             yield
         finally:
-            self.keeper = None
+            self.attend_and_save = None
 
 
 def attend(

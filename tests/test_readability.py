@@ -6,9 +6,9 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 189,
-    "lines": 37964,
-    "files under 80 lines": 26,
-    "heavy sentences": 1.1,
+    "lines": 37965,
+    "files under 80 lines": 25,
+    "heavy sentences": 1.0,
     "where": 0.9,
     "docstrings without a verb": 0.5,
     "try": 3.0,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 26873
+TEST_LINES = 26886
 
 
 @pytest.fixture(scope="module")

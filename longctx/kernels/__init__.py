@@ -6,6 +6,7 @@ needs no torch, and Triton takes about as long to import as torch.
 
 import importlib
 import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -21,6 +22,13 @@ MEMBERS = {
     **dict.fromkeys(("fingerprint", "machine", "sources"), "attention.fingerprint"),
     "linear": "elementwise",
 }
+
+
+def loads_in_threads() -> bool:
+    """Return False for Triton 3.6: the launchers of all its kernels have one name, so threads that
+    load kernels could take each other's.
+    """
+    return not (HAS_TRITON and version("triton").startswith("3.6."))
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,7 @@ class Correction(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router, the experts that it chooses for each token, and experts that compute all tokens."""
+    """A router, the experts of its choice for each token, and shared experts for all tokens."""
 
     def __init__(self, part: experts.Experts) -> None:
         super().__init__()

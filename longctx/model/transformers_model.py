@@ -52,7 +52,7 @@ WORDS = 1024  # of the vocabulary in the proof
 WINDOW = 29  # there, at most, so that documents are longer
 NOT_TEXT = "it is not a model of text alone"
 NOT_REPLACED = "its attention cannot be replaced by longctx's"
-# Settings of layers that choose their keys, from releases of transformers that know them
+# Settings of layers with a choice of keys; only newer releases of transformers know them
 SPARSE = ("index_topk", "indexer_budget")
 
 

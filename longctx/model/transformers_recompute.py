@@ -1,5 +1,5 @@
-"""Recomputed layers of transformers' models: saved are the input of a layer and, where the backend
-is flash, the outputs of its attention, which backward takes as they are.
+"""Recomputed layers of transformers' models. A layer saves its input and, if the backend is flash,
+the outputs of its attention, so that backward computes no attention twice.
 
 torch's selective checkpointing does the same, but looks at every operator from Python. The share
 memory.offload of the layers saves to pinned host memory.
@@ -42,7 +42,7 @@ def _recomputed(
     *others: Any,
 ) -> Any:
     """Return function(x, *others), the outputs of layer `i`; x is the residual stream."""
-    before, layer = tape.pop() if i else None, Layer(i, is_offloaded)
+    before, layer = tape[0] if i and tape else None, Layer(i, is_offloaded)
     tape[:] = [layer]
 
     @contextmanager
@@ -51,7 +51,7 @@ def _recomputed(
         layer.on_host.clear()  # its tensors are there
         if before is not None:
             before.prefetch()
-        with documents.kept_by(layer):
+        with documents.attending(layer.attend):
             yield
 
     hooks = torch.autograd.graph.saved_tensors_hooks(partial(layer.packed, x), unpacked)
@@ -61,7 +61,7 @@ def _recomputed(
             x,
             *others,
             use_reentrant=False,
-            context_fn=lambda: (documents.kept_by(layer), again()),
+            context_fn=lambda: (documents.attending(layer.attend), again()),
             preserve_rng_state=False,
         )
 
@@ -95,17 +95,12 @@ class Layer:
         """Save an input of the layer: the residual stream `x` on the host, others as they are."""
         return self.save(x=saved) if saved.data_ptr() == x.data_ptr() else saved
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: Mask,
-        caller: Attention,
-    ) -> Tensor:
-        """Return attention's output (B, T, H, D): saved in forward, and taken in backward."""
-        out: Tensor = _Kept.apply(q, k, v, sinks, mask, caller, self)
+    def attend(self, *call: Any) -> Tensor:
+        """Return attention's output (B, T, H, D): saved in forward, and taken in backward.
+
+        A `call` is q, k, v, sinks, mask and caller.
+        """
+        out: Tensor = _Kept.apply(*call, self)
         return out
 
 

@@ -4,6 +4,8 @@ for, and limits of its memory.
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,5 +94,6 @@ def within_memory(device: str) -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if memory ran out."""
     is_known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    # On a CPU torch has no exception of its own
-    return is_known or "can't allocate memory" in str(error)
+    # On a CPU torch has no exception of its own; the other message is of a file that is mapped
+    messages = ("can't allocate memory", os.strerror(errno.ENOMEM))
+    return is_known or any(message in str(error) for message in messages)

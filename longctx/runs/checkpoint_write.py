@@ -89,8 +89,8 @@ def _part(file: str, tensors: Mapping[str, Tensor]) -> Part:
     """Lay out a file as the safetensors library does: the widest numbers first, so that all are
     aligned, then by name, and a header padded to 8 bytes.
 
-    The library (0.8) keeps no checksum, tells a full disk without an errno, which has an exit code
-    of its own, and leaves files that only their owner can read.
+    The library (0.8) keeps no checksum. Its error for a full disk has no errno, but a full disk has
+    an exit code of its own here. Only their owner can read its files.
     """
     header: dict[str, Any] = {}
     placed: dict[str, tuple[int, Tensor]] = {}

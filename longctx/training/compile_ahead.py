@@ -6,7 +6,6 @@ Nothing fails here: the run compiles the same again and reports the error.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +16,7 @@ import torch
 
 from longctx.attention import registered
 from longctx.config.model_config import GPTConfig
-from longctx.kernels import HAS_TRITON
+from longctx.kernels import loads_in_threads
 from longctx.model import GPT, compile_cache
 from longctx.parallel.devices import dtype_of
 from longctx.planner.workload import Workload
@@ -36,9 +35,7 @@ def begin(workload: Workload) -> Callable[[], object]:
     tasks += attention_tasks(workload)
     if not workload.model.transformers:
         tasks.append(partial(step_of_one_block, workload))
-    # Triton 3.6 gives the launchers of all kernels one name: threads could take each other's
-    triton = importlib.import_module("triton") if HAS_TRITON else None
-    workers = 1 if triton and triton.__version__.startswith("3.6.") else max(1, len(tasks))
+    workers = max(1, len(tasks)) if loads_in_threads() else 1
     wait_for_all = side_by_side([partial(on, device, task) for task in tasks], workers)
 
     def end() -> None:

@@ -63,7 +63,7 @@ def by_kernel(p: Tensor) -> bool:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW by torch's kernels, which says what it keeps of a weight."""
+    """AdamW by torch's kernels; it can name the states of a weight."""
 
     def state_names(self, p: Tensor) -> tuple[str, ...]:
         """Return the names of the states of p."""
