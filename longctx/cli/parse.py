@@ -21,15 +21,18 @@ import yaml
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import presets
 from longctx.config.command_config import DescribeConfig
+from longctx.config.doors import SCHEDULES
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import Key, build, check, closest, keys, shown, unknown
 from longctx.config.presets import Request
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources import check_overrides
 from longctx.runs import run_folder
 
 Options = TypeVar("Options")
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig, "data": DescribeConfig}
+# Each of a pair decides the same, so a file has none of them if the command line has one
+EITHER = ({"max_tokens", "max_steps"}, {"lr_decay_share", "lr_decay_from"})
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
 
 
@@ -103,8 +106,7 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
         filled(TrainConfig, values, {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if given.get("max_tokens") is not None:
-        values["max_steps"] = None
+    values |= dict.fromkeys(replaced(given))
     # A new policy replaces all values of the run's own
     if "memory.policy" in given:
         values["memory"] = {}
@@ -347,15 +349,24 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     without = set(given)
     # passkey=false switches a group off, as a preset replaces it
     without |= {name.partition(".")[0] for name, value in given.items() if value is False}
-    # Each of these ends the run, so they are given together or not at all
-    if {"max_tokens", "max_steps"} & without:
-        without |= {"max_tokens", "max_steps"}
+    # max_steps in place of max_tokens, or another schedule
+    without |= replaced(given)
     full = {full_key(schema, name): value for name, value in result.items()}
     return {
         name: value
         for name, value in full.items()
         if name not in without and name.partition(".")[0] not in without
     }
+
+
+def replaced(given: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a file that those `given` on the command line replace."""
+    set_here = {name for name, value in given.items() if value is not None}
+    names = {name for pair in EITHER if pair & set_here for name in pair}
+    # Another schedule would refuse the keys that only the file's has
+    if schedule := SCHEDULES.get(str(given.get("lr_schedule"))):
+        names |= set(keys_of_schedules()) - schedule.keys.keys()
+    return names
 
 
 def file_values(path: Path) -> dict[str, Any]:

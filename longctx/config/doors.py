@@ -81,9 +81,18 @@ class Objective(NamedTuple):
     collate: Callable[[Any, Any], Any] | None = None
 
 
-# Progress after the warm-up, from 0 to 1, and min_lr → the rate as a share of lr
-RateShape = Callable[[float, float], float]
+class ScheduleTraits(NamedTuple):
+    """Describe a learning-rate schedule.
+
+    share: a step after the warm-up, counted from 0, and the run's steps and keys, a `Schedule` of
+        longctx/planner/schedule.py → the rate as a share of lr.
+    """
+
+    share: Callable[[int, Any], float]
+    # Keys of TrainConfig that it reads, with their defaults; other schedules refuse them
+    keys: Mapping[str, Any] = {}
+
 
 OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")
 OBJECTIVES: Door[Objective] = Door("objective", "longctx.training.objectives")
-SCHEDULES: Door[RateShape] = Door("lr_schedule", "longctx.training.learning_rate")
+SCHEDULES: Door[ScheduleTraits] = Door("lr_schedule", "longctx.training.learning_rate")

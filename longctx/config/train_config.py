@@ -151,10 +151,26 @@ class TrainConfig(Group):
     )
     lr_schedule: str = key(
         "cosine",
-        "the rate after the warm-up: cosine, linear: falls to min_lr · lr | constant",
+        "the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd: stays, and "
+        "falls over the last steps | inverse_sqrt: falls as 1 / √step | constant",
         choices=SCHEDULES,
     )
-    min_lr: float = key(0.1, "rate of the last step, as a share of lr", between=(0.0, 1.0))
+    min_lr_ratio: float | None = key(
+        None,
+        "cosine, linear, wsd: rate of the last step, as a share of lr; null: 0.1",
+        between=(0.0, 1.0),
+    )
+    lr_decay_share: float | None = key(
+        None, "wsd: share of the steps in which the rate falls; null: 0.2", above=0, between=(0, 1)
+    )
+    lr_decay_from: int | None = key(
+        None,
+        "wsd: steps before the rate falls, in place of lr_decay_share",
+        between=(0, 10**9),
+    )
+    lr_decay_shape: str | None = key(
+        None, "wsd: 1-sqrt | linear; null: 1-sqrt", choices=("1-sqrt", "linear")
+    )
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
     )
@@ -270,7 +286,7 @@ class TrainConfig(Group):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other on any machine, with any data."""
-        self._check_schedule()
+        self._check_schedules()
         if self.devices > 1:  # else a launcher may have started more
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
@@ -309,7 +325,29 @@ class TrainConfig(Group):
             ),
         )
 
-    def _check_schedule(self) -> None:
+    def schedule_keys(self) -> dict[str, Any]:
+        """Return the keys that lr_schedule has, with its defaults in place of nulls."""
+        defaults = SCHEDULES[self.lr_schedule].keys
+        given = {name: getattr(self, name) for name in defaults}
+        return {k: defaults[k] if value is None else value for k, value in given.items()}
+
+    def _check_schedules(self) -> None:
+        """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""
+        self._check_lengths()
+        own = SCHEDULES[self.lr_schedule].keys
+        for name in keys_of_schedules():
+            if (value := getattr(self, name)) is not None and name not in own:
+                raise ValueError(
+                    f"{name}={value}: not a key of lr_schedule={self.lr_schedule}; it has: "
+                    f"{', '.join(own) or 'none'}"
+                )
+        if self.lr_decay_share is not None and self.lr_decay_from is not None:
+            raise ValueError(
+                f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from} both "
+                "begin the decay; give one"
+            )
+
+    def _check_lengths(self) -> None:
         """Raise ValueError unless the lengths of seq_len_schedule grow and divide seq_len."""
         setting, before = f"seq_len_schedule={self.seq_len_schedule}", 1
         if self.seq_len_schedule and self.seq_len == "max":
@@ -397,6 +435,11 @@ class TrainConfig(Group):
             ),
         )
         return replace(self, memory=replace(memory, **WHOLE_LAYERS))
+
+
+def keys_of_schedules() -> list[str]:
+    """Return the keys that some schedules have and others refuse."""
+    return list(dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys))
 
 
 def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:

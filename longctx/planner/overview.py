@@ -26,6 +26,7 @@ from longctx.planner.peak_memory import (
     TERMS,
     predict,
 )
+from longctx.planner.schedule import drawn, schedule_of
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.tables import grid
 
@@ -51,6 +52,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         for config in each_policy(request, chip, host, per_machine)
     ]
     print_machine(configs[0][1], chip, host, of_host)
+    print(f"{drawn(schedule_of(next(iter(requests.values())), configs[0][1]))}\n")
     if configs[0][1].devices > 1:
         default = AttentionConfig().backend
         shown = requests.get(default) or next(iter(requests.values()))

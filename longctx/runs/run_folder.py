@@ -36,10 +36,11 @@ KEYS = """
     sample_every sample_prompt batch_size accumulate memory
     strategy strategy.name context.degree context.method context.check
 """
-# resume= may change devices, layout, length, logging and saving. A new length changes the learning
-# rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state; the others
-# change the order of sums at most.
-RESUMABLE = set(KEYS.split()) | {
+SCHEDULE = "lr_schedule min_lr_ratio lr_decay_share lr_decay_from lr_decay_shape"
+# resume= may change devices, layout, length, logging and saving. A new length or schedule changes
+# the learning rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state;
+# the others change the order of sums at most.
+RESUMABLE = {*KEYS.split(), *SCHEDULE.split()} | {
     f"{group}.{item.name}"
     for group, config in GROUPS.items()
     for item in dataclasses.fields(config)
@@ -47,6 +48,7 @@ RESUMABLE = set(KEYS.split()) | {
 # Groups of keys that decide what is computed; data has its fingerprint
 DECISIVE = {"attention", "model", "lora", "rope", "optimizer"}
 NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "runs", "init"}
+NOT_IN_NAMES -= set(SCHEDULE.split())
 # A name has them only if a sweep varies them: they change how the same is computed
 IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 

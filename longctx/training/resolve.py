@@ -26,6 +26,7 @@ from longctx.parallel.devices import check_attention, choose_device
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
+from longctx.planner.schedule import schedule_of
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
@@ -36,8 +37,6 @@ from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_validation
 
 SOME_LENGTH = 4096  # tokens, to open the data of seq_len=max before the length is known
-MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
-FLOPS_ON_CPU = 8e12  # two slow cores compute so many in 4 to 5 minutes
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
@@ -217,47 +216,26 @@ def choose_workload(
 
 def scheduled(config: TrainConfig, workload: Workload) -> Run:
     """Return a run of `workload` with its steps, learning rate and validations, but no folder."""
-    if config.max_tokens is not None:
-        steps = math.ceil(config.max_tokens / workload.tokens_per_step)
-    else:
-        steps = config.max_steps or default_steps(workload)
+    schedule = schedule_of(config, workload)
     sequences = max(1, TOKENS_PER_VALIDATION[workload.device] // workload.seq_len)
     return Run(
         config=config,
         workload=workload,
-        max_steps=steps,
-        lr=default_learning_rate(config, workload.model) if config.lr is None else config.lr,
-        warmup_steps=min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps,
-        val_every=config.val_every or max(20, math.ceil(steps / 5)),
+        max_steps=schedule.max_steps,
+        lr=schedule.lr,
+        warmup_steps=schedule.warmup_steps,
+        val_every=config.val_every or max(20, math.ceil(schedule.max_steps / 5)),
         val_rows=sequences if config.val_rows is None else config.val_rows,
     )
 
 
-def default_steps(workload: Workload) -> int:
-    """Return the default number of steps; on a CPU as many as it does in minutes."""
-    if workload.device == "cuda" or workload.model.vocab_size is None:
-        return MAX_STEPS[workload.device]
-    flops = workload.tokens_per_step * workload.model.flops_per_token(workload.seq_len / 2)
-    return max(3, min(MAX_STEPS["cpu"], int(FLOPS_ON_CPU / flops)))
-
-
-def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
-    """Return the default peak rate.
-
-    From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
-    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673).
-    """
-    if config.lora.rank is not None:
-        return 2e-4
-    return 2e-5 if config.init is not None else 0.5 / model.channels
-
-
 def check_schedule(run: Run) -> None:
-    """Raise ValueError if warm-up takes more than all steps, or seq_len_schedule leaves none for
-    seq_len itself.
+    """Raise ValueError if warm-up takes more than all steps, the rate would fall before it or after
+    the run, or seq_len_schedule leaves no step for seq_len itself.
     """
     if run.config.resume is None:
         check_warmup(run.config.warmup_steps, run.max_steps)
+    run.schedule.check()
     stages = run.config.seq_len_schedule or []
     if sum(steps for _, steps in stages) >= run.max_steps:
         raise ValueError(

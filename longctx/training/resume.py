@@ -18,7 +18,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.model import restore
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import kernel_lock, optimizers
-from longctx.training.run import Run
+from longctx.training.run import Run, run_of
 
 
 def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -> list[TrainConfig]:
@@ -69,6 +69,7 @@ def continued(run: Run) -> Run:
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
             "max_steps="
         )
+    check_rates(run, about["config"], steps_done)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
     lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
@@ -81,6 +82,17 @@ def continued(run: Run) -> Run:
         kernel_lock=lock,
         lock_note=note or "",
     )
+
+
+def check_rates(run: Run, saved: dict[str, Any], steps_done: int) -> None:
+    """Raise ValueError if the rate of `run` falls in its steps done, in which it did not."""
+    folder, stable = run.config.resume, run.schedule.stable_steps()
+    if stable < min(steps_done, run_of(saved, run.workload.device).schedule.stable_steps()):
+        raise ValueError(
+            f"resume={folder}: lr_schedule={run.config.lr_schedule} would have begun to fall after "
+            f"step {stable:,}, but the run has {steps_done:,} at its peak; to begin here, give "
+            f"lr_schedule=wsd lr_decay_from={steps_done}"
+        )
 
 
 def newest_intact(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:

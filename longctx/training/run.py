@@ -9,6 +9,7 @@ from typing import Any
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
+from longctx.planner.schedule import Schedule
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
 
@@ -36,6 +37,14 @@ class Run:
     lock_note: str = ""  # about kernels that changed
     layout_note: str = ""  # about a layout that was chosen here
     data: Data | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the rates of the steps."""
+        config = self.config
+        return Schedule(
+            config.lr_schedule, self.lr, self.max_steps, self.warmup_steps, config.schedule_keys()
+        )
 
     def logs(self, step: int) -> bool:
         """Return True if a row is logged after `step`: first, last, every few, if it validates."""
@@ -70,6 +79,7 @@ class Run:
             "optimizer": asdict(workload.optimizer),
             "name": self.folder.name or self.config.name,
         }
+        decided |= self.config.schedule_keys()
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
             decided["kernel"] = {"lock": "auto"}
         return run_folder.plain(self.config) | run_folder.plain(decided)

@@ -107,7 +107,7 @@ def test_model_auto_follows_the_device_and_keeps_overrides() -> None:
 # The message begins with the word, which has the key and the value
 REFUSED = """
 attention= memory=short seq_len seq_len=abc seq_len=4.5 seq_len=null seq_len=[1 seq_len=0
-seq_len=-4096 seq_len=99999999999999999999 seq_len=1,2 seed=range(1,4) =3 ~model min_lr=null
+seq_len=-4096 seq_len=99999999999999999999 seq_len=1,2 seed=range(1,4) =3 ~model min_lr_ratio=2
 lr=nan lr=high betas=3 wandb.mode=sometimes device=tpu compile=perhaps clip=0 batch_size=0
 workers=-1 name= model.heads=3 model.window_layers=[0] model.nope_layers=[4] rope=yarn
 data.val_fraction=2 data.errors=replace data.mix=3 data.text_column=body rope.factor=2

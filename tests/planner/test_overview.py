@@ -19,8 +19,11 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     shown = "naive sdpa flash fast balanced long weights grads kept loss MFU"
     for word in shown.split():
         assert word in out
-    assert main(["plan", "attention=flash", "memory=long", *words]) == 0
-    assert "naive" not in capsys.readouterr().out
+    wsd = ["lr_schedule=wsd", "max_steps=1000", "warmup_steps=50", "lr=0.5"]
+    assert main(["plan", "attention=flash", "memory=long", *wsd, *words]) == 0
+    out = capsys.readouterr().out
+    assert "naive" not in out
+    assert "1,000 steps\nlearning rate 0.5 at step 50, falls after step 800, 0.05 at" in out
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])

@@ -181,7 +181,7 @@ def test_the_best_checkpoint_stays_over_a_resume(
 
 
 def test_patience_ends_a_run(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = trained(lr=1e-30, min_lr=0, max_steps=30, patience=3, **EVERY)
+    folder = trained(lr=1e-30, min_lr_ratio=0, max_steps=30, patience=3, **EVERY)
     printed = capsys.readouterr().out
     assert "ended after step 4: 3 validations without a lower loss" in printed
     assert printed.rstrip().endswith(f"longctx train resume={folder} patience=null")

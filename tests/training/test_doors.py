@@ -49,7 +49,8 @@ def own() -> Iterator[dict[str, object]]:
     """The keys that choose this file's own parts, known for one test."""
     plain = OBJECTIVES["cross_entropy"]
     objectives.register("tripled", plain._replace(loss=tripled, metrics=lambda x: {"val_loss": x}))
-    learning_rate.register("halved", lambda progress, min_lr: 0.5)
+    halved = learning_rate.ScheduleTraits(lambda step, schedule: 0.5)
+    learning_rate.register("halved", halved)
     optimizers.register("momentum", OptimizerTraits(momentum, matrix_bytes=4, other_bytes=4))
     callbacks.register("counts", Counts)
     yield {"objective": "tripled", "lr_schedule": "halved", "optimizer__name": "momentum"}
@@ -78,7 +79,7 @@ def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trai
 
 def test_a_name_is_registered_once(own: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
-        learning_rate.register("cosine", learning_rate.cosine)
+        learning_rate.register("cosine", SCHEDULES["cosine"])
 
 
 @pytest.mark.parametrize("key", ["objective", "lr_schedule", "optimizer.name"])

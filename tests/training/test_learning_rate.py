@@ -1,10 +1,18 @@
 """The learning rate of every step: warm-up, schedule, floor."""
 
-import pytest
+import math
+from pathlib import Path
 
+import pytest
+from torch import nn, optim
+from transformers import get_inverse_sqrt_schedule, get_wsd_schedule
+
+import train
+from longctx.config.fields import check
 from longctx.config.train_config import TrainConfig
+from longctx.planner.schedule import drawn
 from longctx.training.learning_rate import learning_rate
-from tests.training.sample_run import sample_run
+from tests.training.sample_run import Overrides, check_equal_weights, losses, sample_run, steps
 
 
 def config(**changes: object):
@@ -12,7 +20,7 @@ def config(**changes: object):
 
 
 def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
-    run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr=0.2)
+    run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr_ratio=0.2)
     rates = [learning_rate(step, run) for step in range(101)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
     assert max(rates) == pytest.approx(0.5)
@@ -24,13 +32,117 @@ def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
 
 @pytest.mark.parametrize(("name", "half", "last"), [("linear", 0.6, 0.2), ("constant", 1, 1)])
 def test_schedules_begin_at_the_peak(name: str, half: float, last: float) -> None:
-    run = config(max_steps=101, warmup_steps=0, lr=0.5, min_lr=0.2, lr_schedule=name)
+    run = config(max_steps=101, warmup_steps=0, lr=0.5, min_lr_ratio=0.2, lr_schedule=name)
     rates = [learning_rate(step, run) / run.lr for step in (0, 50, 100)]
     assert rates == pytest.approx([1, half, last])
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_the_shortest_runs_have_a_rate(steps: int) -> None:
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_shortest_runs_have_a_rate(count: int, name: str) -> None:
     for warmup in (0, 1, 5):
-        run = config(max_steps=steps, warmup_steps=warmup)
-        assert all(0 < learning_rate(step, run) <= run.lr for step in range(steps))
+        run = config(max_steps=count, warmup_steps=warmup, lr_schedule=name)
+        assert all(0 < learning_rate(step, run) <= run.lr for step in range(count))
+
+
+@pytest.mark.parametrize("decay", [{"lr_decay_share": 0.3}, {"lr_decay_from": 70}])
+@pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
+def test_wsd_stays_at_the_peak_then_falls(decay: dict[str, float], shape: str) -> None:
+    keys = {"lr_schedule": "wsd", "lr_decay_shape": shape, "min_lr_ratio": 0.2} | decay
+    run = config(max_steps=100, warmup_steps=10, lr=0.5, **keys)
+    rates = [learning_rate(step, run) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
+    assert rates[10:70] == [0.5] * 60
+    power = 1 if shape == "linear" else 0.5
+    expected = [0.5 * (0.2 + 0.8 * (1 - (n / 30) ** power)) for n in range(1, 31)]
+    assert rates[70:] == pytest.approx(expected)
+
+
+def test_defaults_of_wsd_are_in_the_config_of_a_run() -> None:
+    run = config(max_steps=50, warmup_steps=0, lr=1.0, lr_schedule="wsd")
+    rates = [learning_rate(step, run) for step in range(50)]
+    assert rates[:40] == [1.0] * 40
+    assert rates[44] == pytest.approx(1 - 0.9 * math.sqrt(5 / 10))
+    assert rates[-1] == pytest.approx(0.1)
+    saved = run.settings()
+    assert (saved["min_lr_ratio"], saved["lr_decay_shape"]) == (0.1, "1-sqrt")
+
+
+def test_transformers_has_the_same_rates() -> None:
+    # Their steps are counted from the one before ours
+    optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    stable = get_wsd_schedule(optimizer, 7, 20, 40, decay_type="linear").lr_lambdas[0]
+    run = config(
+        lr=0.5,
+        max_steps=40,
+        warmup_steps=7,
+        lr_schedule="wsd",
+        lr_decay_shape="linear",
+        lr_decay_share=0.5,
+        min_lr_ratio=0.0,
+    )
+    assert [learning_rate(n, run) / 0.5 for n in range(40)] == pytest.approx(
+        [stable(n + 1) for n in range(40)]
+    )
+    falling = get_inverse_sqrt_schedule(optimizer, 7).lr_lambdas[0]
+    run = config(lr=0.5, max_steps=40, warmup_steps=7, lr_schedule="inverse_sqrt")
+    assert [learning_rate(n, run) / 0.5 for n in range(40)] == pytest.approx(
+        [falling(n + 1) for n in range(40)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lr_schedule": "constant", "min_lr_ratio": 0.2}, "min_lr_ratio=0.2: not a key of"),
+        ({"lr_decay_from": 3}, "lr_decay_from=3: not a key of lr_schedule=cosine"),
+        (
+            {"lr_schedule": "wsd", "lr_decay_from": 3, "lr_decay_share": 0.5},
+            "lr_decay_share=0.5 and lr_decay_from=3",
+        ),
+        ({"lr_schedule": "wsd", "lr_decay_share": 0.0}, "lr_decay_share=0.0: a number above 0"),
+        ({"lr_schedule": "wsd", "lr_decay_shape": "steep"}, "lr_decay_shape=steep: one of"),
+    ],
+)
+def test_keys_of_other_schedules_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(TrainConfig(**keys))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", [4, 20])
+def test_a_decay_within_the_run_and_after_its_warm_up(start: int) -> None:
+    keys = {"lr_schedule": "wsd", "max_steps": 20, "warmup_steps": 5}
+    with pytest.raises(ValueError, match=f"lr_decay_from={start}: the rate is at its peak from"):
+        config(lr_decay_from=start, **keys).schedule.check()
+    config(lr_decay_from=5, **keys).schedule.check()
+
+
+def test_a_drawing_shows_peak_decay_and_end() -> None:
+    keys = {"max_steps": 400, "warmup_steps": 40, "lr": 0.25}
+    bars, figures = drawn(config(lr_schedule="wsd", **keys).schedule).splitlines()
+    bars = bars.split()[1]
+    assert len(bars) == 40 and bars.count("█") >= 28
+    assert "".join(sorted(bars[:5])) == bars[:5] and bars[-1] == "▁"
+    for figure in ("rate 0.25 at step 40", "falls after step 320", "0.025 at the end"):
+        assert figure in figures
+    assert "falls" not in drawn(config(lr_schedule="constant", **keys).schedule)
+
+
+def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
+    decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]
+    whole = ["name=whole", *decay, "min_lr_ratio=0"]
+    given = [word for word in overrides(**keys) if not word.startswith("max_steps")]
+    assert train.main([*given, *whole]) == 0
+    assert train.main([*given, "name=cut", "max_steps=6", "lr_schedule=constant"]) == 0
+    resume = [f"resume={runs / 'cut'}", "lr_schedule=wsd", "min_lr_ratio=0"]
+    capsys.readouterr()
+    assert train.main([*resume, "max_steps=7", "lr_decay_share=0.5"]) == 2
+    assert "give lr_schedule=wsd lr_decay_from=6" in capsys.readouterr().err
+    assert train.main([*resume, *decay[1:]]) == 0
+    assert losses(runs / "cut") == losses(runs / "whole")
+    check_equal_weights(runs / "cut", runs / "whole")
+    rates = [row["lr"] for row in steps(runs / "cut")]
+    assert rates == pytest.approx([0.005, *[0.01] * 5, 0.0075, 0.005, 0.0025, 0])

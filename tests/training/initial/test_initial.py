@@ -22,9 +22,10 @@ from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
 from longctx.evaluation.load import load_model
+from longctx.planner.schedule import default_learning_rate
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
-from longctx.training.resolve import default_learning_rate, scheduled
+from longctx.training.resolve import scheduled
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
 
 TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
