@@ -116,10 +116,14 @@ def with_peft(model: Any, lora: LoraConfig) -> nn.Module:
     import peft
 
     layers = [name for target in lora.targets for name in LORA_LAYERS[target]]
-    rank = lora.rank or 0
-    alpha: Any = lora.scaling * rank  # peft takes fractions, and says it takes whole numbers
+    alpha: Any = lora.alpha  # peft takes fractions, and says it takes whole numbers
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0, task_type="CAUSAL_LM"
+        r=lora.rank or 0,
+        lora_alpha=alpha,
+        use_rslora=lora.rslora,
+        target_modules=layers,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
     adapted: nn.Module = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -395,9 +396,24 @@ class LoraConfig:
     scaling: float = key(
         2.0, "factor of the additions: what others call alpha / rank", needs="rank"
     )
+    rslora: bool = key(
+        False,
+        "divide alpha, which is scaling · rank, by √rank in place of rank",
+        needs="rank",
+    )
     targets: list[str] = key(
         list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
     )
+
+    @property
+    def alpha(self) -> float:
+        """Return what peft calls lora_alpha."""
+        return self.scaling * (self.rank or 1)
+
+    @property
+    def factor(self) -> float:
+        """Return the factor of the additions."""
+        return self.alpha / math.sqrt(self.rank or 1) if self.rslora else self.scaling
 
     def parameters(self, model: GPTConfig) -> int:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""

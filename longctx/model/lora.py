@@ -1,10 +1,11 @@
 """LoRA (Hu et al., arXiv 2106.09685): frozen weights W, and beside each a low-rank product that is
 trained.
 
-    y = W x + (alpha / rank) · B (A x),  A (rank, in) random,  B (out, rank) zero at first
+    y = W x + s · B (A x),  s = alpha / rank,  A (rank, in) random,  B (out, rank) zero at first
 
+With rslora s = alpha / √rank (arXiv 2312.03732), so that a high rank does not slow its additions.
 q, k and v are one matrix here, and so are gate and up: their adapters share A. That equals adapters
-of their own with equal A, which is how they are written for peft. Merged, W + (alpha / rank) · B A,
+of their own with equal A, which is how they are written for peft. Merged, W + s · B A,
 the model is a plain GPT again.
 """
 
@@ -36,12 +37,12 @@ from longctx.runs.checkpoints import not_finite
 class LoraLinear(nn.Linear):
     """A linear layer with frozen weights and a trained product of two thin fp32 matrices."""
 
-    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, frozen: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
         self.product = getattr(frozen, "product", linear)  # transformers' layers have none
-        self.scale = alpha / rank
+        self.scale = scale
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
             torch.empty(rank, self.in_features, dtype=torch.float32, device=device)
@@ -82,7 +83,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     for block, path, target in list(model.linears()):
         if target in config.targets:
             frozen: Any = block.get_submodule(path)
-            added = LoraLinear(frozen, config.rank, config.scaling * config.rank)
+            added = LoraLinear(frozen, config.rank, config.factor)
             block.set_submodule(path, added)
     return model
 
@@ -135,7 +136,7 @@ def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, 
             layer = name.removesuffix(".lora_b")
             factors = weights[f"{layer}.lora_a"], weights[name]
             weight = plain[f"{layer}.weight"]
-            plain[f"{layer}.weight"] = MergedRows(weight, *factors, config.scaling)
+            plain[f"{layer}.weight"] = MergedRows(weight, *factors, config.factor)
     return plain
 
 
@@ -173,14 +174,14 @@ def export_adapter(
             tensors[f"{place}.lora_B.weight"] = lora_b.clone()
 
     warn_of_not_finite(not_finite(tensors))
-    # peft scales by lora_alpha / r, so alpha is our scaling times the rank
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "revision": revision,
         "r": config.rank,
-        "lora_alpha": config.scaling * (config.rank or 1),
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rslora,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -2,6 +2,7 @@
 reads the adapter.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], m
         torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_merged_it_is_a_plain_model_that_computes_the_same() -> None:
-    model = with_lora(LoraConfig(rank=4))
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_it_is_a_plain_model_that_computes_the_same(rslora: bool) -> None:
+    model = with_lora(LoraConfig(rank=4, rslora=rslora))
     expected = model(TOKENS)
     merged = lora.merge(model)
     torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-5)
@@ -108,7 +110,8 @@ def test_flops_with_frozen_weights() -> None:
     assert model.flops_per_token(0.0, added) == 4 * model.matmul_parameters() + 6 * added
 
 
-def test_peft_reads_the_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_the_adapter(rslora: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 48,
@@ -119,7 +122,7 @@ def test_peft_reads_the_adapter(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=61, intermediate_size=80, **sizes)
     ).save_pretrained(tmp_path / "base")
-    config = LoraConfig(rank=3)
+    config = LoraConfig(rank=3, rslora=rslora)
     model = lora.add(pretrained(tmp_path / "base"), config)
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
@@ -129,3 +132,5 @@ def test_peft_reads_the_adapter(tmp_path: Path) -> None:
     opened = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     expected = model(TOKENS)
     assert (opened(TOKENS).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    scales = {x.scaling["default"] for x in opened.modules() if hasattr(x, "lora_A")}
+    assert scales == {2 * math.sqrt(3) if rslora else 2.0}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -168,9 +169,12 @@ def test_noise_of_routers_is_off() -> None:
         assert build(config).whole.config.router_jitter_noise == 0
 
 
-def test_lora_trains_and_merges(tmp_path: Path) -> None:
-    reference("cohere2").save_pretrained(tmp_path)
-    model = lora.add(opened(tmp_path), LoraConfig(rank=3))
+@pytest.mark.parametrize("rslora", [False, True])
+def test_lora_trains_merges_and_opens_in_peft(rslora: bool, tmp_path: Path) -> None:
+    theirs = reference("cohere2")
+    theirs.save_pretrained(tmp_path)
+    config = LoraConfig(rank=3, rslora=rslora)
+    model = lora.add(opened(tmp_path), config)
     _, tokens, targets, mask = documents(LENGTHS)
     model(tokens, targets, mask).backward()
     trained = [name for name, x in model.named_parameters() if x.grad is not None]
@@ -180,8 +184,11 @@ def test_lora_trains_and_merges(tmp_path: Path) -> None:
     with torch.no_grad():
         for layer in lora.layers(model):
             layer.lora_b.normal_()
-        before = model(tokens, mask=mask)
+        before, alone = model(tokens, mask=mask), model(tokens)
+        lora.export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
         torch.testing.assert_close(lora.merge(model)(tokens, mask=mask), before)
+        adapted = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+        torch.testing.assert_close(adapted(tokens).logits, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["apertus", "gemma4_text", "deepseek_v3"])

@@ -67,10 +67,15 @@ def test_stretched_run_opens_stretched_in_transformers(
     assert "rope=yarn: the weights' 96 tokens hold seq_len=64 already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rslora", ["false", "true"])
 def test_lora_from_start_to_export(
-    tuned: Trained, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rslora: str,
+    tuned: Trained,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lr": 0.05}
+    keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lora__rslora": rslora, "lr": 0.05}
     keys |= {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
     run, out, adapter = tuned(**keys), tmp_path / "out", tmp_path / "adapter"
     assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
@@ -95,6 +100,7 @@ def test_lora_from_start_to_export(
     assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     described = json.loads((adapter / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"]) == (4, 8.0)
+    assert described["use_rslora"] == (rslora == "true")
     assert described["base_model_name_or_path"] == str(folder)
     assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
     settings = AutoConfig.from_pretrained(adapter)
