@@ -31,7 +31,7 @@ OURS, THEIRS, REFUSED, NOT_TRIED = "longctx", "transformers", "refused: ", "not 
 UNBUILT = "transformers cannot build it: "
 ALONE = "transformers, with `data.packing=false`"
 LENGTHS = (17, 5, 30)  # tokens of documents in one sequence
-LOSS, GRADIENT = 1e-5, 4e-5  # relative differences that are allowed
+LOSS, GRADIENT = 1e-5, 2e-4  # relative differences that rounding makes on one CPU or another
 LARGEST = 30_000_000  # weights of a small model
 
 

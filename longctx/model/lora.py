@@ -165,6 +165,7 @@ def export_adapter(
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             name = piece.theirs.removesuffix(".weight")
+            # A wrapper's language model lies one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
             place = f"base_model.model.{name}"
