@@ -246,6 +246,25 @@ class Template:
                 refuse((not _numbers(messages, "assistant"), problem))
                 yield self._write(name, messages, row.get("tools"))
 
+    def answered(
+        self, name: str, prompt: Sequence[Message], completion: Sequence[Message], tools: Any = None
+    ) -> Document:
+        """Write a conversation in two parts, and learn the completion alone.
+
+        It begins at the end of what its prompt, as the model is given it, and the whole share. Of
+        several messages in it the assistant's are learned. Raises ValueError, one line.
+        """
+        messages = self._checked({"messages": [*prompt, *completion], "tools": tools})
+        question = self.render(messages[: len(prompt)], tools, prompt=True).text
+        if self.tracker.has_marks:
+            text, spans, _ = self.render(messages, tools)
+        else:
+            text, spans = self._after(question, messages, len(prompt), tools)
+        start = len(_shared(question, text))
+        spans = [(max(first, start), end) for first, end in spans if end > start]
+        refuse((not spans, "the completion has no text of the assistant's"))
+        return Document(name, text, spans)
+
     def prompt(self, place: str, row: Mapping[str, Any]) -> str:
         """Write row["messages"] up to the beginning of the assistant's next message."""
         with untrusted.named(place):
@@ -285,22 +304,25 @@ class Template:
         ):
             text, spans = whole.text, self._spans(whole, answers)
         else:
-            text, spans = self._last_turn(messages[: answers[-1] + 1], tools)
+            messages = messages[: answers[-1] + 1]
+            asked = _asked(messages)
+            question = self.render(messages[:asked], tools, prompt=True).text
+            text, spans = self._after(question, messages, asked, tools)
             shortened = self.learned == "auto" and len(spans) < len(answers)
         spans = [(first, end) for first, end in spans if first < end]
         refuse((not spans, "the chat template writes nothing of the assistant's; leave it out"))
         return Document(name, text, spans, shortened)
 
-    def _last_turn(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
-        """Write the prompt of the last turn as the model will be given it, then the text of the
+    def _after(
+        self, prompt: str, messages: Sequence[Message], asked: int, tools: Any
+    ) -> tuple[str, list[Span]]:
+        """Write the prompt of `asked` messages as the model will be given it, then the text of the
         messages after it, whose answers are learned.
 
         The prompt may differ from the same part of the whole: Mistral Nemo writes the system
         message in prompts alone.
         """
-        asked = _asked(messages)
         whole = self.render(messages, tools)
-        prompt = self.render(messages[:asked], tools, prompt=True).text
         # The messages after the prompt keep their spans, moved by what the prompt has more or less.
         before = prompt.removesuffix(self._openings[0])
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
@@ -358,8 +380,12 @@ class Template:
                 "put {% generation %} and {% endgeneration %} around it"
             )
         opening = prompt[first:]
-        shared = os.path.commonprefix([opening, both.text[first:end]])  # noqa: RUF071 (characters)
-        return opening, shared
+        return opening, _shared(opening, both.text[first:end])
+
+
+def _shared(first: str, second: str) -> str:
+    """Return the characters with which both texts begin."""
+    return os.path.commonprefix([first, second])  # noqa: RUF071
 
 
 def _numbers(messages: Sequence[Message], role: str) -> list[int]:

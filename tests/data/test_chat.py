@@ -151,6 +151,31 @@ def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
     assert ours.shortened
 
 
+@pytest.mark.parametrize("name", [*MODELS, "INST"])
+def test_a_completion_is_learned_after_its_prompt(folder: Path, name: str) -> None:
+    write(folder, getattr(chat_templates, name))
+    template = Template(folder, today=datetime.now())
+    theirs = AutoTokenizer.from_pretrained(folder)
+    prompt = [SYSTEM, *PLAIN[:3]] if name in ("CHATML", "NEMO") else PLAIN[:3]
+    for answer in (says("a2"), says("another one")):
+        pair = template.answered("name", prompt, [answer])
+        question = theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ((first, end),) = pair.spans
+        assert pair.text[:first] == question
+        assert end == len(pair.text)
+        assert answer["content"] in pair.text[first:]
+
+
+def test_of_a_completion_the_tools_are_not_learned(folder: Path) -> None:
+    write(folder, chat_templates.QWEN3)
+    pair = Template(folder).answered("name", CALLING[:3], CALLING[3:], TOOLS)
+    call, answer = parts(pair)
+    assert call.startswith("<tool_call>")
+    assert answer == "<think>\nt2\n</think>\n\na2<|im_end|>\n"
+    with pytest.raises(ValueError, match="completion"):
+        Template(folder).answered("name", PLAIN, [asks("q3")])
+
+
 def test_turns_key_decides_which_are_learned(folder: Path) -> None:
     every = written(folder, chat_templates.QWEN3, THINKING, learned="all")
     assert [part.split("<|im_end|>")[0] for part in parts(every)[:2]] == ALL
