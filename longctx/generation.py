@@ -173,8 +173,8 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> 
         if template is None or isinstance(prompt, str):
             prompts.append(Prompt(tokenizer.encode_prompt(prompt), prompt))
         else:
-            ids, _ = tokenizer.encode_conversation(template.prompt(place, prompt), [])
-            prompts.append(Prompt(ids.tolist(), prompt["messages"]))
+            ids = tokenizer.encode_question(template.prompt(place, prompt))
+            prompts.append(Prompt(ids, prompt["messages"]))
     return prompts
 
 

@@ -32,7 +32,7 @@ from longctx import untrusted
 from longctx.config.fields import refuse
 from longctx.data.sources import Document, Span
 
-_VERSION = 2  # raised when the same conversation would become other text or spans
+_VERSION = 3  # raised when the same conversation would become other text or spans
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
@@ -65,6 +65,7 @@ class _Tracker(Extension):
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self.has_marks = False
+        self.loops = 0  # that report
         self.begin([])
 
     def begin(self, messages: Sequence[Any]) -> None:
@@ -74,7 +75,7 @@ class _Tracker(Extension):
         self.marked: list[Span] = []
         self.begun: dict[int, int] = {}  # number of a message → position of its text
         self.ended = 0  # position of the end of the last loop over messages
-        self.inside = False  # the loop that runs is over messages
+        self.loop = 0  # the number of that loop
 
     def turns(self) -> dict[int, Span]:
         """Return the span of each message. The last one takes the text after the loop, such as a
@@ -113,28 +114,29 @@ class _Tracker(Extension):
             for child in field:
                 reported.append(child)
                 if isinstance(child, nodes.For) and isinstance(child.target, nodes.Name):
-                    variable = nodes.Name(child.target.name, "load")
-                    child.body.insert(0, self._statement("reach", variable, line=child.lineno))
-                    reported.append(self._statement("leave", line=child.lineno))
+                    message = nodes.Name(child.target.name, "load")
+                    self.loops += 1
+                    loop = nodes.Const(self.loops)
+                    child.body.insert(0, self._statement("reach", loop, message, line=child.lineno))
+                    reported.append(self._statement("leave", loop, line=child.lineno))
                 elif isinstance(child, nodes.Node):
                     self.report_turns(child)
             setattr(tree, name, reported)
 
-    def reach(self, message: Any) -> None:
+    def reach(self, loop: int, message: Any) -> None:
         """Note that the text of `message` begins, if it is one of the messages.
 
         Of several loops over it the last counts, since the first ones check or search.
         """
         number = self.numbers.get(id(message))
-        self.inside = number is not None
         if number is not None:
             self.begun[number] = self.written
+            self.loop = loop
 
-    def leave(self) -> None:
-        """Note that a loop has ended; one over something else does not count."""
-        if self.inside:
+    def leave(self, loop: int) -> None:
+        """Note that a loop over messages has ended. A macro in it may have loops of its own."""
+        if loop == self.loop:
             self.ended = self.written
-            self.inside = False
 
     def _statement(self, method: str, *arguments: nodes.Expr, line: int) -> nodes.Node:
         statement = nodes.ExprStmt(self.call_method(method, list(arguments)))
@@ -260,7 +262,7 @@ class Template:
             text, spans, _ = self.render(messages, tools)
         else:
             text, spans = self._after(question, messages, len(prompt), tools)
-        start = len(_shared(question, text))
+        start = _before_spaces(text, len(_shared(question, text)))
         spans = [(max(first, start), end) for first, end in spans if end > start]
         refuse((not spans, "the completion has no text of the assistant's"))
         return Document(name, text, spans)
@@ -354,7 +356,9 @@ class Template:
         return True
 
     def _spans(self, rendered: Rendered, answers: Iterable[int]) -> list[Span]:
-        """Return the spans of `answers` without the text that opens them."""
+        """Return the spans of `answers` without the text that opens them, but with its last spaces:
+        the token of a first word holds such a space, so the model writes it.
+        """
         spans = []
         openings = (*self._openings, "")
         for number in answers:
@@ -362,30 +366,40 @@ class Template:
                 first, end = rendered.turns[number]
                 text = rendered.text[first:end]
                 opening = next(prefix for prefix in openings if text.startswith(prefix))
-                spans.append((first + len(opening), end))
+                spans.append((_before_spaces(rendered.text, first + len(opening)), end))
         return spans
 
     @cached_property
-    def _openings(self) -> tuple[str, str]:
-        """Return the text between a question and the model's text: in a prompt, and before an
-        answer. The prompt may have more of it, such as the mark at which thinking begins.
+    def _openings(self) -> list[str]:
+        """Return the text between a question and the model's text: in a prompt, and before answers
+        without and with thinking. The prompt may have more of it, such as the mark at which
+        thinking begins, or the empty thinking of Qwen 3.5.
         """
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         prompt = self.render([question], prompt=True).text
-        both = self.render([question, answer])
-        first, end = both.turns.get(1, (0, 0))
-        if first == end or not prompt.startswith(both.text[:first]):
-            raise ValueError(
-                f"the chat template of {self.folder} does not show which text is the assistant's; "
-                "put {% generation %} and {% endgeneration %} around it"
-            )
-        opening = prompt[first:]
-        return opening, _shared(opening, both.text[first:end])
+        openings = []
+        for message in (answer, {**answer, "thinking": "0"}):
+            both = self.render([question, message])
+            first, end = both.turns.get(1, (0, 0))
+            if first == end or not prompt.startswith(both.text[:first]):
+                raise ValueError(
+                    f"the chat template of {self.folder} does not show which text is the "
+                    "assistant's; put {% generation %} and {% endgeneration %} around it"
+                )
+            openings += [prompt[first:], _shared(prompt[first:], both.text[first:end])]
+        return sorted(openings, key=len, reverse=True)
 
 
 def _shared(first: str, second: str) -> str:
     """Return the characters with which both texts begin."""
     return os.path.commonprefix([first, second])  # noqa: RUF071
+
+
+def _before_spaces(text: str, end: int) -> int:
+    """Return the position before the spaces that end at `end`."""
+    while text[end - 1 : end] == " ":
+        end -= 1
+    return end
 
 
 def _numbers(messages: Sequence[Message], role: str) -> list[int]:

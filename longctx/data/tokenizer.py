@@ -100,6 +100,25 @@ class Tokenizer:
         `spans` are ascending and apart. Special tokens in the text count as such, and none is put
         before or after it.
         """
+        ids, begins, ends = self._encode_rendered(text)
+        firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
+        # Of the spans that begin before a token ends, some end before it begins; the rest overlap.
+        overlapping = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
+        return ids, overlapping > 0
+
+    def encode_question(self, text: str) -> list[int]:
+        """Return the token ids of a rendered conversation that an answer is to follow.
+
+        They are those in front of an answer in training: of white space at the end, the first word
+        of an answer may take a part into its token, and GPT-2's splits the rest differently.
+        """
+        probe = "a" if text[-1:].isspace() else ""
+        ids, _, ends = self._encode_rendered(text + probe)
+        question: list[int] = ids[ends <= len(text)].tolist()
+        return question
+
+    def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of a rendered conversation, and first and last + 1 character of each."""
         self._tokenizer.encode_special_tokens = False
         try:
             with untrusted.named(*_FAILED):
@@ -108,10 +127,7 @@ class Tokenizer:
             self._tokenizer.encode_special_tokens = True
         begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
         ends = np.maximum(ends, begins + 1)  # a token without text counts as its next character
-        firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
-        # Of the spans that begin before a token ends, some end before it begins; the rest overlap.
-        overlapping = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
-        return np.asarray(encoding.ids, np.int32), overlapping > 0
+        return np.asarray(encoding.ids, np.int32), begins, ends
 
     @property
     def shortest(self) -> int:

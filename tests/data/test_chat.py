@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from longctx.data import DataConfig, Document, Tokenizer, load
 from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
+from longctx.data.tokenizer import train
 from longctx.training.run_log import learned_turns
 from tests.data import chat_templates
 from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
@@ -106,7 +107,7 @@ def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
             TOOLS,
             ["a1<|eot|>", '{"name": "f", "parameters": {"x": 1}}<|eot|>', "a2<|eot|>"],
         ),
-        ("SPACE", PLAIN, None, ["a1\n", "a2\n"]),
+        ("SPACE", PLAIN, None, [" a1\n", " a2\n"]),
         ("NEMO", PLAIN, None, ["a1<|im_end|>", "a2<|im_end|>"]),
         # Earlier turns are written differently than they were asked for
         ("NEMO", [SYSTEM, *PLAIN], None, ["a2<|im_end|>"]),
@@ -161,7 +162,7 @@ def test_a_completion_is_learned_after_its_prompt(folder: Path, name: str) -> No
         pair = template.answered("name", prompt, [answer])
         question = theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         ((first, end),) = pair.spans
-        assert pair.text[:first] == question
+        assert pair.text[:first] == question.rstrip(" ")
         assert end == len(pair.text)
         assert answer["content"] in pair.text[first:]
 
@@ -221,11 +222,24 @@ def test_generation_marks_are_those_of_transformers(folder: Path, template: str)
     assert 0 < learned.sum() < len(ids)
 
 
-def test_the_word_after_a_prompts_space_is_learned(folder: Path) -> None:
-    conversation = written(folder, chat_templates.SPACE, [asks("who"), says("a rose")])
+@pytest.mark.parametrize("ending", [" ", "\n", "\n\n", "\n \n  ", "</s>"])
+@pytest.mark.parametrize("answer", ["a rose", "rose", "42 roses", "(see)", "\u6c34", "I", "\u00e9t\u00e9"])
+def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer: str) -> None:
+    """The first token of an answer may take white space of the prompt."""
+    template = chat_templates.SPACE.replace("Answer: ", f"Answer:{ending}")
+    template = template.replace("}}: {{", "}}:{{ '" + ending.replace("\n", "\\n") + "' }}{{")
+    (folder / "tokenizer.json").unlink()
+    train(["a rose is a rose (see) user assistant 42"] * 2, 300).save(folder / "tokenizer.json")
+    messages = [asks("who"), says(answer)]
+    conversation = written(folder, template, messages)
     tokenizer = Tokenizer.load(folder)
     ids, learned = tokenizer.encode_conversation(conversation.text, conversation.spans)
-    assert tokenizer.decode(ids[learned]) == " a rose\n"
+    prompt = Template(folder).prompt("here", {"messages": messages[:1]})
+    question = tokenizer.encode_question(prompt)
+    assert ids[: len(question)].tolist() == question
+    assert not learned[: len(question)].any()
+    assert learned[len(question) :].all()
+    assert answer in tokenizer.decode(ids[learned])
 
 
 @pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3"])
