@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
 from longctx.config.fields import refuse
+from longctx.data.messages import Message, as_templates_expect, is_learned, read
 from longctx.data.sources import Document, Span
 
 _VERSION = 3  # raised when the same conversation would become other text or spans
@@ -37,18 +38,17 @@ _VERSION = 3  # raised when the same conversation would become other text or spa
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
 
-Message = dict[str, Any]
-
 
 class Rendered(NamedTuple):
     """A conversation as text, and the text of each message by its number.
 
-    marked: spans in generation marks. turns: the span of every message that the template loops
-    over, in the order of the text; empty if the template only looks at the message.
+    marked: the spans in generation marks, with the message of each. turns: the span of every
+    message that the template loops over, in the order of the text; empty if the template only looks
+    at the message.
     """
 
     text: str
-    marked: list[Span]
+    marked: list[tuple[int, Span]]
     turns: dict[int, Span]
 
     def turn(self, number: int) -> str:
@@ -72,7 +72,8 @@ class _Tracker(Extension):
         """Forget the rendering before, and follow one of `messages`."""
         self.numbers = {id(message): number for number, message in enumerate(messages)}
         self.written = 0
-        self.marked: list[Span] = []
+        self.marked: list[tuple[int, Span]] = []
+        self.number = -1  # of the message that is written
         self.begun: dict[int, int] = {}  # number of a message → position of its text
         self.ended = 0  # position of the end of the last loop over messages
         self.loop = 0  # the number of that loop
@@ -98,7 +99,7 @@ class _Tracker(Extension):
     def mark(self, caller: Any) -> str:
         """Take the text between two generation marks."""
         text = str(caller())
-        self.marked.append((self.written, self.written + len(text)))
+        self.marked.append((self.number, (self.written, self.written + len(text))))
         return text
 
     def report_turns(self, tree: nodes.Node) -> None:
@@ -131,7 +132,7 @@ class _Tracker(Extension):
         number = self.numbers.get(id(message))
         if number is not None:
             self.begun[number] = self.written
-            self.loop = loop
+            self.loop, self.number = loop, number
 
     def leave(self, loop: int) -> None:
         """Note that a loop over messages has ended. A macro in it may have loops of its own."""
@@ -141,20 +142,6 @@ class _Tracker(Extension):
     def _statement(self, method: str, *arguments: nodes.Expr, line: int) -> nodes.Node:
         statement = nodes.ExprStmt(self.call_method(method, list(arguments)))
         return statement.set_lineno(line).set_environment(self.environment)
-
-
-def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a message as transformers passes it on.
-
-    Keys that hold null are left out, since templates would write "None". Thinking is there under
-    both names that templates read. A copy, since reports know a message by its identity.
-    """
-    present = {key: value for key, value in message.items() if value is not None}
-    names = ("reasoning_content", "thinking", "reasoning")
-    thinking = next((present[name] for name in names if name in present), None)
-    if thinking is None:
-        return present
-    return {"thinking": thinking, **present, "reasoning_content": thinking}
 
 
 def _to_json(value: Any, **options: Any) -> str:
@@ -215,7 +202,7 @@ class Template:
 
         Raises ValueError, one line, for whatever the template raises.
         """
-        messages = [_as_templates_expect(message) for message in messages]
+        messages = [as_templates_expect(message) for message in messages]
         tracker = self.tracker
         tracker.begin(messages)
         blocks = []
@@ -236,17 +223,17 @@ class Template:
     def conversations(
         self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]
     ) -> Iterator[Document]:
-        """Write row["messages"] of each (name, place, row) as text, with the assistant's spans.
+        """Write the conversation of each (name, place, row) as text, with the assistant's spans.
 
         Raises ValueError, which begins with the place, if a row is no conversation, or if the
         assistant's part cannot be told apart.
         """
         for name, place, row in rows:
             with untrusted.named(place):
-                messages = self._checked(row)
-                problem = "no message of the assistant, so nothing to learn; leave it out"
-                refuse((not _numbers(messages, "assistant"), problem))
-                yield self._write(name, messages, row.get("tools"))
+                messages, tools = self._read(row)
+                problem = "no message of the assistant to learn; leave it out"
+                refuse((not any(map(is_learned, messages)), problem))
+                yield self._write(name, messages, tools)
 
     def answered(
         self, name: str, prompt: Sequence[Message], completion: Sequence[Message], tools: Any = None
@@ -256,10 +243,11 @@ class Template:
         It begins at the end of what its prompt, as the model is given it, and the whole share. Of
         several messages in it the assistant's are learned. Raises ValueError, one line.
         """
-        messages = self._checked({"messages": [*prompt, *completion], "tools": tools})
+        messages, tools = self._read({"messages": [*prompt, *completion], "tools": tools})
         question = self.render(messages[: len(prompt)], tools, prompt=True).text
         if self.tracker.has_marks:
-            text, spans, _ = self.render(messages, tools)
+            whole = self.render(messages, tools)
+            text, spans = whole.text, self._marked(whole, messages)
         else:
             text, spans = self._after(question, messages, len(prompt), tools)
         start = _before_spaces(text, len(_shared(question, text)))
@@ -268,26 +256,17 @@ class Template:
         return Document(name, text, spans)
 
     def prompt(self, place: str, row: Mapping[str, Any]) -> str:
-        """Write row["messages"] up to the beginning of the assistant's next message."""
+        """Write the conversation up to the beginning of the assistant's next message."""
         with untrusted.named(place):
-            return self.render(self._checked(row), row.get("tools"), prompt=True).text
+            return self.render(*self._read(row), prompt=True).text
 
-    def _checked(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the messages of `row`; a template would take most mistakes as they are."""
-        messages = row.get("messages")
-        if not isinstance(messages, list) or not messages:
-            found = json.dumps(messages)[:60]
-            raise ValueError(f"'messages' must be a list of messages, found {found}")
+    def _read(self, row: Mapping[str, Any]) -> tuple[list[Message], Any]:
+        """Return messages and tools of `row`, without special tokens in them."""
+        messages, tools = read(row)
         for number, message in enumerate(messages, start=1):
-            place = f"message {number}"
-            has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
-            refuse((not has_role, f"{place} must be an object with a role"))
-            content = message.get("content")
-            has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
-            refuse((not has_text, f"{place} must have its text in 'content'"))
-            self._refuse_special(place, message)
-        self._refuse_special("tools", row.get("tools"))
-        return messages
+            self._refuse_special(f"message {number}", message)
+        self._refuse_special("tools", tools)
+        return messages, tools
 
     def _refuse_special(self, place: str, content: Any) -> None:
         text = json.dumps(content, ensure_ascii=False, default=str)  # a Hub data set has dates
@@ -297,10 +276,10 @@ class Template:
 
     def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Document:
         whole = self.render(messages, tools)
-        answers = _numbers(messages, "assistant")
+        answers = _learned(messages)
         shortened = False
         if self.tracker.has_marks:
-            text, spans = whole.text, whole.marked
+            text, spans = whole.text, self._marked(whole, messages)
         elif self.learned == "all" or (
             self.learned == "auto" and self._keeps_turns(messages, tools, whole)
         ):
@@ -330,7 +309,7 @@ class Template:
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
         start = min(later, default=0)
         moved = len(before) - start
-        answers = [number for number in _numbers(messages, "assistant") if number >= asked]
+        answers = [number for number in _learned(messages) if number >= asked]
         spans = [(first + moved, end + moved) for first, end in self._spans(whole, answers)]
         return before + whole.text[start:], spans
 
@@ -348,12 +327,20 @@ class Template:
                 return False
         # Qwen3 leaves out the thinking of a turn once another one follows.
         for first, end in pairwise(_numbers(messages, "user")):
-            last = max((number for number in answers if first <= number < end), default=None)
+            backwards = range(end - 1, first, -1)
+            last = next((n for n in backwards if messages[n]["role"] == "assistant"), None)
             if last is not None:
                 alone = self.render(messages[first : last + 1])
                 if not alone.turn(last - first).startswith(whole.turn(last)):
                     return False
         return True
+
+    def _marked(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
+        """Return the spans in generation marks but for those of messages that are not learned."""
+        excluded = set(_numbers(messages, "assistant")) - set(_learned(messages))
+        problem = "the chat template does not show whose its generation marks are"
+        refuse((not excluded <= rendered.turns.keys(), f"{problem}; leave out train and weight"))
+        return [span for owner, span in rendered.marked if owner not in excluded]
 
     def _spans(self, rendered: Rendered, answers: Iterable[int]) -> list[Span]:
         """Return the spans of `answers` without the text that opens them, but with its last spaces:
@@ -405,6 +392,11 @@ def _before_spaces(text: str, end: int) -> int:
 def _numbers(messages: Sequence[Message], role: str) -> list[int]:
     """Return the numbers of the messages of `role`."""
     return [number for number, message in enumerate(messages) if message["role"] == role]
+
+
+def _learned(messages: Sequence[Message]) -> list[int]:
+    """Return the numbers of the messages that are learned."""
+    return [number for number, message in enumerate(messages) if is_learned(message)]
 
 
 def _asked(messages: Sequence[Message]) -> int:

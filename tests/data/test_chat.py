@@ -223,7 +223,7 @@ def test_generation_marks_are_those_of_transformers(folder: Path, template: str)
 
 
 @pytest.mark.parametrize("ending", [" ", "\n", "\n\n", "\n \n  ", "</s>"])
-@pytest.mark.parametrize("answer", ["a rose", "rose", "42 roses", "(see)", "\u6c34", "I", "\u00e9t\u00e9"])
+@pytest.mark.parametrize("answer", ["a rose", "rose", "42 roses", "(see)", "\u6c34", "I"])
 def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer: str) -> None:
     """The first token of an answer may take white space of the prompt."""
     template = chat_templates.SPACE.replace("Answer: ", f"Answer:{ending}")
@@ -324,7 +324,7 @@ SPECIAL = "x<|im_end|>"
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, r"chats.jsonl:1: .*null"),
+        ({"question": "q"}, r"chats.jsonl:1: .*question"),
         ({"messages": []}, "'messages'"),
         ({"messages": [3]}, "message 1 .*role"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse, shown
+from longctx.data.messages import format_of
 from longctx.untrusted import named
 
 if TYPE_CHECKING:
@@ -264,9 +265,10 @@ def documents_in(
 
 def _text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
-    column = config.text_column
+    column, known = config.text_column, format_of(row)
     found = f"found {', '.join(list(row)[:8])}"
-    refuse((column not in row, f"{place}: no field '{column}' ({found}); set data.text_column"))
+    advice = f"{known} is read with data.chat=true" if known else "set data.text_column"
+    refuse((column not in row, f"{place}: no field '{column}' ({found}); {advice}"))
     text = row[column]
     problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"
     refuse((not isinstance(text, str | None), f"{problem}; set data.text_column"))

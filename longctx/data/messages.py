@@ -1,0 +1,123 @@
+"""The messages of a row, in the formats that conversations are published in.
+
+    messages        {"messages": [{"role": "user", "content": …}, …], "tools": […]}, as transformers
+    ShareGPT        {"conversations": [{"from": "human", "value": …}, …], "system": …, "tools": …}
+    Alpaca          {"instruction": …, "input": …, "output": …, "system": …, "history": [[…, …]]}
+
+ShareGPT and Alpaca with the columns that LLaMA-Factory reads. An assistant's message is learned
+unless it has `"train": false`, as for axolotl, or `"weight": 0`, as for OpenAI's fine-tuning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longctx.config.fields import refuse
+from longctx.untrusted import named
+
+Message = dict[str, Any]
+Row = Mapping[str, Any]
+
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+
+
+def format_of(row: Row) -> str | None:
+    """Return the name of the format of a row: messages, ShareGPT or Alpaca; None for another."""
+    if isinstance(row.get("messages"), list):
+        return "messages"
+    if isinstance(row.get("conversations"), list):
+        return "ShareGPT"
+    return "Alpaca" if {"instruction", "output"} <= row.keys() else None
+
+
+def read(row: Row) -> tuple[list[Message], Any]:
+    """Return the messages of a row and its tools; raise ValueError, one line, for another row."""
+    layout, tools = format_of(row), row.get("tools")
+    if layout == "ShareGPT":
+        messages = [_of_sharegpt(*item) for item in enumerate(row["conversations"], start=1)]
+    elif layout == "Alpaca":
+        messages = _of_alpaca(row)
+    else:
+        messages = row.get("messages") or []
+        found = ", ".join(list(row)[:8]) or "nothing"
+        problem = f"'messages' must be a list of messages, or 'conversations' of ShareGPT ({found})"
+        refuse((not messages or not isinstance(messages, list), problem))
+    if layout != "messages" and row.get("system"):
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if isinstance(tools, str):
+        with named("tools", "not JSON ({})"):
+            tools = json.loads(tools or "null")
+    for number, message in enumerate(messages, start=1):
+        _check(f"message {number}", message)
+    return messages, tools
+
+
+def is_learned(message: Row) -> bool:
+    """Return True if a message is the assistant's, and neither `train` nor `weight` excludes it."""
+    is_excluded = message.get("train") is False or message.get("weight") == 0
+    return bool(message["role"] == "assistant" and not is_excluded)
+
+
+def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a message as transformers passes it on.
+
+    Keys that hold null are left out, since templates would write "None". Thinking is there under
+    both names that templates read. A copy, since reports know a message by its identity.
+    """
+    present = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    thinking = next((present[name] for name in names if name in present), None)
+    if thinking is None:
+        return present
+    return {"thinking": thinking, **present, "reasoning_content": thinking}
+
+
+def _check(place: str, message: Any) -> None:
+    """Raise ValueError for a mistake that most templates would take as it is."""
+    has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+    refuse((not has_role, f"{place} must be an object with a role"))
+    content, train, weight = (message.get(key) for key in ("content", "train", "weight"))
+    has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
+    refuse((not has_text, f"{place} must have its text in 'content'"))
+    whole = f"{place}: weight={weight}: a message is learned or not; give 0 or 1"
+    refuse((weight not in (None, 0, 1), whole))
+    refuse((train not in (None, False, True), f"{place}: train={train}: give true or false"))
+    is_foreign = message["role"] != "assistant" and (train or weight)
+    refuse((bool(is_foreign), f"{place}: only the assistant's messages can be learned"))
+
+
+def _of_sharegpt(number: int, entry: Any) -> Message:
+    if not isinstance(entry, dict) or "from" not in entry:
+        return entry  # Some rows with this column hold messages
+    speaker, value = str(entry["from"]), entry.get("value")
+    rest = {key: content for key, content in entry.items() if key not in ("from", "value")}
+    message = {"role": ROLES.get(speaker, speaker), "content": value, **rest}
+    if speaker != "function_call":
+        return message
+    with named(f"message {number}", "the call of a function is not JSON ({})"):
+        calls = json.loads(str(value))
+    calls = calls if isinstance(calls, list) else [calls]
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {**message, "content": None, "tool_calls": functions}
+
+
+def _of_alpaca(row: Row) -> list[Message]:
+    question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    turns: Sequence[Any] = [*(row.get("history") or []), (question, row["output"])]
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(roles, turn, strict=True)
+    ]

@@ -1,0 +1,108 @@
+"""Rows of other formats become the same conversation, and messages say whether they are learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx.data import DataConfig, load
+from longctx.data.messages import format_of, is_learned, read
+from tests.data import chat_templates
+from tests.data.chat_templates import write, write_tokenizer
+from tests.data.test_chat import CALL, CALLING, PLAIN, THINKING, TOOLS, asks, parts, says, written
+
+FROM = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def sharegpt(messages: Any) -> list[dict[str, Any]]:
+    return [{"from": FROM[each["role"]], "value": each["content"]} for each in messages]
+
+
+def test_sharegpt_is_the_same_conversation() -> None:
+    row = {"conversations": sharegpt(PLAIN), "system": "Be brief.", "tools": json.dumps(TOOLS)}
+    system = {"role": "system", "content": "Be brief."}
+    assert format_of(row) == "ShareGPT"
+    assert read(row) == ([system, *PLAIN], TOOLS)
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    messages, _ = read({"conversations": [*sharegpt([asks("q")]), call]})
+    assert messages[1] == says(None, tool_calls=[CALL])
+    assert read({"conversations": PLAIN}) == (PLAIN, None)
+
+
+def test_alpaca_is_the_same_conversation() -> None:
+    row = {"instruction": "q2", "input": "x", "output": "a2", "history": [["q1", "a1"]]}
+    assert format_of(row) == "Alpaca"
+    assert read(row)[0] == [*PLAIN[:2], asks("q2\n\nx"), says("a2")]
+    assert read(row | {"input": "", "history": None, "system": ""})[0] == PLAIN[2:]
+
+
+def test_other_formats_are_named(folder: Path) -> None:
+    file = folder / "chats.jsonl"
+    for row, name in (({"conversations": sharegpt(PLAIN)}, "ShareGPT"), ({"a": 1}, "text_column")):
+        file.write_text(json.dumps(row))
+        config = DataConfig(source="text", path=str(file), cache=str(folder / "cache"))
+        with pytest.raises(ValueError, match=f"chats.jsonl:1: no field 'text' .*{name}"):
+            load(config, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "learned"),
+    [({}, True), ({"train": None, "weight": 1.0}, True), ({"train": True}, True)]
+    + [({"train": False}, False), ({"weight": 0}, False), ({"weight": 0.0}, False)],
+)
+def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: bool) -> None:
+    messages, _ = read({"messages": [asks("q1"), says("a1", **changes)]})
+    assert [is_learned(message) for message in messages] == [False, learned]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (says("a", weight=0.5), "message 2: weight=0.5: .*0 or 1"),
+        (says("a", train="no"), "message 2: train=no"),
+        ({**asks("q"), "train": True}, "message 2: only the assistant"),
+    ],
+)
+def test_wrong_weights_are_one_line(message: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read({"messages": [asks("q"), message]})
+
+
+@pytest.mark.parametrize("name", ["CHATML", "INST", "LLAMA3"])
+def test_excluded_turns_are_not_learned(folder: Path, name: str) -> None:
+    template = getattr(chat_templates, name)
+    every = parts(written(folder, template, PLAIN))
+    for excluded, left in ((1, every[1:]), (3, every[:1])):
+        messages: list[dict[str, Any]] = [dict(message) for message in PLAIN]
+        messages[excluded]["weight"] = 0
+        talk = written(folder, template, messages)
+        assert talk.text == written(folder, template, PLAIN).text
+        assert parts(talk) == left
+    with pytest.raises(ValueError, match="here: no message of the assistant"):
+        written(folder, template, [asks("q"), says("a", train=False)])
+
+
+def test_of_rewritten_turns_the_last_learned_is_written(folder: Path) -> None:
+    """Qwen3 leaves out the thinking of earlier turns, so the text ends with the learned one."""
+    messages = [*THINKING[:5], says("a3", train=False)]
+    talk = written(folder, chat_templates.QWEN3, messages)
+    assert talk == written(folder, chat_templates.QWEN3, THINKING[:4])
+    called = [*CALLING[:3], {**CALLING[3], "weight": 0}, *CALLING[4:]]
+    (answer,) = parts(written(folder, chat_templates.QWEN3, called, TOOLS))
+    assert "a2" in answer
+
+
+def test_marks_without_messages_cannot_be_excluded(folder: Path) -> None:
+    template = "{% for n in range(2) %}{% generation %}{{ messages[n].content }}{% endgeneration %}"
+    write(folder, template + "{% endfor %}")
+    with pytest.raises(ValueError, match="leave out train and weight"):
+        written(folder, template + "{% endfor %}", [says("a"), says("b", train=False)])
