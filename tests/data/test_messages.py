@@ -56,8 +56,12 @@ def test_other_formats_are_named(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "learned"),
-    [({}, True), ({"train": None, "weight": 1.0}, True), ({"train": True}, True)]
-    + [({"train": False}, False), ({"weight": 0}, False), ({"weight": 0.0}, False)],
+    [
+        ({}, True),
+        ({"train": None, "weight": 1.0}, True),
+        ({"train": False}, False),
+        ({"weight": 0.0}, False),
+    ],
 )
 def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: bool) -> None:
     messages, _ = read({"messages": [asks("q1"), says("a1", **changes)]})
