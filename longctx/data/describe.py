@@ -1,10 +1,12 @@
 """The tables and the picture of `longctx data`: the size of a data set, the lengths of its
-documents, and the share of each sequence that they fill.
+documents, the share of each sequence that they fill, and a conversation with its targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,20 +15,24 @@ from longctx.config.command_config import DescribeConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from longctx.data.dataset import Data
 
+_RUNS, _BEGIN, _END = 12, 240, 80  # runs of an example, characters of each
 _LONG = (4096, 16384, 65536)  # tokens; a long context is for documents above these
 
 
 def describe(config: DescribeConfig) -> int:
     """Print the counts of a data set, and draw its document lengths if `out` is given."""
     from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
-    from longctx.tables import show
+    from longctx.tables import console, show
 
     data = load(config.data, config.seq_len)
     for table in tables(data):
         show(table)
+    for text in conversations(data):
+        console().print(text)
     if config.out is not None:
         draw(data, Path(config.out))
         print(f"\nHistogram of document lengths: {config.out}")
@@ -64,6 +70,28 @@ def tables(data: Data) -> list[Table]:
     table.columns[0].justify = "right"
     table.columns[2].justify = "left"
     return [*result, table]
+
+
+def conversations(data: Data) -> list[Text]:
+    """Return the beginning of a conversation of each source that has some, the tokens that are
+    targets between ⟦ and ⟧.
+    """
+    from rich.text import Text
+
+    texts = []
+    for name, part in data.parts.items():
+        document = next(part.documents("train"))
+        if document.scored is None:
+            continue
+        text = Text(f"\n{name} {document.name}: targets are between ⟦ and ⟧\n\n".lstrip(" "))
+        tokens = zip(document.ids.tolist(), document.scored.tolist(), strict=True)
+        for is_target, run in islice(groupby(tokens, key=itemgetter(1)), _RUNS):
+            written = data.tokenizer.decode(token for token, _ in run)
+            if len(written) > _BEGIN + _END:
+                written = f"{written[:_BEGIN]} … {written[-_END:]}"
+            text.append(f"⟦{written}⟧" if is_target else written, "bold green" if is_target else "")
+        texts.append(text)
+    return texts
 
 
 def _overview(data: Data, counts: dict[str, Any]) -> Table:

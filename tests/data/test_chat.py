@@ -242,7 +242,7 @@ def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer:
     assert answer in tokenizer.decode(ids[learned])
 
 
-@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3"])
+@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3", "LLAMA3"])
 def test_long_conversations_take_linear_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -255,8 +255,11 @@ def test_long_conversations_take_linear_time(
         return rendered
 
     monkeypatch.setattr(Template, "render", counted)
-    text = written(folder, getattr(chat_templates, name), PLAIN * 1600).text
-    assert sum(characters) < (2 if name == "INST" else 5) * len(text)
+    tools = name in ("QWEN3", "LLAMA3")
+    messages = (CALLING if tools else PLAIN) * 1000
+    written(folder, getattr(chat_templates, name), messages, TOOLS if tools else None)
+    whole = len(Template(folder).render(messages).text)
+    assert sum(characters) - whole < (2 if name == "INST" else 5) * whole
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longctx.cli import main
 from longctx.data import DataConfig, load
 from longctx.data.messages import format_of, is_learned, read
 from tests.data import chat_templates
@@ -52,6 +53,21 @@ def test_other_formats_are_named(folder: Path) -> None:
         config = DataConfig(source="text", path=str(file), cache=str(folder / "cache"))
         with pytest.raises(ValueError, match=f"chats.jsonl:1: no field 'text' .*{name}"):
             load(config, 64)
+
+
+def test_a_conversation_is_shown_with_its_targets(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, chat_templates.CHATML)
+    file = folder / "alpaca.jsonl"
+    file.write_text(json.dumps({"instruction": "[b] who", "output": "a rose " * 100}))
+    overrides = ["data=text", f"data.path={file}", "data.chat=true", f"data.tokenizer={folder}"]
+    overrides += [f"data.cache={folder / 'cache'}", "data.val_fraction=0"]
+    assert main(["data", *overrides]) == 0
+    printed = capsys.readouterr().out
+    assert "\n<|im_start|>user\n[b] who<|im_end|>\n<|im_start|>assistant\n⟦a rose a" in printed
+    assert " … " in printed
+    assert printed.endswith(" a rose<|im_end|>\n⟧\n")
 
 
 @pytest.mark.parametrize(
