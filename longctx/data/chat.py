@@ -359,21 +359,21 @@ class Template:
     @cached_property
     def _openings(self) -> list[str]:
         """Return the text between a question and the model's text: in a prompt, and before answers
-        without and with thinking. The prompt may have more of it, such as the mark at which
-        thinking begins, or the empty thinking of Qwen 3.5.
+        at the end, with thinking, and before another question. The prompt may have more of it, such
+        as the mark at which thinking begins, or the empty thinking of Qwen 3.5.
         """
         question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
         prompt = self.render([question], prompt=True).text
         openings = []
-        for message in (answer, {**answer, "thinking": "0"}):
-            both = self.render([question, message])
-            first, end = both.turns.get(1, (0, 0))
-            if first == end or not prompt.startswith(both.text[:first]):
+        for answers in ([answer], [{**answer, "thinking": "0"}], [answer, question]):
+            whole = self.render([question, *answers])
+            first, end = whole.turns.get(1, (0, 0))
+            if first == end or not prompt.startswith(whole.text[:first]):
                 raise ValueError(
                     f"the chat template of {self.folder} does not show which text is the "
                     "assistant's; put {% generation %} and {% endgeneration %} around it"
                 )
-            openings += [prompt[first:], _shared(prompt[first:], both.text[first:end])]
+            openings += [prompt[first:], _shared(prompt[first:], whole.text[first:end])]
         return sorted(openings, key=len, reverse=True)
 
 
