@@ -283,7 +283,7 @@ class Template:
         elif self.learned == "all" or (
             self.learned == "auto" and self._keeps_turns(messages, tools, whole)
         ):
-            text, spans = whole.text, self._spans(whole, answers)
+            text, spans = whole.text, self._spans(whole, messages)
         else:
             messages = messages[: answers[-1] + 1]
             asked = _asked(messages)
@@ -309,8 +309,8 @@ class Template:
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]
         start = min(later, default=0)
         moved = len(before) - start
-        answers = [number for number in _learned(messages) if number >= asked]
-        spans = [(first + moved, end + moved) for first, end in self._spans(whole, answers)]
+        spans = self._spans(whole, messages, asked)
+        spans = [(first + moved, end + moved) for first, end in spans]
         return before + whole.text[start:], spans
 
     def _keeps_turns(self, messages: Sequence[Message], tools: Any, whole: Rendered) -> bool:
@@ -342,14 +342,21 @@ class Template:
         refuse((not excluded <= rendered.turns.keys(), f"{problem}; leave out train and weight"))
         return [span for owner, span in rendered.marked if owner not in excluded]
 
-    def _spans(self, rendered: Rendered, answers: Iterable[int]) -> list[Span]:
-        """Return the spans of `answers` without the text that opens them, but with its last spaces:
-        the token of a first word holds such a space, so the model writes it.
+    def _spans(
+        self, rendered: Rendered, messages: Sequence[Message], asked: int = 0
+    ) -> list[Span]:
+        """Return the spans of the learned messages from number `asked` on, without the text that
+        opens them, but with its last spaces: the token of a first word holds such a space, so the
+        model writes it.
         """
         spans = []
         openings = (*self._openings, "")
-        for number in answers:
-            if number in rendered.turns:
+        # Gemma 4 writes them into the assistant's message before them.
+        hidden = any(not rendered.turn(number) for number in _numbers(messages, "tool"))
+        problem = "the chat template writes results of tools among the assistant's text"
+        refuse((hidden, f"{problem}; put {{% generation %}} and {{% endgeneration %}} around it"))
+        for number in _learned(messages):
+            if number >= asked and number in rendered.turns:
                 first, end = rendered.turns[number]
                 text = rendered.text[first:end]
                 opening = next(prefix for prefix in openings if text.startswith(prefix))

@@ -128,3 +128,8 @@ def test_every_turn_is_learned_without_its_opening(folder: Path, name: str) -> N
         assert first.startswith(("a1", "<|channel|>"))
         assert "a2" in last
         assert "assistant\n" not in first + last
+
+
+def test_results_of_tools_among_an_answer_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"here: .*results of tools.*\{% generation %\}"):
+        written(folder, "gemma4_v5", CALLING, TOOLS)
