@@ -342,9 +342,7 @@ class Template:
         refuse((not excluded <= rendered.turns.keys(), f"{problem}; leave out train and weight"))
         return [span for owner, span in rendered.marked if owner not in excluded]
 
-    def _spans(
-        self, rendered: Rendered, messages: Sequence[Message], asked: int = 0
-    ) -> list[Span]:
+    def _spans(self, rendered: Rendered, messages: Sequence[Message], asked: int = 0) -> list[Span]:
         """Return the spans of the learned messages from number `asked` on, without the text that
         opens them, but with its last spaces: the token of a first word holds such a space, so the
         model writes it.
