@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 191,
-    "lines": 38393,
+    "lines": 38391,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
