@@ -126,14 +126,23 @@ class PlanOptions:
     """Predict memory, time and the longest context that fits.
 
     longctx plan model=1b seq_len=262144
-    longctx plan model=1b seq_len=262144 gpu=H200 gpu_memory=139
+    longctx plan model=1b seq_len=262144 gpu=H200
+    longctx plan model=1b gpu=MINE gpu_tflops=100 gpu_bandwidth=900 gpu_memory=24
     longctx plan model=8b seq_len=262144 devices=64
     """
 
-    gpu: str = key("auto", "such as H100; auto: the one here, else an H200")
-    gpu_memory: str = key("auto", "GiB of it, such as 80; auto: the GPU's")
+    gpu: str = key("auto", "such as H100 or rtx4090; auto: the one here, else an H200")
+    gpu_tflops: float | None = key(
+        None, "dense bf16 products of it, in 10^12 a second; null: by its name", between=(1e-3, 1e6)
+    )
+    gpu_bandwidth: float | None = key(
+        None, "GB/s of its memory; null: by its name", between=(1e-3, 1e6)
+    )
+    gpu_memory: str = key("auto", "GiB of it, such as 80, or 80GB of 10^9 bytes; auto: the usual")
     host_memory: str = key(
-        "auto", "GiB of host memory; auto: this machine's, or 128 for each GPU if gpu= is not here"
+        "auto",
+        "host memory, as gpu_memory; auto: this machine's, or 128 GiB for each GPU if gpu= is not "
+        "here",
     )
     gpus_per_machine: int = key(
         8, "beyond them, GPUs reach each other by network", between=(1, 4096)

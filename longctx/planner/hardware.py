@@ -10,24 +10,49 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 GIB = 2**30
-# torch's name of the device, the most specific first → dense bf16 FLOP/s, bytes per second of HBM,
-# and bytes per second sent to other GPUs of its machine, by NVLink if it has that, else by PCI
-# Express; from NVIDIA's data sheets
+
+
+class Card(NamedTuple):
+    """Figures of a GPU's data sheet."""
+
+    flops: float  # dense bf16 products with fp32 sums, per second
+    bandwidth: float  # bytes per second of its memory
+    # bytes per second sent to other GPUs of its machine, by NVLink or Infinity Fabric if it has
+    # them, else by PCI Express
+    link: float
+    memory: float  # GiB that CUDA reports of the usual size, which is less than the label's
+
+
+# Words of the device's name → its figures, the most specific name first. From the vendors' data
+# sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
+# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10.
 CHIPS = {
-    "H200 NVL": (835e12, 4.8e12, 450e9),
-    "H200": (989e12, 4.8e12, 450e9),
-    "GH200": (989e12, 4.0e12, 450e9),
-    "H100 NVL": (835e12, 3.9e12, 300e9),
-    "H100 PCIe": (756e12, 2.0e12, 64e9),
-    "H100": (989e12, 3.35e12, 450e9),
-    "B200": (2250e12, 8.0e12, 900e9),
-    "A100": (312e12, 2.0e12, 300e9),
-    "L40S": (362e12, 0.864e12, 32e9),
-    "L4": (121e12, 0.3e12, 32e9),
+    "H200 NVL": Card(835e12, 4.8e12, 450e9, 139.8),
+    "H200": Card(989e12, 4.8e12, 450e9, 139.8),
+    "GH200": Card(989e12, 4.0e12, 450e9, 94.5),
+    "H100 NVL": Card(835e12, 3.9e12, 300e9, 93.1),
+    "H100 PCIe": Card(756e12, 2.0e12, 64e9, 79.1),
+    "H100": Card(989e12, 3.35e12, 450e9, 79.1),
+    "B200": Card(2250e12, 8.0e12, 900e9, 178.3),
+    "A100 40GB": Card(312e12, 1.555e12, 300e9, 39.4),
+    "A100": Card(312e12, 2.0e12, 300e9, 79.1),
+    "L40S": Card(362e12, 0.864e12, 32e9, 44.4),
+    "L4": Card(121e12, 0.3e12, 32e9, 22.0),
+    "A10G": Card(70e12, 0.6e12, 32e9, 22.0),
+    "A10": Card(125e12, 0.6e12, 32e9, 22.0),
+    "RTX 3090": Card(71e12, 0.936e12, 32e9, 23.7),
+    "RTX 4090": Card(165e12, 1.008e12, 32e9, 23.5),
+    "RTX 5090": Card(209.5e12, 1.792e12, 64e9, 31.4),
+    "RTX PRO 6000": Card(503.8e12, 1.792e12, 64e9, 95.0),
+    "MI300X": Card(1307e12, 5.3e12, 448e9, 191.7),
+    "T4": Card(65e12, 0.32e12, 16e9, 14.6),  # in fp16; it has no bf16
 }
-SLOWEST = min(link for _, _, link in CHIPS.values())
+OTHERS = ("MIG", "LAPTOP", "MOBILE", "MAX")  # parts of a chip, and slower ones with its name
+NO_FP8 = ("A100", "A10G", "A10", "RTX 3090", "MI300X", "T4")  # for torch, on NVIDIA from sm_89
+SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
 HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
@@ -61,7 +86,7 @@ class Chip:
     @property
     def fp8(self) -> bool:
         """Return True if it has FP8 matrix products, as far as its name tells."""
-        return not is_named(self.name, "A100")
+        return not any(is_named(self.name, of) for of in NO_FP8)
 
     @property
     def usable(self) -> float:
@@ -88,19 +113,29 @@ def without_fp8(device: str) -> str:
     )
 
 
-def chip(name: str, memory: float) -> Chip:
-    """Return the chip that torch calls `name`, with so many bytes of memory."""
+def chip(name: str, memory: float | None = None) -> Chip:
+    """Return the chip that torch or a user calls `name`, with so many bytes of memory.
+
+    None means the usual memory of the card, which is 0 if the name is not known.
+    """
     # the most specific name comes first
-    figures = (CHIPS[of] for of in CHIPS if is_named(name, of))
-    flops, bandwidth, link = next(figures, (None, None, SLOWEST))
-    if is_named(name, "MIG"):  # a part of the chip
+    card = next((CHIPS[of] for of in CHIPS if is_named(name, of)), None)
+    usual = 0.0 if card is None else card.memory * GIB
+    flops, bandwidth = (None, None) if card is None else card[:2]
+    if any(is_named(name, word) for word in OTHERS):
         flops = bandwidth = None
-    return Chip(name, memory, flops, bandwidth, REACHED * link)
+    link = SLOWEST if card is None else card.link
+    return Chip(name, usual if memory is None else memory, flops, bandwidth, REACHED * link)
 
 
 def is_named(name: str, of: str) -> bool:
-    """Return True if every word of `of` is one of `name`."""
-    return set(of.upper().split()) <= set(name.upper().replace("-", " ").split())
+    """Return True if every word of `of` is one of `name`, or `name` is `of` without spaces."""
+    return words(of) <= words(name) or "".join(name.split()).upper() == of.upper().replace(" ", "")
+
+
+def words(name: str) -> set[str]:
+    """Return the words of a GPU's name, in capitals."""
+    return set(name.upper().replace("-", " ").split())
 
 
 def here() -> Chip | None:

@@ -198,21 +198,18 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
     # if the named GPU is not here, its host's memory is assumed
     there = hardware.here()
-    if options.gpu != "auto":
-        if hardware.chip(options.gpu, 0).flops is None:
-            raise ValueError(
-                f"gpu={options.gpu}: not a known GPU; one of {', '.join(hardware.CHIPS)}"
-            )
-        if options.gpu_memory == "auto":
-            raise ValueError(
-                f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80"
-            )
     assumed = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
-    base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu, 0)
-    memory = base.memory if options.gpu_memory == "auto" else gib("gpu_memory", options.gpu_memory)
-    base = replace(base, memory=memory, network=options.network / 8 * 1e9)
+    base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu)
+    base = described(base, options)
+    if options.gpu != "auto" and (base.flops is None or base.bandwidth is None):
+        raise ValueError(
+            f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.CHIPS)}, or "
+            "describe it by gpu_tflops=, gpu_bandwidth= and gpu_memory="
+        )
+    if not base.memory:
+        raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
     if options.host_memory != "auto":
-        return base, gib("host_memory", options.host_memory), ""
+        return base, bytes_of("host_memory", options.host_memory), ""
     is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
     if is_here:
         return base, hardware.host_memory(), ", this machine: host_memory= says another"
@@ -220,15 +217,31 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     return base, host, " assumed, 128 for each GPU: host_memory= says another"
 
 
-def gib(key: str, text: str) -> float:
-    """Return the bytes of a number of GiB, written 80 or 139.8GiB."""
+def described(chip: Chip, options: PlanOptions) -> Chip:
+    """Return `chip` with the figures that `options` give."""
+    return replace(
+        chip,
+        memory=chip.memory
+        if options.gpu_memory == "auto"
+        else bytes_of("gpu_memory", options.gpu_memory),
+        flops=chip.flops if options.gpu_tflops is None else options.gpu_tflops * 1e12,
+        bandwidth=chip.bandwidth if options.gpu_bandwidth is None else options.gpu_bandwidth * 1e9,
+        network=options.network / 8 * 1e9,
+    )
+
+
+def bytes_of(key: str, text: str) -> float:
+    """Return the bytes of a size, written 80 or 80GiB for GiB, and 80GB for 10^9 bytes."""
+    number, unit = text.strip().lower(), float(GIB)
+    if number.endswith("gb"):
+        number, unit = number.removesuffix("gb"), 1e9
     try:
-        size = float(text.removesuffix("GiB"))
+        size = float(number.removesuffix("gib"))
     except ValueError:
         size = 0.0
     if not 0 < size < 2**20:
-        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80 or 139.8GiB")
-    return size * GIB
+        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80, 139.8GiB or 24GB")
+    return size * unit
 
 
 def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:

@@ -26,6 +26,19 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,000 steps\nlearning rate 0.5 at step 50, falls after step 800, 0.05 at" in out
 
 
+def test_a_gpu_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    chip = hardware.chip("rtx4090")
+    assert chip.flops is not None and chip.bandwidth is not None
+    figures = [f"gpu_tflops={chip.flops / 1e12}", f"gpu_bandwidth={chip.bandwidth / 1e9}"]
+    printed = []
+    for gpu in (["gpu=rtx4090"], ["gpu=mine", "gpu_memory=23.5GiB", *figures]):
+        assert main(["plan", "model=124m", "attention=flash", "host_memory=64", *gpu]) == 0
+        printed.append(capsys.readouterr().out.replace(gpu[0].removeprefix("gpu="), ""))
+    assert printed[0] == printed[1]
+    assert plan.bytes_of("gpu_memory", "24GB") == 24e9
+    assert plan.bytes_of("gpu_memory", "24gib") == plan.bytes_of("gpu_memory", "24") == 24 * GIB
+
+
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
 def test_host_memory_is_of_the_gpu_planned_for(
     here: str | None, monkeypatch: pytest.MonkeyPatch
@@ -53,7 +66,7 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
     ("override", "message"),
     [
         ("gpu=Voodoo", "gpu=Voodoo: not a known GPU"),
-        ("gpu=H100", "say how much memory it has"),
+        ("gpu=Voodoo gpu_tflops=10 gpu_bandwidth=9", "say how much memory it has"),
         ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
         ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
