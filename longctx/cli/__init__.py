@@ -238,6 +238,8 @@ def meaning_of(rules: fields.Rules) -> str:
     meaning = rules.meaning
     if not all(choice in meaning for choice in rules.choices):
         meaning += f" ({' | '.join(rules.choices)})"
+    if rules.thousand is not None:
+        meaning += f"; 4k is {4 * rules.thousand:,}"
     if rules.between is not None:
         minimum, maximum = rules.between
         meaning += (
@@ -348,7 +350,7 @@ def _evaluate(argv: list[str]) -> int:
 def _plan(argv: list[str]) -> None:
     own, training = split_own(PlanOptions, argv)
     check_unused(training, {"device": "it is a GPU"})
-    request = with_model(parse.compose("train", training), gpu=True)
+    request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
     chosen = options(PlanOptions, own)
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from longctx import hub_snapshot, plugins
+from longctx.cli import parse
 from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
+from longctx.model.families import read_model
 from longctx.parallel.launch import launched, number_here
 from longctx.planner import hardware
 from longctx.planner.workload import workload_of
@@ -83,6 +86,28 @@ def check_init(path: Path) -> None:
             f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
             "run, such as runs/NAME"
         )
+
+
+def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
+    """Return `request` with the model of its init=, from config.json or config.yaml alone."""
+    config = request.config
+    if config.init is None:
+        return request
+    given = [key for key in request.overrides if key.partition(".")[0] == "model"]
+    if given:
+        raise ValueError(
+            f"{given[0]}: init={config.init} brings its own model; leave one of them out"
+        )
+    path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
+    check_init(path)
+    if run_folder.is_run(path):
+        run = path.parent.parent if path.suffix == ".ckpt" else path
+        model = parse.from_file(run / "config.yaml", ()).config.model
+    else:
+        model = read_model(path)[1]
+    return request._replace(
+        config=replace(config, model=model), choices=request.choices | {"model": path.name}
+    )
 
 
 def check_semaphores(workers: int) -> None:

@@ -21,7 +21,7 @@ class DescribeConfig(Group):
     longctx data data=text data.path=docs/ out=docs.png
     """
 
-    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1))
+    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), thousand=1024)
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     plugins: list[str] | None = key(None, PLUGINS)
     data: DataConfig = group(DataConfig)
@@ -127,6 +127,7 @@ class PlanOptions:
 
     longctx plan model=1b seq_len=262144
     longctx plan model=1b seq_len=262144 gpu=H200
+    longctx plan init=OWNER/NAME lora.rank=16 seq_len=128k gpu=rtx4090
     longctx plan model=1b gpu=MINE gpu_tflops=100 gpu_bandwidth=900 gpu_memory=24
     longctx plan model=8b seq_len=262144 devices=64
     """
@@ -235,7 +236,7 @@ class ShowOptions:
         choices=("auto", "portable", "hopper"),
     )
     head_size: int = key(64, "size of a head", between=(16, 256))
-    seq_len: int = key(4096, "tokens in a sequence", between=SIZES)
+    seq_len: int = key(4096, "tokens in a sequence", between=SIZES, thousand=1024)
     dtype: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",

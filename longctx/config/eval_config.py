@@ -34,6 +34,7 @@ class PasskeyConfig:
         "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
         between=(SHORTEST, float("inf")),
+        thousand=1024,
         distinct=True,
     )
     depths: list[float] | None = key(
@@ -58,6 +59,7 @@ class RulerConfig(Group):
         None,
         "tokens of a text with its answer; null: 4,096, 8,192 … seq_len",
         between=(SHORTEST, float("inf")),
+        thousand=1024,
         distinct=True,
     )
     samples: int = key(20, "texts for each task and length; RULER takes 500", between=(1, 10**6))
@@ -116,11 +118,13 @@ class EvalConfig(Group):
         None,
         "tokens that the model sees at most; null: the length that the run trained at",
         between=(1, 10**12),
+        thousand=1024,
     )
     stride: int | None = key(
         None,
         "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
         between=(1, 10**12),
+        thousand=1024,
     )
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = key(None, "documents to score at most", between=(1, 10**12))
@@ -129,6 +133,7 @@ class EvalConfig(Group):
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
         "about an eighth; []: none",
         between=(2, float("inf")),
+        thousand=1024,
     )
     batch_size: int | None = key(
         None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 ITEMS = {int: "whole numbers", float: "numbers", str: "text", Path: "paths"}
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
+COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES = {
     int: "a whole number",
     float: "a number",
@@ -41,6 +43,7 @@ class Rules(NamedTuple):
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     literal: the command line's text is the value, whatever characters it has.
     distinct: the list is not empty, and has no value twice.
+    thousand: the value of k in 4k, such as 1,024; M and B are powers of it.
     """
 
     meaning: str = ""
@@ -54,6 +57,7 @@ class Rules(NamedTuple):
     short: bool = False
     literal: bool = False
     distinct: bool = False
+    thousand: int | None = None
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
@@ -156,6 +160,8 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 def typed(name: str, value: Any, declared: Key) -> Any:
     """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
     rules = declared.rules
+    if rules.thousand is not None:
+        value = counted(value, rules.thousand)
     if (value is None and declared.optional) or (rules.word and value == rules.word):
         return value
     try:
@@ -170,6 +176,17 @@ def typed(name: str, value: Any, declared: Key) -> Any:
     if "${" in str(result) and not rules.literal:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
     return result
+
+
+def counted(value: Any, thousand: int) -> Any:
+    """Return the whole number that 4k, 1.5M or 1B means, of each item of a list; others as is."""
+    if isinstance(value, list | tuple):
+        return [counted(item, thousand) for item in value]
+    match = COUNT.fullmatch(str(value))
+    if match is None:
+        return value
+    number = float(match[1]) * thousand ** ("kmb".index(match[2].lower()) + 1)
+    return int(number) if number.is_integer() else value
 
 
 def _converted(value: Any, target: Any) -> Any:

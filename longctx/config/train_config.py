@@ -118,6 +118,7 @@ class TrainConfig(Group):
         "tokens per sequence: the model's context in training; max: the longest that fits the GPU",
         between=(2, LONGEST_ROW),
         word="max",
+        thousand=1024,
     )
     seq_len_schedule: list[list[int]] | None = key(
         None,
@@ -143,6 +144,7 @@ class TrainConfig(Group):
         "stop after about this many tokens, padding included (tokens_seen counts none), instead of "
         "max_steps",
         between=(1, 10**15),
+        thousand=1000,
     )
     lr: float | None = key(
         None,

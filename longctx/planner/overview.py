@@ -152,14 +152,10 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     """Return the step of `request` on "cuda" or "cpu" without opening data.
 
     Without a corpus there is no tokenizer: an open vocabulary gets the size data.vocab_size. Raises
-    ValueError for seq_len=max and for keys about existing weights.
+    ValueError for seq_len=max and resume=.
     """
-    for key in ("init", "resume"):
-        if getattr(request, key) is not None:
-            raise ValueError(
-                f"{key}={getattr(request, key)}: the weights are random here; describe the model "
-                "by model="
-            )
+    if request.resume is not None:
+        raise ValueError(f"resume={request.resume}: nothing is resumed here; give init= instead")
     if isinstance(request.context.degree, str):
         raise ValueError("context=auto: a run chooses that; here give a number")
     if isinstance(request.seq_len, str):

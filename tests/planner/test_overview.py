@@ -1,6 +1,8 @@
 """longctx plan: any GPU by name and size, every policy and backend, and mistakes in one line."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,23 @@ from longctx.config.command_config import PlanOptions
 from longctx.planner import hardware
 from longctx.planner import overview as plan
 from longctx.planner.hardware import GIB
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
 
 
 def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +56,17 @@ def test_a_gpu_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed[0] == printed[1]
     assert plan.bytes_of("gpu_memory", "24GB") == 24e9
     assert plan.bytes_of("gpu_memory", "24gib") == plan.bytes_of("gpu_memory", "24") == 24 * GIB
+
+
+def test_a_model_by_its_config_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    words = ["plan", f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash"]
+    printed = []
+    for length in ("seq_len=131072", "seq_len=128K"):
+        assert main([*words, "lora.rank=16", length]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "8,191 million parameters, 1 row of 131,072 tokens" in printed[0]
+    assert printed[0] == printed[1]
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
@@ -71,7 +101,9 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
         ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
         ("modl=1b", "modl is not a key; did you mean model?"),
-        ("init=weights", "init=weights"),
+        ("init=weights", "weights: no such file or folder"),
+        ("init=weights model=1b", "model: init=weights brings its own model"),
+        ("seq_len=0.3k", "seq_len=0.3k: must be a whole number"),
         ("resume=runs/x", "resume=runs/x"),
         ("device=cpu", "device=cpu: is set"),
         ("backends=flahs", "did you mean flash?"),
