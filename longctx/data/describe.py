@@ -83,7 +83,8 @@ def conversations(data: Data) -> list[Text]:
         document = next(part.documents("train"))
         if document.scored is None:
             continue
-        text = Text(f"\n{name} {document.name}: targets are between ⟦ and ⟧\n\n".lstrip(" "))
+        title = f"{name}/{document.name}" if name else document.name
+        text = Text(f"\n{title}: targets are between ⟦ and ⟧\n\n")
         tokens = zip(document.ids.tolist(), document.scored.tolist(), strict=True)
         for is_target, run in islice(groupby(tokens, key=itemgetter(1)), _RUNS):
             written = data.tokenizer.decode(token for token, _ in run)

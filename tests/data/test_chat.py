@@ -374,7 +374,7 @@ def test_named_templates_and_files_are_found(folder: Path) -> None:
     [
         ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
         ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
-        ({"path": "tokenizer_config.json"}, "data.chat=true: .*tokenizer_config"),
+        ({"path": "notes.txt"}, "data.chat=true: notes.txt"),
         ({"chat": False, "turns": "last"}, r"data\.turns=last: .*data\.chat=true"),
     ],
 )
@@ -382,6 +382,7 @@ def test_keys_without_conversations_are_refused(
     folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
+    Path("notes.txt").touch()
     with pytest.raises(ValueError, match=message):
         load(chats(folder, {"messages": TALK}, **changes), 64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,36 @@ def test_alpaca_is_the_same_conversation() -> None:
     assert format_of(row) == "Alpaca"
     assert read(row)[0] == [*PLAIN[:2], asks("q2\n\nx"), says("a2")]
     assert read(row | {"input": "", "history": None, "system": ""})[0] == PLAIN[2:]
+
+
+@pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
+def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
+    write(folder, chat_templates.CHATML)
+    rows = [{"conversations": sharegpt(PLAIN)}, {"instruction": "who", "output": "a rose"}]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(folder / name, "wt") as file:
+        json.dump(rows, file)
+    values: dict[str, Any] = {"source": "text", "chat": True, "tokenizer": str(folder)}
+    values |= {"cache": str(folder / "cache"), "val_fraction": 0.0}
+    lines, array = (
+        load(DataConfig(path=str(folder / each), **values), 256) for each in ("chats.jsonl", name)
+    )
+    assert array.fingerprint == lines.fingerprint
+    assert len(array.lengths) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[{}, 3]", "row 1: .*messages"), ('{"a": 1}', ".*an array"), ("[{", "not JSON")],
+)
+def test_a_wrong_array_is_one_line(folder: Path, text: str, message: str) -> None:
+    write(folder, chat_templates.CHATML)
+    (folder / "chats.json").write_text(text)
+    values: dict[str, Any] = {"source": "text", "chat": True, "tokenizer": str(folder)}
+    path = str(folder / "chats.json")
+    with pytest.raises(ValueError, match=f"chats.json: {message}"):
+        load(DataConfig(path=path, cache=str(folder / "cache"), **values), 256)
 
 
 def test_other_formats_are_named(folder: Path) -> None:

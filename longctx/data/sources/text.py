@@ -45,6 +45,7 @@ UNPACKED = 128 << 20
 RATIO = 20
 BATCH = 256  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
+OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
 
@@ -155,9 +156,9 @@ class Text(Source):
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         files = _find_all(config)
-        for file in (file for _, file in files if _format(file)[0] not in OF_LINES):
+        for file in (file for _, file in files if _format(file)[0] not in OF_CHATS):
             advice = "give files in which every line is a conversation"
-            refuse((config.chat, f"data.chat=true: {file} is no .jsonl file; {advice}"))
+            refuse((config.chat, f"data.chat=true: {file} is no .jsonl or .json file; {advice}"))
         template = chat_template(config)
         states, shards = [], []
         for name, file in files:
@@ -169,7 +170,7 @@ class Text(Source):
         identity: list[Any] = [states, config.text_column, config.errors]
         if template is not None:
             identity.append(template.fingerprint)
-        holds_rows = any(_format(file)[0] in OF_ROWS for _, file in files)
+        holds_rows = config.chat or any(_format(file)[0] in OF_ROWS for _, file in files)
         return Corpus(identity, shards, None if holds_rows else len(shards))
 
 
@@ -253,11 +254,13 @@ def _read(
         opened: IO[bytes] = stream
         if compression:
             opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
-        if ending not in OF_ROWS:
+        if ending not in (OF_CHATS if config.chat else OF_ROWS):
             yield Document(name, _decode(opened.read(), str(file), config))
             return
         if ending in OF_LINES:
             rows = _lines(name, file, opened, config)
+        elif ending == ".json":
+            rows = _array(name, file, opened, config)
         else:
             # Parquet is read from its end, which only unpacked bytes have.
             whole = io.BytesIO(opened.read()) if compression else opened
@@ -279,11 +282,29 @@ def _lines(
             place, "not JSON ({}); every line is one object", (ValueError, RecursionError)
         ):
             row = json.loads(text)
-        wrong_type = f"{place}: expected an object, found a {type(row).__name__}"
-        refuse((not isinstance(row, dict), wrong_type))
-        if config.chat:
-            row = json.loads(encodable(json.dumps(row, ensure_ascii=False), place, config))
-        yield f"{name}:{number}", place, row
+        yield f"{name}:{number}", place, _object(row, place, config)
+
+
+def _array(
+    name: str, file: Path, stream: IO[bytes], config: DataConfig
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (name, place for messages, object) for every object of one array."""
+    text = _decode(stream.read(), str(file), config)
+    with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
+        rows = json.loads(text)
+    refuse((not isinstance(rows, list), f"{file}: expected an array of conversations"))
+    for number, row in enumerate(rows, start=1):
+        place = f"{file}: row {number}"
+        yield f"{name}:{number}", place, _object(row, place, config)
+
+
+def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
+    """Return `row`; of a conversation, with texts that can be encoded."""
+    wrong_type = f"{place}: expected an object, found a {type(row).__name__}"
+    refuse((not isinstance(row, dict), wrong_type))
+    if config.chat:
+        row = json.loads(encodable(json.dumps(row, ensure_ascii=False), place, config))
+    return dict(row)
 
 
 def _parquet(
