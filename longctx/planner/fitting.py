@@ -7,9 +7,10 @@ computation that hides them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from longctx.attention.description import AttentionConfig
 from longctx.config.memory_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW
 from longctx.planner import links, optimizer_cost
@@ -28,6 +29,7 @@ SMALL = 160
 # there power holds bf16 back.
 FP8 = 1.43
 SMALL_FP8 = 500
+CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
 
 
@@ -171,6 +173,25 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
     return f"seq_len={shorter.seq_len} batch_size=1{policy}, the longest that fits"
 
 
+def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> str:
+    """Return a line that names the fastest of `backends` if it is predicted CLEARLY_FASTER than
+    the backend of `workload`, else nothing.
+    """
+    own = seconds(workload, chip)
+    if own is None:
+        return ""
+    times = {
+        name: time.total
+        for name in backends
+        if (time := seconds(replace(workload, attention=AttentionConfig(name)), chip))
+    }
+    name = min(times, key=times.__getitem__, default="")
+    if not name or own.total < CLEARLY_FASTER * times[name]:
+        return ""
+    share = own.total / times[name] - 1
+    return f"attention={name} is predicted {share:.0%} faster on this GPU"
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
@@ -262,7 +283,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers / workload.context
         forward, backward = description.score_bytes
         return scores * (forward * (1 + runs_again) + backward) / (STREAM * chip.bandwidth)
-    forward_rate, backward_rate = description.rates_for(layer, chip.hopper)
+    forward_rate, backward_rate = description.rates_for(layer, chip.generation)
     pairs = workload.batch_size * pairs_of_row(workload)
     flops = 4 * pairs * m.heads * m.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":

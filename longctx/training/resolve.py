@@ -12,10 +12,12 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
@@ -89,6 +91,10 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     check_schedule(run)
     check_validation(data, run, request.overrides)
     wait_for_compilers()
+    if machine.gpu is not None and choice.device == "cuda":
+        able = able_backends(choice.config, choice.model)
+        if line := fitting.faster_backend(workload, able, machine.gpu):
+            say(line)
     run = replace(run, model_source=choice.source, layout_note=layout_note, data=data)
     if run.config.resume:
         return resume.continued(run)
@@ -193,6 +199,16 @@ def open_data(choice: Choice, seq_len: int) -> Data:
             f"data.val_fraction={config.data.val_fraction}"
         )
     return data
+
+
+def able_backends(config: TrainConfig, model: GPTConfig) -> list[str]:
+    """Return the backends that compute the run of `config` exactly, on the GPU here."""
+    able = []
+    for name in DESCRIPTIONS:
+        with suppress(ValueError):
+            check_attention(replace(config, attention=AttentionConfig(name)), model, "cuda")
+            able.append(name)
+    return able
 
 
 def choose_workload(

@@ -206,6 +206,22 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
     )
 
 
+def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
+    wide = ("model=1b", "model.head_dim=128", "model.heads=16", "model.kv_heads=16")
+    backends = ("flash", "sdpa")
+    for overrides, gpu, name in (
+        (wide, "A100", "sdpa"),
+        (wide, "rtx4090", "sdpa"),
+        (wide, "H200", ""),
+        (wide, "Toaster", ""),
+        ((*wide, "attention=sdpa"), "A100", ""),
+        ((*wide, "attention=sdpa"), "H200", "flash"),
+    ):
+        work = fitting.with_policy(workload(*overrides, seq_len=32768), "fast")
+        line = fitting.faster_backend(work, backends, hardware.chip(gpu, 79 * GIB))
+        assert line.startswith(f"attention={name} is") if name else not line, (gpu, line)
+
+
 def test_auto_takes_the_first_policy_that_fits() -> None:
     def decided(seq_len: int) -> str:
         return fitting.decide(one_b(seq_len=seq_len, batch_size=1), H200, 128 * GIB).memory.policy
