@@ -53,7 +53,7 @@ CHIPS = {
 OTHERS = ("MIG", "LAPTOP", "MOBILE", "MAX")  # parts of a chip, and slower ones with its name
 NO_FP8 = ("A100", "A10G", "A10", "RTX 3090", "MI300X", "T4")  # for torch, on NVIDIA from sm_89
 # with mma.sync instructions, sm_80 to sm_89 and sm_120
-AMPERE = "A100 A10G A10 L40S L4 RTX-3090 RTX-4090 RTX-5090 RTX-PRO-6000".split()
+AMPERE = ("A100", "A10G", "A10", "L40S", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "RTX PRO 6000")
 SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
@@ -88,7 +88,7 @@ class Chip:
     @property
     def generation(self) -> str:
         """Return "hopper", "ampere" for its products and those of Ada and GeForce, or "other"."""
-        is_ampere = any(is_named(self.name, of.replace("-", " ")) for of in AMPERE)
+        is_ampere = any(is_named(self.name, of) for of in AMPERE)
         return "hopper" if self.hopper else "ampere" if is_ampere else "other"
 
     @property
