@@ -53,9 +53,13 @@ def build(source, capability, **options):
     """A kernel compiled for that GPU, and what ptxas said of it: Triton's own call, which knows its
     ptxas and its options.
     """
+    is_amd = isinstance(capability, str)
+    target = GPUTarget("cuda", capability, 32)
+    if is_amd:
+        target = GPUTarget("hip", capability, 64 if capability.startswith("gfx9") else 32)
     with redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert "Used" in log.getvalue(), "Triton printed no log of ptxas"
+        compiled = triton.compile(source, target=target, options=options)
+    assert is_amd or "Used" in log.getvalue(), "Triton printed no log of ptxas"
     return compiled, log.getvalue()
 
 
@@ -149,6 +153,7 @@ def shipped(arch, capability, tma):
                     STAGES=stages,
                     TMA=tma,
                     PRECISION="ieee",
+                    SOFTCAP=None,
                 )
                 rows = {"q": BM, "do": BM, "k": BN, "v": BN}
                 types = SCALARS | {"lse2": "*fp32", "delta": "*fp32"}

@@ -1,0 +1,42 @@
+"""The portable attention kernels compile for the cards that people own, and fit their memory.
+
+sm_89 runs the code of sm_86. RDNA 3 is compiled for heads of 64 alone: its compiler takes a minute
+for the wide ones. The elementwise kernels have a test of their own in test_compile.py.
+"""
+
+import pytest
+import triton
+
+from tests.kernels.test_compile import TUNED, compile_all
+
+SIZES = ("64", "96", "128", "256")  # of heads, one for each class of tiles
+# target → (KiB of shared memory that a program may have, largest spill in bytes with the versions
+# of Triton in TUNED). Most spill: tiles of 128 channels need more registers than mma.sync leaves.
+CARDS = {
+    "80": (163, 1300),  # A100
+    "86": (99, 1300),  # A10, RTX 3090; as sm_89: L4, L40S, RTX 4090
+    "90": (227, 400),  # H100, H200, if kernel=portable
+    "100": (227, 1400),  # B200
+    "120": (99, 1600),  # RTX 5090, RTX PRO 6000
+    "gfx942": (64, 0),  # MI300X
+    "gfx1100": (64, 2000),  # RX 7900
+}
+
+
+def check_fits(target: str, *sizes: str) -> None:
+    shared, spilled = CARDS[target]
+    reports = compile_all([target, "--", *sizes], "compile_matrix.py")
+    assert len(reports) == 3 * len(sizes)
+    assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}
+    if triton.__version__.startswith(TUNED):
+        assert {k: r for k, r in reports.items() if r["spilled"] > spilled} == {}
+
+
+def test_heads_of_64_fit_an_a100() -> None:
+    check_fits("80", "64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", CARDS)
+def test_every_head_size_fits(target: str) -> None:
+    check_fits(target, *(SIZES if target != "gfx1100" else SIZES[:1]))
