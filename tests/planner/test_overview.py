@@ -46,11 +46,11 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gpu_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    chip = hardware.chip("rtx4090")
+    chip = hardware.chip("b200")
     assert chip.flops is not None and chip.bandwidth is not None
     figures = [f"gpu_tflops={chip.flops / 1e12}", f"gpu_bandwidth={chip.bandwidth / 1e9}"]
     printed = []
-    for gpu in (["gpu=rtx4090"], ["gpu=mine", "gpu_memory=23.5GiB", *figures]):
+    for gpu in (["gpu=b200"], ["gpu=mine", "gpu_memory=178.3GiB", *figures]):
         assert main(["plan", "model=124m", "attention=flash", "host_memory=64", *gpu]) == 0
         printed.append(capsys.readouterr().out.replace(gpu[0].removeprefix("gpu="), ""))
     assert printed[0] == printed[1]
