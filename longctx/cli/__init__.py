@@ -24,7 +24,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from longctx import files, plugins, system
+from longctx import __version__, files, plugins, system
 from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
@@ -99,6 +99,9 @@ class Command(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        print(f"longctx {__version__}")
+        return 0
     two_words = " ".join(argv[:2])
     is_two = two_words in COMMANDS
     name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
@@ -185,7 +188,7 @@ def list_text(name: str) -> str:
     chosen = [command for command in COMMANDS if command.split()[0] == name] or COMMANDS
     lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in chosen]
     title = "Train GPTs on long documents, and see what runs show."
-    more = "Each takes key=value and --help. Measurements: python -m benchmarks --help"
+    more = "Each takes key=value and --help. Also: longctx --version, python -m benchmarks --help"
     return "\n".join([title, "", *lines, "", more])
 
 

@@ -188,8 +188,7 @@ class EvalConfig(Group):
             ),
             (
                 self.tasks and find_spec("lm_eval") is None,
-                f"{self._tasks()}: lm-evaluation-harness is not installed; "
-                "pip install -e '.[lm-eval]'",
+                f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval",
             ),
         )
         if self.devices > 1:  # else a launcher may have started more

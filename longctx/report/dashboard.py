@@ -110,7 +110,7 @@ def dashboard(
         return
     if find_spec("wandb_workspaces") is None:
         raise ValueError(
-            "dashboard: wandb-workspaces is not installed; pip install -e '.[dashboard]'"
+            "dashboard: wandb-workspaces is not installed; pip install wandb-workspaces"
         )
     import wandb
 

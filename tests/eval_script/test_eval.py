@@ -176,7 +176,7 @@ def test_tasks_without_lm_eval_say_what_to_install(
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
-    assert "'.[lm-eval]'" in error
+    assert "pip install lm-eval" in error
 
 
 def test_tasks_run_from_the_command_line(
@@ -187,9 +187,7 @@ def test_tasks_run_from_the_command_line(
     capsys: pytest.CaptureFixture[str],
     evaluate: Evaluate,
 ) -> None:
-    pytest.importorskip(
-        "lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'"
-    )
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write_task(tmp_path)
     content, output = evaluate("tasks=[mine]", f"tasks_path={tmp_path}", "documents=2")

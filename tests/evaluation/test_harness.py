@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[lm-eval]'")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
 
 import tokenizers
 from lm_eval.api.instance import Instance
