@@ -58,7 +58,8 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     process = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=os.environ | environment,
+        # A checkout on the path would count as installed
+        env=os.environ | {"PYTHONPATH": ""} | environment,
         capture_output=True,
         text=True,
     )
@@ -110,6 +111,6 @@ def test_the_wheel_trains_in_its_own_environment(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a rose is a rose is a rose\n" * 4000)
     data = ["data=text", "data.path=text.txt", "data.vocab_size=300", "data.val_fraction=0"]
     overrides = ["model=tiny", "seq_len=64", "max_steps=2", "device=cpu", "wandb.mode=disabled"]
-    environment = {"PYTHONPATH": "", "LONGCTX_CACHE": str(tmp_path / "cache")}
-    run(bin / "longctx", "train", *data, *overrides, cwd=tmp_path, **environment)
+    cache = str(tmp_path / "cache")
+    run(bin / "longctx", "train", *data, *overrides, cwd=tmp_path, LONGCTX_CACHE=cache)
     assert [path.name for path in (tmp_path / "runs").iterdir()]

@@ -24,7 +24,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from longctx import __version__, files, plugins, system
+import longctx
+from longctx import files, plugins, system
 from longctx.attention.description import AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
-        print(f"longctx {__version__}")
+        print(f"longctx {longctx.__version__}")
         return 0
     two_words = " ".join(argv[:2])
     is_two = two_words in COMMANDS
