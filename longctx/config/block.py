@@ -51,6 +51,18 @@ class Block:
         return sum(part.multiplied for part in self.parts())
 
     @cached_property
+    def packed(self) -> list[Linear]:
+        """Linear layers whose frozen weights are in the format lora.base."""
+        return [linear for linear in self.linears.values() if linear.packs]
+
+    def weight_bytes(self, base: str | None, each: int) -> int:
+        """Return the bytes of its weights, with `each` of one that is not packed as `base`."""
+        if base is None:
+            return each * self.weights
+        saved = (each * x.weights - x.packed_bytes(base) for x in self.packed)
+        return each * self.weights - sum(saved)
+
+    @cached_property
     def weights_after(self) -> int:
         """Weights of the linear layers after attention, where recompute=mlp begins."""
         return self.weights - self.attention.linears[0].weights
@@ -116,6 +128,7 @@ class Block:
         )
         # Residual; do, dq, dk, dv; gradients of the weights after attention
         needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * self.weights_after
+        needed += p.unpacked * self.attention.linears[0].weights
         if p.recompute == "block":
             needed += e * (q + 2 * kv) * p.tokens
             # With one tile the norm, and q and k before rotation too

@@ -119,7 +119,7 @@ class Experts(FeedForward):
         down = [f"experts.{n}.down_proj" for n in range(E)]
         shared = () if self.dense is None else self.dense.linears
         return (
-            Linear("router", ("gate",), (E,), C, self.has_bias),
+            Linear("router", ("gate",), (E,), C, self.has_bias, packs=False),
             Linear("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
             Linear("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
             *(
@@ -188,12 +188,13 @@ class Experts(FeedForward):
         narrow = e if p.gradient > e else 0
         # d, product, both gradients; as a formula, clamped values and factors too
         inner = 4 * F if p.is_fused and self.clamp is None else FORMULA * F
-        made = k * (C + inner) * e * n + p.weight_copy * down.weights
+        copied = p.weight_copy + p.unpacked
+        made = k * (C + inner) * e * n + copied * down.weights
         of_down = k * (C + 3 * F) * e * n + (p.gradient + narrow) * down.weights
         pairs = k * (C + 2 * F) * e * n
         gradients = p.gradient * (down.weights + gate_up.weights)
         of_both = pairs + gradients + narrow * gate_up.weights
-        of_input = pairs + gradients + p.weight_copy * gate_up.weights
+        of_input = pairs + gradients + copied * gate_up.weights
         summed = 2 * k * C * e * n + gradients
         others = 0 if self.dense is None else self.dense.backward(p)
         needed = max(made, of_down, of_both, of_input, summed, others)
@@ -207,7 +208,8 @@ class Experts(FeedForward):
         rows = max(C + 2 * F, 4 * F if self.clamp is None else 6 * F, F + 2 * C)
         routing = FP32 * 2 * self.count + k * (2 * FP32 + 3 * INT64)
         shared = 0 if self.dense is None else self.dense.forward(p)
-        return max((p.activation * k * rows + routing) * p.tile, shared)
+        unpacked = p.unpacked * self.linears[1].weights
+        return max((p.activation * k * rows + routing) * p.tile + unpacked, shared)
 
     def forward_elements(self) -> int:
         """Return the elements of a token alive in an evaluation's forward."""

@@ -10,7 +10,7 @@ from typing import Any
 from longctx.config.block import Block
 from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key
-from longctx.config.parts import Attention, FeedForward, Norm, Rope
+from longctx.config.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 from longctx.config.rope_config import check_scaling
 
 
@@ -367,6 +367,12 @@ class GPTConfig(Group):
         blocks = sum(block.parameters for block in self.blocks())
         return embedding * (1 if self.tied else 2) + blocks + self.channels
 
+    def frozen_matrices(self) -> list[tuple[int, int]]:
+        """Return rows and columns of every matrix that lora.base can pack."""
+        if self.transformers:
+            return [(rows, columns) for rows, columns in self.transformers["matrices"]]
+        return [(x.outputs, x.columns) for block in self.blocks() for x in block.packed]
+
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
 
@@ -404,6 +410,31 @@ class LoraConfig:
     targets: list[str] = key(
         list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
     )
+    base: str | None = key(
+        None,
+        "format of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA (needs bitsandbytes) | "
+        "fp8; null: that of products",
+        choices=BASES,
+        needs="rank",
+    )
+
+    def check_base(self, model: GPTConfig) -> None:
+        """Raise ValueError if a matrix of `model` cannot be in the format of the base."""
+        multiple = 1 if self.base is None else BASES[self.base]
+        for _, columns in model.frozen_matrices():
+            if columns % multiple:
+                raise ValueError(
+                    f"lora.base={self.base}: a matrix has {columns} columns, and the format takes "
+                    f"a multiple of {multiple}; leave lora.base out"
+                )
+
+    def frozen_bytes(self, model: GPTConfig, each: int) -> int:
+        """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
+        total = each * model.parameters()
+        if self.base is not None:
+            for rows, columns in model.frozen_matrices():
+                total += rows * (packed_width(self.base, columns) - each * columns)
+        return total
 
     @property
     def alpha(self) -> float:

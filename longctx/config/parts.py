@@ -17,6 +17,19 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 FP32 = 4  # bytes of a number
+# Formats of frozen matrices → columns that a scale of theirs covers: a matrix has a multiple of it
+BASES = {"nf4": 64, "fp8": 16}
+
+
+def packed_width(base: str, columns: int) -> int:
+    """Return the bytes of a row of `columns` weights in the format `base`, its scales among them.
+
+    nf4: half a byte a weight, one for each 64, 8 for all; filled up to a multiple of 16. fp8: one a
+    weight, and 8. So the width of a row tells its format.
+    """
+    if base == "fp8":
+        return columns + 8
+    return -(-(33 * columns // 64 + 8) // 16) * 16
 
 
 class Linear(NamedTuple):
@@ -28,6 +41,7 @@ class Linear(NamedTuple):
     columns: int
     has_bias: bool
     into_residual: bool = False  # initial weights are smaller
+    packs: bool = True  # frozen, it is in the format lora.base
 
     @property
     def outputs(self) -> int:
@@ -40,6 +54,10 @@ class Linear(NamedTuple):
     @property
     def parameters(self) -> int:
         return self.weights + (self.outputs if self.has_bias else 0)
+
+    def packed_bytes(self, base: str) -> int:
+        """Return the bytes of its frozen weight in the format `base`."""
+        return self.outputs * packed_width(base, self.columns)
 
 
 class Fold:
@@ -160,6 +178,7 @@ class Pass(NamedTuple):
     adapted: tuple[str, ...] = ()  # linear layers with LoRA
     attention: float = 0.0  # all bytes that the backend saves of q, k, v, the output and the lse
     saves_lse: bool = True  # with recompute=block, next to attention's output
+    unpacked: int = 0  # of a packed weight during its product; 0 if weights are not packed
 
 
 @dataclass(frozen=True)
@@ -387,12 +406,15 @@ class FeedForward(Part):
         tensors += 2 * again  # gate and up themselves
         down = -p.weight_copy if p.is_fused else p.gradient - again * p.weight_copy
         tokens = p.tile if again else p.tokens
-        return p.activation * tensors * self.inner * tokens + down * self.size * self.inner
+        unpacked = p.unpacked * self.linears[0].weights
+        return (
+            p.activation * tensors * self.inner * tokens + down * self.size * self.inner + unpacked
+        )
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
-        return p.activation * tensors * self.inner * p.tile
+        return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
 
     def forward_elements(self) -> int:
         """Return the elements of a token alive in an evaluation's forward: gate, up, product."""

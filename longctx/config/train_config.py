@@ -405,6 +405,11 @@ class TrainConfig(Group):
         distinct = len({layer % layers for layer in self.bf16_layers})
         refuse(
             (
+                self.lora.base is not None,
+                f"precision=fp8: rounds 16-bit weights, and lora.base={self.lora.base} leaves "
+                "none; use precision=bf16",
+            ),
+            (
                 any(not -layers <= layer < layers for layer in self.bf16_layers),
                 f"{setting}: layers from 0 to {layers - 1}, or from the last, -1",
             ),

@@ -34,6 +34,7 @@ from longctx.attention.exchange import Ranks
 from longctx.config import experts
 from longctx.kernels import HAS_TRITON
 from longctx.model.layers import Linear, SwiGLU, fused
+from longctx.model.packed import is_packed, unpacked
 
 if HAS_TRITON:
     from longctx.kernels import swiglu
@@ -280,6 +281,7 @@ def _sums(rows: Tensor, expert: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 def _matrices(weight: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Return the weight (E, rows, columns), or bias, of each expert."""
+    weight = unpacked(weight, dtype) if is_packed(weight) else weight
     return weight.to(dtype).unflatten(0, (count, -1))
 
 

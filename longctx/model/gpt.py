@@ -25,6 +25,7 @@ from longctx.model import compile_cache
 from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
 from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
+from longctx.model.packed import is_packed
 from longctx.model.recompute import (
     checkpointed_blocks,
     checkpointed_mlp,
@@ -89,7 +90,7 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
             elif isinstance(module, Correction):
                 nn.init.zeros_(module.weight)
-            elif isinstance(module, nn.Linear | nn.Embedding):
+            elif isinstance(module, nn.Linear | nn.Embedding) and not is_packed(module.weight):
                 shrink = math.sqrt(2 * self.config.layers) if name in into_residual else 1.0
                 draw(module.weight, partial(nn.init.normal_, std=std / shrink))
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -126,11 +127,13 @@ class GPT(nn.Module):
             if isinstance(module, RMSNorm | Correction):
                 module.float()
 
-    def linears(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield block, path in it, and target of LoRA of every linear layer."""
+    def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
+        """Yield block, path in it, and target of LoRA of every linear layer; and True if lora.base
+        packs its weight.
+        """
         for block, parts in zip(self.blocks, self.config.blocks(), strict=True):
             for path, linear in parts.linears.items():
-                yield block, path, linear.name
+                yield block, path, linear.name, linear.packs
 
     def figures(self) -> dict[str, float]:
         """Return what the last micro-batch tells of the model, by the keys of its metrics; waits

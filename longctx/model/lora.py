@@ -26,6 +26,8 @@ from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.config.parts import Piece
 from longctx.kernels import linear
+from longctx.model import packed
+from longctx.model.experts import Grouped
 from longctx.model.export import warn_of_not_finite, write_json
 from longctx.model.families import family_of
 from longctx.model.families.family import Family
@@ -80,9 +82,14 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     """Freeze `model` and add trained products to the layers of `config.targets`."""
     assert config.rank is not None
     model.requires_grad_(False)
-    for block, path, target in list(model.linears()):
+    for block, path, target, packs in list(model.linears()):
+        frozen: Any = block.get_submodule(path)
+        if config.base is not None and packs:
+            frozen.weight = packed.parameter(frozen.weight, config.base)
+            if not isinstance(frozen, Grouped):
+                frozen = packed.PackedLinear(frozen)
+                block.set_submodule(path, frozen)
         if target in config.targets:
-            frozen: Any = block.get_submodule(path)
             added = LoraLinear(frozen, config.rank, config.factor)
             block.set_submodule(path, added)
     return model
@@ -105,7 +112,11 @@ def layers(model: GPT) -> list[LoraLinear]:
 
 @torch.no_grad()
 def merge(model: GPT) -> GPT:
-    """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then."""
+    """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then.
+
+    Packed weights are unpacked, to the dtype of the embedding.
+    """
+    packed.unpack(model, model.embed.weight.dtype)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
             model.set_submodule(name, layer.merged())
@@ -130,7 +141,11 @@ def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, 
     """The weights of a plain GPT from those of one with `config`'s products: name → what gives
     rows, as a tensor or `Rows` does.
     """
-    plain = {name: x for name, x in weights.items() if not name.endswith((".lora_a", ".lora_b"))}
+    plain = {
+        name: packed.UnpackedRows(x) if packed.is_packed(x) else x
+        for name, x in weights.items()
+        if not name.endswith((".lora_a", ".lora_b"))
+    }
     for name in weights:
         if name.endswith(".lora_b"):
             layer = name.removesuffix(".lora_b")

@@ -14,6 +14,7 @@ from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.gpt import GPT, build
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
+from longctx.model.packed import is_packed
 from longctx.runs import checkpoints
 
 
@@ -39,7 +40,8 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
             wrong = "in the checkpoint, missing in the model"
         else:
             # Frozen weights may lie in 16 bits, those that are trained never do
-            dtypes = {mine[name].dtype} if mine[name].requires_grad else checkpoints.READABLE
+            is_exact = mine[name].requires_grad or is_packed(mine[name])
+            dtypes = {mine[name].dtype} if is_exact else checkpoints.READABLE
             wrong = checkpoints.flaw(weights[name], mine[name].shape, dtypes)
         if wrong:
             raise ValueError(f"{path}: its weights are not those of its model: {name} is {wrong}")

@@ -7,15 +7,18 @@ must not do: run code of others, read pickles, or leave a weight at random.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from longctx import untrusted
 from longctx.config.model_config import GPTConfig
+from longctx.model.huggingface import inventory, values_of
 from longctx.model.transformers_model import described, empty_model, weights_of
 
 
@@ -63,17 +66,31 @@ def read_weights(config: GPTConfig, folder: Path) -> Any:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: Path, write: Callable[[Tensor, Tensor, int], None]) -> None:
-    """Copy the weights of `folder` into `model`; `write` is that of `huggingface.load_weights`.
-
-    Every rank reads all of them into host memory.
-    """
-    values = weights_of(read_weights(model.config, folder))
+    """Copy the weights of `folder` into `model`; `write` is that of `huggingface.load_weights`."""
+    readers = readers_of(model.config, folder)
     for name, weight in model.named_parameters():
-        if (theirs := model.name_of(name)) in values:  # else what LoRA adds
+        if (theirs := model.name_of(name)) in readers:  # else what LoRA adds
+            values = readers[theirs]()
             if weight.ndim:
-                write(weight, values[theirs], 0)
+                write(weight, values, 0)
             else:
-                weight.copy_(values[theirs])
+                weight.copy_(values)
+            del values
+
+
+def readers_of(config: GPTConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Return what reads each weight of `folder`, by its name in transformers' model.
+
+    If the folder's tensors have other names or shapes, such as a tensor for each expert, every
+    rank has transformers read all of them into host memory.
+    """
+    whole, stored = empty_model(config.transformers["config"]), inventory(folder)
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(whole).items()}
+    is_same = shapes == {name: place.shape for name, place in stored.items()}
+    if is_same and not get_model_conversion_mapping(whole, add_legacy=False):
+        return {name: partial(values_of, place) for name, place in stored.items()}
+    values = weights_of(read_weights(config, folder))
+    return {name: weight.detach for name, weight in values.items()}
 
 
 def write_model(

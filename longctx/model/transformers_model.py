@@ -26,6 +26,7 @@ from longctx.config.fields import refuse
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.gpt import GPT, Draw, settings_of
+from longctx.model.packed import is_packed
 from longctx.model.transformers_recompute import recompute
 from longctx.transformers import (
     NAME,
@@ -103,6 +104,7 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
             "parameters": sum(x.numel() for x in whole.parameters() if x.requires_grad),
             "products": products(whole),
             "lora": lora,
+            "matrices": [list(layer.weight.shape) for _, layer, _ in linears_of(decoder)],
         },
     )
 
@@ -286,10 +288,11 @@ class TransformersModel(GPT):
                 nn.init.ones_(weight)
         with self.random_state_kept():
             for module in self.modules():
-                self.backbone._init_weights(module)
+                if not any(map(is_packed, module.parameters(recurse=False))):
+                    self.backbone._init_weights(module)
         std = float(getattr(self.whole.config, "initializer_range", 0.02))
         for weight in self.parameters():
-            if weight.ndim > 1:
+            if weight.ndim > 1 and not is_packed(weight):
                 draw(weight, partial(nn.init.normal_, std=std))
 
     def random_state_kept(self) -> AbstractContextManager[None]:
@@ -307,11 +310,13 @@ class TransformersModel(GPT):
         """Refuse: transformers' layers are not compiled here; `resolve` never asks for it."""
         raise NotImplementedError("compile=true: transformers computes this model")
 
-    def linears(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield block, path in it, and target of LoRA of every linear layer."""
+    def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
+        """Yield block, path in it, and target of LoRA of every linear layer; and True, since
+        lora.base packs its weight.
+        """
         for block in self.blocks:
             for path, _, target in linears_of(block):
-                yield block, path, target
+                yield block, path, target, True
 
     def hidden(
         self, tokens: Tensor, mask: Mask, shards: Shards, length: int, trains: bool

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from longctx.attention.communication import measured
 from longctx.model import GPT
 from longctx.model.experts import Correction
+from longctx.model.packed import is_packed, packed
 from longctx.runs.checkpoint_write import Sharded
 
 
@@ -95,7 +96,12 @@ def like(x: DTensor, part: Tensor) -> DTensor:
 
 @torch.no_grad()
 def write(x: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of x from `first` on; a rank writes only its own rows."""
+    """Copy `values` to the rows of x from `first` on; a rank writes only its own rows.
+
+    If x is packed, `values` are packed first.
+    """
+    if is_packed(x) and not is_packed(values):
+        values = packed(values.to(x.device), x.shape[1])
     mine = rows(x)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:

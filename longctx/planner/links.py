@@ -120,7 +120,8 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
         backward = 2 / 3 * compute
         return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)
     e = workload.activation_bytes
-    first = shared(e * (outside + blocks / m.layers), 1)
+    gathered = workload.own_bytes - e * outside  # of blocks, packed perhaps
+    first = shared(e * outside + gathered / m.layers, 1)
     last = shared(FP32 * trained_outside, 1)
-    hidden = 2 * shared(e * blocks, m.layers) + shared(FP32 * trained, m.layers)
+    hidden = 2 * shared(gathered, m.layers) + shared(FP32 * trained, m.layers)
     return workload.accumulate * (first + last + max(0.0, hidden - BEHIND * compute))

@@ -161,6 +161,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     request.check_fp8(request.model)
+    request.lora.check_base(request.model)
     step = workload_of(request, device, request.seq_len)
     return with_vocabulary(step, request.data.vocab_size)
 
@@ -171,6 +172,7 @@ def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> No
     print(
         f"{config.model.parameters() / 1e6:,.0f} million parameters, "
         f"{count} of {config.seq_len:,} tokens a step, {config.precision}"
+        + (f", frozen weights in {config.lora.base}" if config.lora.base else "")
     )
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; "

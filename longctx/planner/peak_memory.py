@@ -135,10 +135,12 @@ class _Step:
             fp8_input=1 if in_8_bits and not self.added else 0,
             weight_copy=0 if in_8_bits else self.copy,
             gradient=self.gradient,
-            is_fused=self.kernels and "down" not in targets,
+            is_fused=self.kernels and "down" not in targets and self.workload.lora.base is None,
             adapted=targets,
             attention=self.backend.saved(self.layer),
             saves_lse=self.backend.has_backward,
+            # With the codes, in 8 bits or 4, or those in the dtype of W
+            unpacked={None: 0, "nf4": self.e + 1, "fp8": 2 * self.e}[self.workload.lora.base],
         )
 
     def costs_of(self, block: Block, through: Pass) -> _Costs:
@@ -233,8 +235,10 @@ class _Step:
         }
 
     def weights(self) -> float:
-        """Return the bytes of all weights: fp32 master copies, and frozen ones as used."""
-        return (self.e if self.added else FP32) * self.workload.parameters + FP32 * self.added
+        """Return the bytes of all weights: fp32 master copies; frozen ones as used, or packed."""
+        if self.added:
+            return self.workload.own_bytes + FP32 * self.added
+        return FP32 * self.workload.parameters
 
     def saved(self) -> float:
         """Return the bytes of a checkpoint that this process writes."""
@@ -252,7 +256,9 @@ class _Step:
         outside = (1 if self.model.tied else 2) * self.V * self.C
         block = max(block.weights for block in self.blocks)
         added = 0 if self.added else FP32 * block
-        return float(self.e * (outside + 2 * block) + added)
+        base = self.workload.lora.base
+        gathered = max(block.weight_bytes(base, self.e) for block in self.blocks)
+        return float(self.e * outside + 2 * gathered + added)
 
     def exchange(self) -> float:
         """Return the largest exchange between ranks of a sequence in one attention backward."""

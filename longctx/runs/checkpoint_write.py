@@ -27,7 +27,12 @@ from longctx import files
 from longctx.runs import checkpoint_index
 from longctx.runs.checkpoint_index import AT_ONCE, FORMAT, INDEX
 
-IN_FILES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+IN_FILES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",  # packed weights
+}
 PART = 1 << 30  # bytes of one file, unless a tensor is larger
 CHUNK = 1 << 24  # bytes that are written, and given to the disk, at one time
 POLL = 0.05  # seconds between looks for the files of other ranks

@@ -28,6 +28,7 @@ from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
 FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
+DTYPES["uint8"] = torch.uint8  # of packed weights
 FINITE_CHUNK = 1 << 26  # numbers of a tensor on disk that are checked together
 
 

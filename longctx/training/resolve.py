@@ -23,6 +23,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import Data, load, sources
+from longctx.model import packed
 from longctx.model.context_extension import extended
 from longctx.parallel.devices import check_attention, choose_device
 from longctx.parallel.launch import launched
@@ -141,6 +142,9 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         transformers_model.prove(model, device, length, packing)
     config.check_experts(model)
     config.check_fp8(model)
+    config.lora.check_base(model)
+    if config.lora.base == "nf4":
+        packed.bitsandbytes()
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if config.resume:

@@ -134,6 +134,7 @@ def opening(run: Run) -> list[str]:
         device = torch.cuda.get_device_name()
     devices = f"{workload.devices} × {device}" if workload.devices > 1 else device
     added = workload.lora.parameters(workload.model)
+    base = f" in {workload.lora.base}" if workload.lora.base else ""
     # Documents without text are counted: many of them hint at a wrong column
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document")
@@ -155,7 +156,7 @@ def opening(run: Run) -> list[str]:
         "model": listed(
             run.model_source,
             f"{workload.model.parameters():,} parameters",
-            added and f"frozen; LoRA of rank {workload.lora.rank} trains {added:,} more",
+            added and f"frozen{base}; LoRA of rank {workload.lora.rank} trains {added:,} more",
         ),
         "attention": listed(
             workload.attention.backend,

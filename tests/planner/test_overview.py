@@ -43,6 +43,8 @@ def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "naive" not in out
     assert "1,000 steps\nlearning rate 0.5 at step 50, falls after step 800, 0.05 at" in out
+    assert main(["plan", "attention=flash", "lora.rank=8", "lora.base=nf4", *words]) == 0
+    assert "bf16, frozen weights in nf4" in capsys.readouterr().out
 
 
 def test_a_gpu_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +102,7 @@ def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFix
         ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
         ("gpu_memory=-1", "gpu_memory=-1: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
+        ("lora.rank=2 lora.base=fp8 precision=fp8", "rounds 16-bit weights"),
         ("modl=1b", "modl is not a key; did you mean model?"),
         ("init=weights", "weights: no such file or folder"),
         ("init=weights model=1b", "model: init=weights brings its own model"),

@@ -172,6 +172,21 @@ def test_lora_saves_gradients_and_moments() -> None:
     assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
+def test_a_packed_base_takes_its_own_bytes() -> None:
+    preset = one_b("memory=long", seq_len=4096)
+    by_base = {
+        base: predict(replace(preset, lora=replace(preset.lora, rank=8, base=base)))
+        for base in (None, "fp8", "nf4")
+    }
+    wide, eight, four = (x.gpu[PARAMETERS] for x in by_base.values())
+    blocks = sum(block.weights for block in preset.model.blocks())
+    assert wide - eight == pytest.approx(blocks, rel=0.01)
+    assert wide - four == pytest.approx((2 - 0.516) * blocks, rel=0.01)
+    # A product holds its matrix in 16 bits
+    largest = max(x.weights for x in preset.model.block(0).packed)
+    assert by_base[None].peak > by_base["nf4"].peak > by_base[None].peak - wide + four + largest
+
+
 def test_hoppers_sums_of_dq_are_counted() -> None:
     def workspace(*overrides: str) -> float:
         base = ("model=124m", "model.layers=3", "memory=long")

@@ -1,0 +1,205 @@
+"""lora.base: packed weights are near those that they stand for, a model computes with what they
+unpack to, and its loss is near that of the base in the precision of the run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes import functional
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from longctx.config.memory_config import MemoryConfig
+from longctx.config.model_config import LoraConfig
+from longctx.config.parts import BASES, packed_width
+from longctx.model import GPT, GPTConfig, huggingface, lora, packed
+from longctx.model.gpt import build
+from longctx.parallel import sharding
+from tests.largest_tensor import LiveMemory
+
+SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=64, heads=4, kv_heads=2, ffn=192)
+TOKENS = torch.arange(300).view(2, 150) % 61
+EXPERTS = {"count": 4, "per_token": 2, "ffn": 64, "shared": 1}
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    """Return a matrix with an outlier and a row of zeros."""
+    torch.manual_seed(0)
+    w = torch.randn(rows, columns) / columns**0.5
+    w[0, 3], w[1] = 1.0, 0.0
+    return w
+
+
+def with_base(base: str | None, memory: str = "fast", **sizes: Any) -> GPT:
+    """Return a model with LoRA on a base in this format; the additions are not zero."""
+    torch.manual_seed(0)
+    how = MemoryConfig(memory, mlp_tile=128 if memory == "long" else None)
+    experts = {} if "experts" not in sizes else {"experts": sizes.pop("experts")}
+    config = GPTConfig.of_saved({**SIZES, **sizes, **experts})
+    targets = ["qkv", "out"] if experts else ["qkv", "out", "gate_up", "down"]
+    model = lora.add(GPT(config, "flash", how), LoraConfig(rank=3, base=base, targets=targets))
+    torch.manual_seed(1)
+    for layer in lora.layers(model):
+        torch.nn.init.normal_(layer.lora_a, std=0.1)
+        torch.nn.init.normal_(layer.lora_b, std=0.1)
+    return model
+
+
+def gradients(model: GPT) -> dict[str, Tensor]:
+    """Return the gradients of the loss of TOKENS."""
+    model(TOKENS, TOKENS.roll(-1, 1)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("columns", [64, 192, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nf4_is_as_near_as_in_qlora(columns: int, dtype: torch.dtype) -> None:
+    w = weight(7, columns).to(dtype)
+    rows = packed.parameter(w, "nf4")
+    assert rows.shape == (7, packed_width("nf4", columns)) and rows.shape[1] % 16 == 0
+    ours = packed.unpacked(rows, dtype).float()
+    codes, state = functional.quantize_4bit(w, compress_statistics=True, quant_type="nf4")
+    theirs = functional.dequantize_4bit(codes, state).float()
+    assert (ours - w).norm() <= 1.02 * (theirs - w).norm()
+    # half of the widest gap between two quantiles, and the rounding of the scales
+    largest = w.float().view(-1, 64).abs().amax(1, keepdim=True)
+    off = (ours - w).view(-1, 64).abs()
+    assert (off <= 0.153 * largest + w.abs().max() / 255).all()
+    assert (ours[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_rounds_to_three_bits_below_the_first(dtype: torch.dtype) -> None:
+    w = weight(5, 48).to(dtype)
+    rows = packed.parameter(w, "fp8")
+    assert rows.shape == (5, packed_width("fp8", 48)) and rows.shape[1] % 16 == 8
+    off = (packed.unpacked(rows, torch.float32) - w.float()).abs()
+    least = w.float().abs().amax(1, keepdim=True) / 448 * 2**-10  # half a subnormal step
+    assert (off <= w.float().abs() * 2**-4 + least).all()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rows_are_packed_alone(base: str) -> None:
+    w = weight(6, 128)
+    whole = packed.parameter(w, base)
+    parts = torch.zeros_like(whole)
+    for first in (0, 2, 3):
+        sharding.write(parts, w[first : first + 3], first)
+    assert torch.equal(parts, whole)
+    rows = packed.UnpackedRows(whole)
+    assert torch.equal(rows[2:5], packed.unpacked(whole, torch.float32)[2:5])
+
+
+@pytest.mark.parametrize(
+    ("base", "memory", "sizes"),
+    [
+        ("nf4", "fast", {}),
+        ("fp8", "balanced", {"qkv_bias": True}),
+        ("nf4", "long", {"norms": "sandwich"}),
+        ("nf4", "balanced", {"experts": EXPERTS}),
+        ("fp8", "fast", {"experts": EXPERTS}),
+    ],
+)
+def test_gradients_are_those_of_the_unpacked_base(
+    base: str, memory: str, sizes: dict[str, Any]
+) -> None:
+    model, twin = with_base(base, memory, **sizes), with_base(base, **sizes)
+    packed.unpack(twin, torch.float32)
+    found, expected = gradients(model), gradients(twin)
+    assert found.keys() == expected.keys()
+    assert all(name.endswith(("lora_a", "lora_b")) for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("base", "tolerance"), [("nf4", 0.02), ("fp8", 0.005)])
+def test_loss_is_near_that_of_the_wide_base(base: str, tolerance: float) -> None:
+    plain, model = with_base(None), with_base(base)
+    before, after = (m(TOKENS, TOKENS.roll(-1, 1)).item() for m in (plain, model))
+    assert 0 < abs(after - before) < tolerance * before
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_under_autocast_and_compiled_it_learns(base: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES), "naive")
+    model.cast(torch.bfloat16)
+    lora.add(model, LoraConfig(rank=2, base=base, targets=["qkv"]))
+    packs = [name for name, p in model.named_parameters() if p.dtype == torch.uint8]
+    assert len(packs) == 4 * SIZES["layers"] and model.embed.weight.dtype == torch.bfloat16
+
+    def of(compiled: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        block = model.blocks[0]
+        x = torch.linspace(-1, 1, 2 * 5 * 64).view(2, 5, 64).bfloat16().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = compiled(block.mlp)(block.attention.qkv(x)[..., :64])
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+        return y, dx
+
+    torch.testing.assert_close(of(torch.compile), of(lambda mlp: mlp), rtol=0.02, atol=1e-3)
+
+
+def test_scaled_products_are_near_the_unpacked_ones() -> None:
+    w, x = weight(32, 64), torch.linspace(-1, 1, 48 * 64).view(48, 64).bfloat16()
+    rows, scale = packed.parameter(w, "fp8"), torch.tensor(1 / 256)
+    x8 = (x / scale).to(torch.float8_e4m3fn)
+    y = packed.scaled_product(x8, scale, rows, torch.bfloat16)
+    exact = x8.float() * scale @ packed.unpacked(rows, torch.float32).t()
+    torch.testing.assert_close(y.float(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("sizes", [{}, {"experts": EXPERTS, "tied": False}])
+def test_bytes_are_predicted(base: str, sizes: dict[str, Any]) -> None:
+    model = with_base(base, **sizes)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert LoraConfig(rank=3, base=base).frozen_bytes(model.config, each=4) == frozen
+
+
+@pytest.mark.parametrize("by_transformers", ["never", "always"])
+def test_loading_holds_no_wide_copy(tmp_path: Path, by_transformers: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=128, intermediate_size=256)
+    heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=8)).bfloat16()
+    theirs.save_pretrained(tmp_path)
+    config = huggingface.read_config(tmp_path, by_transformers)
+    with torch.device("meta"):
+        model = build(config)
+    added = LoraConfig(rank=1, base="nf4")
+    lora.add(model.to(torch.bfloat16), added)
+    with LiveMemory() as live:
+        model.to_empty(device="cpu")
+        huggingface.load_weights(model, tmp_path, sharding.write)
+    # A model of transformers on "meta" gives names and shapes; it is counted, and takes no memory
+    held = live.peak - (4 * config.parameters() if config.transformers else 0)
+    own = sum(x.nbytes for x in model.parameters())
+    largest = max(2 * rows * columns for rows, columns in config.frozen_matrices())
+    assert own < held < own + 2 * largest < 0.5 * sum(x.nbytes for x in theirs.parameters())
+    assert own == added.frozen_bytes(config, each=2) + 4 * added.parameters(config)
+
+
+def test_merged_it_computes_the_same() -> None:
+    model = with_base("nf4", qkv_bias=True)
+    expected = model(TOKENS)
+    merged = lora.merge(model)
+    torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-5)
+    assert all(p.requires_grad and p.is_floating_point() for p in merged.parameters())
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    narrow = GPTConfig(**SIZES | {"channels": 96, "heads": 6})
+    with pytest.raises(ValueError, match=r"lora\.base=nf4: a matrix has 96 columns"):
+        LoraConfig(rank=2, base="nf4").check_base(narrow)
+    LoraConfig(rank=2, base="fp8").check_base(narrow)
+
+
+def test_a_skeleton_holds_nothing() -> None:
+    with torch.device("meta"):
+        model = lora.add(build(GPTConfig(**SIZES)), LoraConfig(rank=2, base="nf4"))
+    assert all(p.is_meta for p in model.parameters())
+    shapes = {name: p.shape for name, p in with_base("nf4").named_parameters()}
+    assert shapes["blocks.0.attention.qkv.weight"] == (128, packed_width("nf4", 64))

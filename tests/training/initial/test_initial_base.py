@@ -1,0 +1,144 @@
+"""Runs with LoRA on a packed base: trained, resumed to the bit, evaluated, merged and exported;
+also of a model that transformers computes, and with several processes.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import train
+from longctx import cli, files
+from longctx.config.parts import BASES
+from longctx.data import tokenizer as bpe
+from longctx.evaluation.load import load_model
+from longctx.runs import metrics_file, run_folder
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
+
+TOKENS = torch.arange(60)[None] % 310
+LORA = {"lora__rank": 2, "max_steps": 2, "lr": 0.05}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, corpus: Path) -> Path:
+    """A model whose matrices have a multiple of 64 columns, as transformers saves it in bf16."""
+    folder = tmp_path / "models" / "Small-1.5"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        intermediate_size=128,
+        max_position_embeddings=96,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    texts = [file.read_text() for file in sorted(corpus.iterdir())]
+    bpe.train(texts, 310).save(folder / "tokenizer.json")
+    return folder
+
+
+def validated(run: Path) -> list[float]:
+    """Return the losses of a run's validations."""
+    return [row["val_loss"] for row in metrics_file.read(run) if "val_loss" in row]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned: Trained, base: str) -> None:
+    wide = tuned("wide", **LORA)
+    straight = tuned("straight", lora__base=base, **LORA | {"max_steps": 4})
+    assert validated(straight)[0] == pytest.approx(validated(wide)[0], rel=0.01)
+    assert validated(straight)[-1] < validated(straight)[0]
+    saved = weights(straight)
+    packs = [name for name, x in saved.items() if x.dtype == torch.uint8]
+    assert len(packs) == 8 and all(name.startswith("model.blocks.") for name in packs)
+
+    cut = tuned("cut", lora__base=base, **LORA | {"max_steps": 4}, checkpoint_every=2)
+    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
+    assert train.main([f"resume={cut}"]) == 0
+    check_equal_weights(straight, cut)
+
+
+def test_it_is_exported_on_the_weights_of_init(
+    tuned: Trained, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, merged, adapter = tuned("run", lora__base="nf4", **LORA), tmp_path / "a", tmp_path / "b"
+    assert cli.main(["export", str(run), str(merged)]) == 0
+    assert cli.main(["export", str(run), str(adapter), "adapter=true"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    original = {name: x.clone() for name, x in base.named_parameters()}
+    opened = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    written = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    for name, x in opened.named_parameters():
+        assert torch.equal(written.get_parameter(name), x.bfloat16().float())
+        assert torch.equal(x, original[name]) == ("proj" not in name)
+    # a model under evaluation is the one that was trained
+    trained, _, _ = load_model(run)
+    rows = run_folder.checkpoints(run)[-1]
+    assert rows.exists() and trained.embed.weight.dtype == torch.float32
+    quantized = trained.blocks[0].attention.out.weight - written.get_parameter(
+        "model.layers.0.self_attn.o_proj.weight"
+    )
+    assert 0 < quantized.norm() < 0.15 * trained.blocks[0].attention.out.weight.norm()
+
+    shutil.rmtree(folder)
+    alone = tmp_path / "alone"
+    assert cli.main(["export", str(run), str(alone)]) == 0
+    assert "the run's own copy, in nf4, is merged" in capsys.readouterr().err
+    theirs = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32)
+    torch.testing.assert_close(trained(TOKENS), theirs(TOKENS).logits, rtol=0.05, atol=0.02)
+
+
+def test_a_run_begins_with_one_that_has_it(tuned: Trained) -> None:
+    first = tuned("first", lora__base="fp8", **LORA)
+    second = tuned("second", init=first, max_steps=1)
+    third = tuned("third", init=first, lora__base="nf4", **LORA)
+    assert validated(second)[0] == pytest.approx(validated(first)[-1], rel=1e-5)
+    assert validated(third)[0] == pytest.approx(validated(first)[-1], rel=0.02)
+
+
+def test_transformers_computes_with_it(tuned: Trained, tmp_path: Path) -> None:
+    native = tuned("native", lora__base="nf4", **LORA)
+    run = tuned("theirs", lora__base="nf4", transformers="always", **LORA)
+    assert validated(run)[0] == pytest.approx(validated(native)[0], rel=1e-3)
+    packs = [name for name, x in weights(run).items() if x.dtype == torch.uint8]
+    assert len(packs) == 14
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(x.dtype == torch.bfloat16 for x in written.parameters())
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_several_processes_train_the_same(
+    tuned: Trained, start: Overrides, tmp_path: Path, strategy: str
+) -> None:
+    steps = LORA | {"lora__base": "nf4", "accumulate": 2, "batch_size": 1}
+    one = tuned("one", **steps)
+    keys = steps | {"accumulate": 1, "devices": 2, "strategy": strategy, "name": "two"}
+    command = [sys.executable, "train.py", *start(**keys)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    two = one.with_name("two")
+    for (name, x), y in zip(weights(one).items(), weights(two).values(), strict=True):
+        if x.dtype == torch.uint8:
+            assert torch.equal(x, y), name
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+
+
+def test_it_is_refused_where_it_cannot_be(
+    start: Overrides, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {
+        "lora.base=nf4: does nothing without lora.rank": start(lora__base="nf4"),
+        "init= names none": start(lora__base="nf4", lora__rank=2, init=None, model="tiny"),
+    }
+    for message, overrides in refused.items():
+        assert train.main(overrides) != 0
+        assert message in capsys.readouterr().err
