@@ -132,8 +132,8 @@ def test_processes_that_have_begun_end_with_a_mistake(
     ("ranks", "cases", "seed"),
     [
         (2, 8, 0),
-        pytest.param(1, 115, 1000, marks=pytest.mark.slow),
-        pytest.param(2, 150, 2000, marks=pytest.mark.slow),
+        pytest.param(1, 40, 1000, marks=pytest.mark.slow),
+        pytest.param(2, 100, 2000, marks=pytest.mark.slow),
         pytest.param(4, 30, 3000, marks=pytest.mark.slow),
     ],
 )
@@ -156,11 +156,13 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{"context": 2}, pytest.param({"strategy": "fsdp"}, marks=pytest.mark.slow)],
-    ids=["context", "fsdp"],
+    ("layout", "new"),
+    [
+        ({"context": 2}, True),
+        pytest.param({"strategy": "fsdp"}, False, marks=pytest.mark.slow),
+    ],
+    ids=["new", "resumed"],
 )
-@pytest.mark.parametrize("new", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_documents_must_be_equal_on_all_ranks(
     layout: dict[str, Any],
     new: bool,

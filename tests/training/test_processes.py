@@ -104,9 +104,7 @@ def stopped(
         base = tmp_path_factory.mktemp("stopped")
         command = overrides_in(base / "runs", name="r", max_steps=100_000, workers=1)
         with open(base / "stderr", "w+") as file:
-            before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it
             process = start(command, base, file)
-            signal.signal(signal.SIGHUP, before)
             folder = base / "runs" / "r"
             wait_for_step(folder, 5, process)
             os.killpg(process.pid, number)
@@ -159,7 +157,6 @@ def test_a_killed_run_resumes_bit_for_bit(
         (signal.SIGTERM, 143),
         (signal.SIGUSR1, 138),
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_saves_and_says_how_to_go_on(
@@ -202,8 +199,7 @@ def test_signals_in_a_validation_end_without_traceback(
 
 
 @pytest.mark.parametrize(
-    "seconds",
-    [1.0, 2.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.5, 1.5, 2.0, 3.0, 4.0, 6.0))],
+    "seconds", [1.0, 2.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.75, 4.0))]
 )
 def test_a_start_that_is_stopped_leaves_no_half_run(
     overrides: Overrides, tmp_path: Path, seconds: float
@@ -283,7 +279,7 @@ def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 def test_a_job_saves_when_its_sweep_ends(name: str, overrides: Overrides, tmp_path: Path) -> None:
     process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     while not (folders := [x for x in (tmp_path / "runs").glob("*") if metrics_file.read(x)]):
