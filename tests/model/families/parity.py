@@ -5,6 +5,7 @@ A family's test file holds a subclass of `FamilyTests` with the family's own con
 """
 
 import copy
+import functools
 import json
 import random
 import re
@@ -90,6 +91,14 @@ def reference(config: PreTrainedConfig) -> Any:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a byte-level BPE that splits text as Qwen2 does."""
+    (folder / "tokenizer.json").write_text(small_tokenizer())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@functools.cache
+def small_tokenizer() -> str:
+    """Return the content of its tokenizer.json."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -104,9 +113,7 @@ def write_tokenizer(folder: Path) -> None:
         vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["a rose is a rose in 1812 and in 2024"], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(tokenizer.to_str())
 
 
 def check_parity(config: PreTrainedConfig, tmp_path: Path, same_class: bool = True) -> None:
@@ -243,6 +250,7 @@ class FamilyTests:
         keys |= {"tie_word_embeddings": draw.random() < 0.5}
         return self.config_class(**keys | {k: draw.choice(v) for k, v in self.drawn.items()})
 
+    @torch.no_grad()
     def test_packed_documents_are_each_alone(self, seed: int, tmp_path: Path) -> None:
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
         so are those of LoRA, and of a model that was exported.
@@ -264,8 +272,9 @@ class FamilyTests:
             return float((logits - expected).norm() / expected.norm())
 
         expected = alone(theirs)
-        assert error(packed(pretrained(tmp_path / "in")), expected) < 1e-5
-        added = lora.add(pretrained(tmp_path / "in"), LoraConfig(2, targets=[*self.lora_targets]))
+        model = pretrained(tmp_path / "in")
+        assert error(packed(model), expected) < 1e-5
+        added = lora.add(model, LoraConfig(2, targets=[*self.lora_targets]))
         for layer in lora.layers(added):
             torch.nn.init.normal_(layer.lora_b, std=0.1)
         export(lora.merge(added), tmp_path / "in", tmp_path / "out")
