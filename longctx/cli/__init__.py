@@ -189,7 +189,7 @@ def list_text(name: str) -> str:
     chosen = [command for command in COMMANDS if command.split()[0] == name] or COMMANDS
     lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in chosen]
     title = "Train GPTs on long documents, and see what runs show."
-    more = "Each takes key=value and --help. Also: longctx --version, python -m benchmarks --help"
+    more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
     return "\n".join([title, "", *lines, "", more])
 
 
