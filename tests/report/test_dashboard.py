@@ -34,7 +34,7 @@ def test_a_dry_run_or_no_key_prints_the_plan(capsys, monkeypatch):
 def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"\[dashboard\]"):
+    with pytest.raises(ValueError, match="pip install wandb-workspaces"):
         dashboard.dashboard("p")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
 
