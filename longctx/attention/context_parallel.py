@@ -11,9 +11,12 @@ in the order of the sequence, and so the intervals of its queries do not decreas
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from longctx.attention.exchange import AllGather, HaloExchange, Ranks, Ulysses, in_order
@@ -81,13 +84,14 @@ class Shards:
         return x[:, rank * n : (rank + 1) * n]
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Return (B, N, ...) of the parts x (B, n, ...) of all ranks, without gradient."""
+        """Return (B, N, ...) of the parts x (B, n, ...) of all ranks.
+
+        Every rank must compute the same from it; then each knows the gradients of all.
+        """
         if self.ranks.count == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.ranks.count)]
-        dist.all_gather(parts, x.detach().contiguous(), group=self.ranks.process_group)
-        whole = torch.cat(parts, dim=1)
-        return whole if self.order is None else in_order(whole, self.places, self.chunk)
+        whole: Tensor = _Gathered.apply(x, self)
+        return whole
 
     def at(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return (B, m, C) of all ranks' x (B, n, C), at `positions` (B, m) of the sequences."""
@@ -135,3 +139,22 @@ def dealt(mask: Mask, chunks: int, ranks: int) -> Tensor:
     is_backwards = torch.arange(ranked.shape[1], device=ranked.device)[:, None] % 2 == 1
     drafted = torch.where(is_backwards, ranked.flip(2), ranked)
     return drafted.transpose(1, 2).sort(dim=2).values.flatten(1)
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks. A part's gradient is the sum over the ranks, whose gradients are
+    equal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        parts = [torch.empty_like(x) for _ in range(shards.ranks.count)]
+        dist.all_gather(parts, x.contiguous(), group=shards.ranks.process_group)
+        whole = torch.cat(parts, dim=1)
+        return whole if shards.order is None else in_order(whole, shards.places, shards.chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.shards.local(grad) * ctx.shards.ranks.count, None

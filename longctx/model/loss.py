@@ -9,6 +9,11 @@ never computed twice (as in Liger Kernel, arXiv 2410.10989). Backward only multi
 incoming gradient, a scalar. dW is accumulated in fp32 over the chunks; matmuls run in the dtype of
 the inputs, or in autocast's.
 
+The loss of each token alone has a gradient g per token, known in backward only: an objective may
+weigh a token by the log-probability of its whole document. Then backward computes z once more, and
+
+    dh = g (Wᵀ dz),  dW = Σ dz (g h)ᵀ
+
 Logits may have a factor s and a cap c: z = c tanh(s W h / c), and then dz is multiplied by
 s (1 - (z / c)²) on its way to h and W.
 
@@ -51,8 +56,8 @@ def linear_cross_entropy(
     scored. Logits are multiplied by `logit_scale`, then capped: softcap · tanh(z / softcap).
 
     It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where
-    no token is scored both are 0 with zero gradients. "none" gives a loss per token, 0 where not
-    scored, and has no gradient: it is for evaluation. With `scale`, a scalar on the device, a sum
+    no token is scored both are 0 with zero gradients. "none" gives -log p of each token, 0 where
+    not scored; its backward computes the logits again. With `scale`, a scalar on the device, a sum
     or mean is multiplied by it before anything is rounded to 16 bits. Gradients can be taken once
     per loss. Raises ValueError for another `reduction`.
     """
@@ -61,8 +66,8 @@ def linear_cross_entropy(
     flat, t = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     shape = logit_scale, softcap
     if reduction == "none":
-        with torch.no_grad():
-            return _Chunks(flat, weight, shape).losses(t, chunk).view(targets.shape)
+        losses: Tensor = _TokenLosses.apply(flat, weight, t, chunk, shape)
+        return losses.view(targets.shape)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     scale = torch.ones((), dtype=wide, device=t.device) if scale is None else scale.to(wide)
     if reduction == "mean":
@@ -103,6 +108,36 @@ class _SummedLoss(torch.autograd.Function):
         return dh, dw, None, None, None, None
 
 
+class _TokenLosses(torch.autograd.Function):
+    """-log p of each target (N,), from which objectives of whole documents are made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shape: Shape
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.chunk, ctx.shape = chunk, shape
+        ctx.autocast = autocast_of(hidden.device.type)
+        return _Chunks(hidden, weight, shape).losses(targets, chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        with ctx.autocast:
+            chunks = _Chunks(hidden, weight, ctx.shape, None, *ctx.needs_input_grad[:2])
+            chunks.losses(targets, ctx.chunk, grad)
+        dh = None if chunks.dh is None else chunks.dh.to(hidden.dtype)
+        dw = None if chunks.dw is None else chunks.dw.to(weight.dtype)
+        return dh, dw, None, None, None
+
+
+def autocast_of(device: str) -> torch.autocast:
+    """Return autocast as it is now; backward runs outside of it."""
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype, enabled)
+
+
 def _times(x: Tensor, by: Tensor) -> Tensor:
     """x times a scalar, in place."""
     if not fused(x.device, x.dtype):
@@ -125,6 +160,11 @@ def fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the kernel serves such logits: on a GPU, or in Triton's interpreter."""
     on = device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
     return on and dtype != torch.float64 and HAS_TRITON
+
+
+def weighed(x: Tensor, grad: Tensor | None) -> Tensor:
+    """Return x (n, C) times `grad` (n, 1), in the dtype of x."""
+    return x if grad is None else (x * grad).to(x.dtype)
 
 
 class _Chunks:
@@ -156,16 +196,20 @@ class _Chunks:
         self.begun = False  # whether dw holds the sum of earlier chunks
         self.z: Tensor | None = None  # logits of a chunk; all chunks share the memory
 
-    def losses(self, targets: Tensor, chunk: int) -> Tensor:
-        """(N,) loss of each token, with the logits of at most `chunk` tokens at one time."""
+    def losses(self, targets: Tensor, chunk: int, grad: Tensor | None = None) -> Tensor:
+        """(N,) loss of each token, with the logits of at most `chunk` tokens at one time.
+
+        `grad` (N,) weighs each token in the gradients.
+        """
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
         pieces = max(1, -(-len(targets) // chunk))
         # chunks of about equal size, a multiple of 128
         size = min(chunk, -(-len(targets) // pieces // 128) * 128)
         for start in range(0, len(targets), size):
             rows = slice(start, start + size)
+            own = None if grad is None else grad[rows, None]
             if fused(self.hidden.device, self.dtype):
-                self._fused(rows, targets[rows], losses[rows], size)
+                self._fused(rows, targets[rows], losses[rows], size, own)
                 continue
             ignored = targets[rows, None] == IGNORED
             t = targets[rows, None].masked_fill(ignored, 0)
@@ -181,12 +225,14 @@ class _Chunks:
             dz = logp.exp_().scatter_(1, t, torch.expm1(-loss)).mul_(self.scale)
             dz = (dz if slope is None else dz.mul_(slope)).to(self.dtype)
             if self.dh is not None:
-                self.dh[rows] = (dz @ self.weight).masked_fill(ignored, 0)
+                self.dh[rows] = weighed(dz @ self.weight, own).masked_fill(ignored, 0)
             if self.dw is not None:
-                self._add_to_dw(dz, h)
+                self._add_to_dw(dz, weighed(h, own))
         return losses
 
-    def _fused(self, rows: slice, targets: Tensor, losses: Tensor, size: int) -> None:
+    def _fused(
+        self, rows: slice, targets: Tensor, losses: Tensor, size: int, grad: Tensor | None
+    ) -> None:
         """Losses and gradients of the tokens `rows`, by the kernel."""
         gradient = self.dh is not None or self.dw is not None
         h = self.hidden[rows].to(self.dtype).masked_fill((targets == IGNORED)[:, None], 0)
@@ -209,8 +255,10 @@ class _Chunks:
             z.mul_(slope)
         if self.dh is not None:
             torch.mm(z, self.weight, out=self.dh[rows])
+            if grad is not None:
+                self.dh[rows].mul_(grad)
         if self.dw is not None:
-            self._add_to_dw(z, h)
+            self._add_to_dw(z, weighed(h, grad))
 
     def _logits(self, h: Tensor) -> Tensor:
         if h.is_cuda and self.dtype != self.accumulate:
