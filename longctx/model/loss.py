@@ -188,7 +188,8 @@ class _Chunks:
         self.hidden, self.weight = hidden, weight.to(dtype)
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
         self.logit_scale, self.softcap = shape
-        self.scale = torch.ones((), device=hidden.device) if scale is None else scale
+        one = torch.ones((), dtype=self.accumulate, device=hidden.device)
+        self.scale = one if scale is None else scale
         if self.logit_scale != 1:  # of the gradients, since dz is that of scaled logits
             self.scale = self.scale * self.logit_scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None

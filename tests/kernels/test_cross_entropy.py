@@ -123,6 +123,29 @@ def test_the_chunked_loss_by_the_kernel(chunk: int, factor: float, cap: float | 
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("chunk", "factor", "cap"), [(100, 1.0, None), (9, 2.0, 3.0)])
+def test_the_loss_of_each_token_by_the_kernel(
+    chunk: int, factor: float, cap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
+    )
+    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
+    targets[::3] = -100
+    losses = linear_cross_entropy(
+        hidden, weight, targets, chunk, "none", logit_scale=factor, softcap=cap
+    )
+    z = hidden.double() @ weight.double().t() * factor
+    z = z if cap is None else cap * (z / cap).tanh()
+    want = F.cross_entropy(z, targets, reduction="none")
+    torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-6)
+    incoming = torch.randn(23, generator=generator).to(DEVICE)
+    actual = torch.autograd.grad(losses, (hidden, weight), incoming)
+    expected = torch.autograd.grad(want, (hidden, weight), incoming.double())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("by", [1.0, -2.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_multiply_reaches_every_element(by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # every program has several blocks

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.model.loss import linear_cross_entropy
+from longctx.model.loss import linear_cross_entropy, shaped
 from tests.largest_tensor import LargestTensor
 
 N, C, V = 23, 12, 41
@@ -47,15 +47,35 @@ def test_loss_and_gradients_are_exact(chunk: int, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_none_gives_a_loss_per_token_without_gradient(chunk: int) -> None:
+@pytest.mark.parametrize("shape", [(1.0, None), (1.7, 2.0)])
+def test_none_gives_a_loss_per_token_with_a_gradient_each(
+    shape: tuple[float, float | None], chunk: int
+) -> None:
     hidden, weight, targets = inputs(torch.float64)
-    losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none")
-    assert losses.shape == (1, N)
-    assert not losses.requires_grad
-    torch.testing.assert_close(
-        losses[0], reference(hidden, weight, targets, "none").detach(), rtol=1e-12, atol=0
+    losses = linear_cross_entropy(
+        hidden[None], weight, targets[None], chunk, "none", None, *shape
     )
+    assert losses.shape == (1, N)
+    z = shaped(hidden @ weight.t(), *shape)
+    expected = F.cross_entropy(z, targets, reduction="none")
+    torch.testing.assert_close(losses[0], expected, rtol=1e-12, atol=0)
     assert (losses[0][targets == -100] == 0).all()
+    # Gradients differ from token to token, as those of a document's log-probability do
+    upstream = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    actual = torch.autograd.grad(losses[0], (hidden, weight), upstream)
+    want = torch.autograd.grad(expected, (hidden, weight), upstream)
+    torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-13)
+
+
+def test_none_takes_the_gradients_that_are_asked_for() -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    for frozen, free in ((hidden, weight), (weight, hidden)):
+        frozen.requires_grad_(False)
+        losses = linear_cross_entropy(hidden, weight, targets, 5, "none")
+        actual = torch.autograd.grad(losses.exp().sum(), free)[0]
+        expected = reference(hidden, weight, targets, "none").exp().sum()
+        torch.testing.assert_close(actual, torch.autograd.grad(expected, free)[0])
+        frozen.requires_grad_()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -165,7 +185,9 @@ def test_unknown_reduction_is_refused() -> None:
         linear_cross_entropy(hidden, weight, targets, 5, "average")
 
 
-def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor, ...]:
+def sixteen_bit_errors(
+    device: str, autocast: bool, chunk: int, reduction: str = "mean"
+) -> tuple[Tensor, ...]:
     """Largest errors of loss, dh and dW against fp64 on the same bf16 inputs, relative to the
     largest entry.
     """
@@ -173,9 +195,9 @@ def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor,
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     leaves = [x.detach().float().requires_grad_() for x in exact] if autocast else [hidden, weight]
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        loss = linear_cross_entropy(*leaves, targets, chunk)
+        loss = linear_cross_entropy(*leaves, targets, chunk, reduction).square().sum()
     loss.backward()
-    expected = reference(*exact, targets, "mean")
+    expected = reference(*exact, targets, reduction).square().sum()
     expected.backward()
     assert loss.dtype == torch.float32
     assert [x.grad.dtype for x in leaves] == [x.dtype for x in leaves]
@@ -183,20 +205,22 @@ def sixteen_bit_errors(device: str, autocast: bool, chunk: int) -> tuple[Tensor,
     return tuple(((x.double() - y).abs().max() / y.abs().max()).detach() for x, y in pairs)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_bf16_on_a_cpu(autocast: bool, chunk: int) -> None:
-    loss, dh, dw = sixteen_bit_errors("cpu", autocast, chunk)
+def test_bf16_on_a_cpu(autocast: bool, chunk: int, reduction: str) -> None:
+    loss, dh, dw = sixteen_bit_errors("cpu", autocast, chunk, reduction)
     assert loss < 1e-2
     assert dh < 2e-2
     assert dw < 2e-2
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_bf16_on_a_gpu(autocast: bool, chunk: int) -> None:
-    loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk)
+def test_bf16_on_a_gpu(autocast: bool, chunk: int, reduction: str) -> None:
+    loss, dh, dw = sixteen_bit_errors("cuda", autocast, chunk, reduction)
     assert loss < 1e-2
     assert dh < 5e-2
     assert dw < 5e-2
@@ -232,6 +256,5 @@ def test_logits_of_one_chunk_at_most(reduction: str) -> None:
     with LargestTensor() as largest, warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = linear_cross_entropy(hidden, weight, targets, chunk, reduction)
-        if reduction != "none":
-            loss.backward()
+        loss.sum().backward()
     assert largest.numel == chunk * v
