@@ -34,6 +34,12 @@ class DataConfig(Group):
         "rows are conversations (`messages`, ShareGPT, Alpaca), put into the tokenizer's chat "
         "template; targets are the assistant's",
     )
+    preferences: str | None = key(
+        None,
+        "rows are answers to prompts: pairs: `chosen` and `rejected` | labels: `completion` and "
+        "`label`; set by objective=",
+        choices=("pairs", "labels"),
+    )
     turns: str = key(
         "auto",
         "conversations: the answers that are learned; all, those of the last turn, or (auto) all "

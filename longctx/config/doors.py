@@ -68,17 +68,30 @@ class OptimizerTraits(NamedTuple):
 class Objective(NamedTuple):
     """Describe what a step minimizes.
 
-    loss: the () sum over a micro-batch, times its weight, for training.
-    losses: the (B, T) loss of each target token, 0 for other tokens, for validation.
+    loss: model, micro-batch and the keys `objective` → the () sum over the micro-batch, times its
+        weight; with `figures` also their (2, figures) sums and counts.
+    losses: the (B, T) loss of each target token, 0 for other tokens, by which cross entropies
+        validate; objectives with `figures` validate by loss.
     metrics: the mean loss of a validation → keys of its row.
     collate: sequences, and layers by window → a micro-batch; None: `micro_batch` of batches.py. Its
-        `scored` counts the target tokens, by which the loss of a step is divided.
+        `scored` counts the targets, by which the loss of a step is divided.
     """
 
-    loss: Callable[[Any, Any], Tensor]
-    losses: Callable[[Any, Any], Tensor]
-    metrics: Callable[[float], dict[str, float]]
+    loss: Callable[[Any, Any, Any], Any]
+    losses: Callable[[Any, Any], Tensor] | None = None
+    metrics: Callable[[float], dict[str, float]] = lambda loss: {"val_loss": loss}
     collate: Callable[[Any, Any], Any] | None = None
+    # Metrics of the rows, besides the loss
+    figures: tuple[str, ...] = ()
+    # Its own keys of ObjectiveConfig, with their defaults
+    keys: Mapping[str, Any] = {}
+    # What data.preferences is to it; None: it reads plain documents
+    data: str | None = None
+    # Called before the first step, with the weights that training begins with: run, data, module
+    # and ranks
+    prepare: Callable[[Any, Any, Any, Any], None] | None = None
+    # The default learning rate, as a share of that of cross entropy
+    rate: float = 1.0
 
 
 class ScheduleTraits(NamedTuple):

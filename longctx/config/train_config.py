@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longctx.attention.description import AttentionConfig
-from longctx.config.data_config import DataConfig
-from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
+from longctx.config.data_config import SOURCES, DataConfig
+from longctx.config.doors import SCHEDULES
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import PLUGINS, Group, group, key, refuse, shown
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 
@@ -53,50 +54,6 @@ class KernelConfig:
         " | off",
         choices=("auto", "record", "strict", "off"),
     )
-
-
-@dataclass
-class OptimizerConfig(Group):
-    """Which optimizer trains, and its own keys; null: the optimizer's default."""
-
-    prefix = "optimizer."
-    name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS)
-    momentum: float | None = key(
-        None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
-    )
-    iterations: int | None = key(None, "muon: of Newton-Schulz; null: 5", between=(1, 99))
-
-    @property
-    def traits(self) -> OptimizerTraits:
-        """Return the description of this optimizer."""
-        return OPTIMIZERS[self.name]
-
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
-        for name, value in vars(self).items():
-            if name != "name" and value is not None and name not in self.traits.keys:
-                have = ", ".join(self.traits.keys) or "none"
-                raise ValueError(
-                    f"optimizer.{name}={value}: not a key of optimizer={self.name}; it has: {have}"
-                )
-
-    def filled(self) -> OptimizerConfig:
-        """Return a copy with the optimizer's defaults in place of nulls."""
-        defaults = self.traits.keys.items()
-        return replace(self, **{k: value for k, value in defaults if getattr(self, k) is None})
-
-    def check_beside(self, optimizer_state: str | None, lora_rank: int | None) -> None:
-        """Raise ValueError if this optimizer cannot keep its state so, or cannot train LoRA."""
-        if (optimizer_state or "fp32") not in self.traits.states:
-            raise ValueError(
-                f"memory.optimizer_state={optimizer_state} with optimizer={self.name}: "
-                f"its state can be {', '.join(self.traits.states)}"
-            )
-        if lora_rank is not None and not self.traits.lora:
-            raise ValueError(
-                f"optimizer={self.name} with lora.rank={lora_rank}: does not train the thin "
-                "matrices of LoRA; use optimizer=adamw"
-            )
 
 
 @dataclass
@@ -181,7 +138,6 @@ class TrainConfig(Group):
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
-    objective: str = key("cross_entropy", "what a step minimizes", choices=OBJECTIVES)
     spike: str = key(
         "flag",
         "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",
@@ -277,6 +233,7 @@ class TrainConfig(Group):
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)
     memory: MemoryConfig = group(MemoryConfig)
+    objective: ObjectiveConfig = group(ObjectiveConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     rope: RopeConfig = group(RopeConfig)
@@ -289,10 +246,13 @@ class TrainConfig(Group):
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other on any machine, with any data."""
         self._check_schedules()
-        if self.devices > 1:  # else a launcher may have started more
+        self._check_objective()
+        # With one a launcher may have started more
+        if self.devices > 1:
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         self.optimizer.check_beside(state, self.lora.rank)
+        # Two documents of two tokens each, on two ranks
         is_short = isinstance(self.seq_len, int) and self.seq_len < 8
         refuse(
             (
@@ -332,6 +292,42 @@ class TrainConfig(Group):
         defaults = SCHEDULES[self.lr_schedule].keys
         given = {name: getattr(self, name) for name in defaults}
         return {k: defaults[k] if value is None else value for k, value in given.items()}
+
+    def _check_objective(self) -> None:
+        """Raise ValueError for what the objective does not go with."""
+        traits, setting = self.objective.traits, f"objective={self.objective.name}"
+        if traits.data is None:
+            return
+        reads = SOURCES[self.data.source].keys_of(self.data)
+        begins = "begins with trained weights, and init= names none; give init="
+        is_step = self.objective.reference == "step"
+        refuse(
+            (
+                "preferences" not in reads,
+                f"{setting}: data={self.data.source} has no answers that are preferred; use "
+                "data=text or data=hub",
+            ),
+            ("reference" in traits.keys and self.init is None, f"{setting}: {begins}"),
+            (
+                is_step and self.lora.rank is None,
+                "objective.reference=step: only LoRA can be switched off; use lora.rank=, or "
+                "objective.reference=cached",
+            ),
+            (
+                not self.data.packing,
+                f"{setting} with data.packing=false: the answers to a prompt share a sequence; "
+                "use data.packing=true",
+            ),
+            (
+                bool(self.seq_len_schedule),
+                f"{setting} with seq_len_schedule: longer answers would not fit the first "
+                "sequences; leave it out",
+            ),
+            (
+                self.graphs.lower() == "true",
+                f"{setting} with graphs=true: its sums are no graph; use graphs=auto",
+            ),
+        )
 
     def _check_schedules(self) -> None:
         """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""

@@ -37,13 +37,13 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     `folder` then holds the files that `build` wrote, and `complete.json` with the size and hash of
     each. Raises OSError if the cache cannot be written.
     """
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             # Another run may have built it before this one got the lock.
-            if not _is_whole(folder):
+            if not is_whole(folder):
                 if os.path.lexists(folder):
                     print(f"data: {folder} has changed, so it is built again", file=sys.stderr)
                 _build(folder, build)
@@ -70,18 +70,23 @@ def _locked(folder: Path) -> AbstractContextManager[Any]:
     return lock.acquire()
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Return True if the files of `folder` are as they were built."""
     try:
         built = untrusted.read_json(folder / _COMPLETE)
         return bool(built) and all(
-            _described(folder / name) == wanted for name, wanted in built.items()
+            described(folder / name) == wanted for name, wanted in built.items()
         )
     except (OSError, ValueError, AttributeError):  # AttributeError: the JSON of something else
         return False
 
 
-def _described(file: Path) -> dict[str, Any]:
+def contents(folder: Path) -> dict[str, Any]:
+    """Return size and hash of each file of weights in `folder`."""
+    return {file.name: described(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def described(file: Path) -> dict[str, Any]:
     """Return the size of a file and the SHA-256 of the SHA-256 of its pieces, hashed by all cores.
 
     One core hashes 1 GB in about a second, and documents may be many gigabytes.
@@ -107,7 +112,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         built = {
-            str(file.relative_to(partial)): _described(file)
+            str(file.relative_to(partial)): described(file)
             for file in sorted(partial.rglob("*"))
             if file.is_file()
         }

@@ -25,6 +25,7 @@ import numpy as np
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
+from longctx.data.answers import first_side, fitted
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
 from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
@@ -74,6 +75,8 @@ class Part:
         self.trained = trained
         self.seq_len = 0
         self.packings: dict[str, Packing] = {}
+        # (documents, sides) log-probabilities of the answers by the model that training began with
+        self.reference: np.ndarray | None = None
         validates = trained < store.lengths
         self.split = {"train": np.flatnonzero(trained), "val": np.flatnonzero(validates)}
         # A resumed run compares this: it covers all that decides a sequence but its length.
@@ -91,6 +94,8 @@ class Part:
                 # If the end validates, the last token that is trained on is only predicted. No
                 # sequence shows it, or the first token that validates would be its target.
                 shown = stops - starts - (stops < self.store.lengths[documents])
+                if self.store.has_sides:
+                    shown = fitted(self.store, documents, seq_len, self.tokenizer.bos_id)
                 packing = pack(shown, seq_len, documents, starts, together)
                 packing.save(folder / f"{split}.npz")
 
@@ -123,7 +128,12 @@ class Part:
         """Return the sequences of `train` or `val`."""
         from longctx.data.rows import Rows
 
-        return Rows(self.store, self.packings[split], self.seq_len, self.tokenizer.eos_id)
+        tokenizer = self.tokenizer
+        rows = Rows(
+            self.store, self.packings[split], self.seq_len, tokenizer.eos_id, tokenizer.bos_id
+        )
+        rows.reference = self.reference
+        return rows
 
     def documents(self, split: str) -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
@@ -131,15 +141,21 @@ class Part:
         for document, start, stop in zip(
             self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
+            if self.store.has_sides:  # the answer that is preferred stands for its document
+                stop = first_side(self.store, document)
             ids = self.store.tokens(document, start, stop).astype(np.int64)
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
             # A part has fewer bytes than its document; perplexity per byte needs them.
             if len(ids) < self.store.lengths[document]:
-                name += " (end)" if start else " (before its end)"
+                name += "" if self.store.has_sides else " (end)" if start else " (before its end)"
                 ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
                 text = self.tokenizer.decode(token for token in ids if token not in ends)
                 n_bytes = len(text.encode())
             yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
+
+    def prompts_cut(self) -> int:
+        """Return how many prompts lose their beginnings, so that their answers fit a sequence."""
+        return int((self.store.lengths > self.seq_len).sum()) if self.store.has_sides else 0
 
     def summary(self) -> dict[str, Any]:
         """Count documents, tokens and sequences; `efficiency` is the share of a sequence that
@@ -150,6 +166,7 @@ class Part:
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
             "conversations_shortened": self.store.shortened,
+            "prompts_cut": self.prompts_cut(),
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),
@@ -284,7 +301,9 @@ def _named(name: str) -> Any:
 
 
 def _identity(config: DataConfig, corpus: Corpus) -> list[Any]:
-    return [_VERSION, config.source, corpus.identity, *(["chat"] if config.chat else [])]
+    kinds = ["chat"] if config.chat else []
+    kinds += [config.preferences] if config.preferences else []
+    return [_VERSION, config.source, corpus.identity, *kinds]
 
 
 def _tokenizer(
@@ -360,7 +379,7 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
 
     def write(folder: Path) -> None:
         place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
-        build(folder, place, corpus, tokenizer, config.chat)
+        build(folder, place, corpus, tokenizer, config)
 
     key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures"])
     with _named(name):

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from longctx.config.fields import refuse
+from longctx.data.answers import SIDES, shortened
 from longctx.data.packing import Packing
 from longctx.data.split import splitmix
 from longctx.data.store import Store
@@ -34,13 +35,26 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     document; IGNORED at a document's last token, in the padding, and outside of the assistant's
     part of a conversation. `doc_ids` numbers the pieces from 0, then those of the padding.
     `padding` counts the tokens at the end that no document fills; they are `pad_id`.
+
+    Of answers that are compared, document n of the sequence has the doc_ids SIDES · n + side. Then
+    `documents` has their numbers in the store, and `reference` (documents, SIDES) float32 what the
+    reference says of them, if there is one.
     """
 
-    def __init__(self, store: Store, packing: Packing, seq_len: int, pad_id: int):
+    def __init__(
+        self,
+        store: Store,
+        packing: Packing,
+        seq_len: int,
+        pad_id: int,
+        bos_id: int | None = None,
+    ):
         self.store = store
         self.packing = packing
         self.seq_len = seq_len
         self.pad_id = pad_id
+        self.bos_id = bos_id
+        self.reference: np.ndarray | None = None  # (documents, SIDES), see `Part.reference`
 
     def __len__(self) -> int:
         return self.packing.rows
@@ -52,11 +66,17 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         targets = torch.full((self.seq_len,), IGNORED)
         doc_ids = torch.empty(self.seq_len, dtype=torch.int64)
         first, last = self.packing.row_starts[row : row + 2].tolist()
-        position = 0
+        position, sides = 0, SIDES if self.store.has_sides else 1
         for number, piece in enumerate(range(first, last)):
             document = int(self.packing.document[piece])
             start = int(self.packing.start[piece])
             length = int(self.packing.length[piece])
+            if self.store.has_sides:
+                # All of a pair stays in one sequence, shortened if need be
+                own = slice(position, position + length)
+                self._fill(tokens[own], targets[own], doc_ids[own], document, number)
+                position += length
+                continue
             # One token more than the piece shows: it is the target of the last one.
             following = self.store.tokens(document, start, start + length + 1)
             ids = torch.from_numpy(following.astype(np.int64))
@@ -70,13 +90,36 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
                 )
             doc_ids[position : position + length] = number
             position += length
-        doc_ids[position:] = last - first + padding_ids(self.seq_len - position)
-        return {
+        doc_ids[position:] = sides * (last - first) + padding_ids(self.seq_len - position)
+        sequence = {
             "tokens": tokens,
             "targets": targets,
             "doc_ids": doc_ids,
             "padding": torch.tensor(self.seq_len - position),
         }
+        # By these, objectives find what belongs to an answer
+        if self.store.has_sides:
+            sequence["documents"] = torch.from_numpy(self.packing.document[first:last])
+        if self.reference is not None:
+            of_row = self.reference[self.packing.document[first:last]]
+            sequence["reference"] = torch.from_numpy(of_row)
+        return sequence
+
+    def _fill(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        doc_ids: torch.Tensor,
+        document: int,
+        number: int,
+    ) -> None:
+        """Write the answers of `document`, the sequence's piece `number`, to (length,) each."""
+        ids, marks = shortened(self.store, document, len(tokens), self.bos_id)
+        tokens[:] = torch.from_numpy(ids.astype(np.int64))
+        # The last token of a side predicts none: the next one is never learned
+        is_learned = torch.from_numpy(marks[1:] & 1 > 0)
+        targets[:-1] = tokens[1:].where(is_learned, IGNORED)
+        doc_ids[:] = SIDES * number + torch.from_numpy(marks.astype(np.int64) >> 1)
 
 
 def padding_ids(padding: int) -> torch.Tensor:

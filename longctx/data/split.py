@@ -84,7 +84,8 @@ def by_bytes(
         whole = validating[number]
         trained = np.where(whole, 0, store.lengths)
         missing = wanted[number] - int(store.n_bytes[whole].sum())
-        if wanted[number] and (missing > wanted[number] / 2 or not whole.any()):
+        is_short = missing > wanted[number] / 2 or not whole.any()
+        if wanted[number] and is_short and not store.has_sides:
             _cut_ends(trained, can_be_cut[number], missing, store, tokenizer)
         if wanted[number] and (trained == store.lengths).all():
             # The groups are too large for the share, and no end can validate: the smallest then.

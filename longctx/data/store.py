@@ -21,6 +21,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import Progress
 
+from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.sources import Corpus, Document, content_key
 from longctx.data.split import near_duplicates, signature
@@ -36,7 +37,7 @@ class Store:
     groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `content_key`.
     signatures: see `split.signature`. dropped: a count of documents with nothing to predict.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
-    template rewrites the turns before.
+    template rewrites the turns before. has_sides: documents are answers that are compared.
     """
 
     def __init__(self, folder: Path):
@@ -51,10 +52,10 @@ class Store:
             self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
         chunks = self.table.column("input_ids").chunks
         self._ids = [view(chunk.values) for chunk in chunks]
-        self._scored: list[np.ndarray] | None = None
+        self._marks: list[np.ndarray] | None = None
         if "scored" in self.table.column_names:
-            marks = [chunk.values for chunk in self.table.column("scored").chunks]
-            self._scored = [view(values).view(bool) for values in marks]
+            self._marks = [view(chunk.values) for chunk in self.table.column("scored").chunks]
+        self.has_sides = any((marks > 1).any() for marks in self._marks or [])
         # First and last + 1 token of each document, counted in its chunk.
         offsets = [view(chunk.offsets).astype(np.int64) for chunk in chunks]
         self._first = np.concatenate([bounds[:-1] for bounds in offsets])
@@ -75,13 +76,18 @@ class Store:
         first = int(self._first[document])
         return self._ids[self._chunk[document]][first + start : first + stop]
 
+    def marks(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
+        """Return for each token of `start:stop` scored + 2 · side, uint8; None: all are scored."""
+        if self._marks is None:
+            return None
+        first, length = int(self._first[document]), int(self.lengths[document])
+        stop = length if stop is None else min(stop, length)
+        return self._marks[self._chunk[document]][first + start : first + stop]
+
     def scored(self, document: int, start: int, stop: int) -> np.ndarray | None:
         """Return a mark for each scored token of `start:stop`, bool; None: all are scored."""
-        if self._scored is None:
-            return None
-        first = int(self._first[document])
-        stop = min(stop, int(self.lengths[document]))
-        return self._scored[self._chunk[document]][first + start : first + stop]
+        marks = self.marks(document, start, stop)
+        return None if marks is None else marks & 1 > 0
 
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
@@ -94,9 +100,9 @@ class Store:
     def content(self) -> str:
         """Return a hash of all documents in order, and of the scored tokens if not all are."""
         digest = hashlib.sha256(self.keys.tobytes())
-        if self._scored is not None:
+        if self._marks is not None:
             digest.update(self.lengths.tobytes())
-            for chunk in self._scored:
+            for chunk in self._marks:
                 digest.update(chunk.tobytes())
         return digest.hexdigest()[:32]
 
@@ -135,13 +141,16 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
     print(f"{line} in {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
-def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: bool) -> None:
+def build(
+    folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
+) -> None:
     """Tokenize every document into `folder`, with its near-duplicate group and content hash.
 
-    Documents without a token to predict (empty ones) are left out and counted. With `chat` every
-    document is a conversation, and a column `scored` marks the assistant's tokens. Raises
+    Documents without a token to predict (empty ones) are left out and counted. If `config` reads
+    conversations or answers, a column `scored` marks their learned tokens and their side. Raises
     ValueError, which begins with `place`, if no document is left.
     """
+    chat = config.chat or config.preferences is not None
     token_type = pa.uint16() if tokenizer.vocab_size <= 1 << 16 else pa.int32()
     fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
@@ -156,20 +165,20 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
         pa.ipc.new_stream(sink, schema) as writer,
     ):
         for batch in _batches(corpus.documents()):
-            encoded = _encoded(batch, tokenizer, chat)
+            encoded = _encoded(batch, tokenizer, config)
             kept = [
-                (document, ids.astype(token_type.to_pandas_dtype()), scored.view(np.uint8))
-                for document, (ids, scored) in zip(batch, encoded, strict=True)
+                (document, ids.astype(token_type.to_pandas_dtype()), marks)
+                for document, (ids, marks) in zip(batch, encoded, strict=True)
                 if len(ids) >= shortest
             ]
             # Groups and hashes come from the text: another tokenizer has the same split.
-            keys += [content_key(document.text) for document, *_ in kept]
-            signatures += [signature(document.text) for document, *_ in kept]
+            keys += [content_key(document.whole) for document, *_ in kept]
+            signatures += [signature(document.whole) for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
                 [ids for _, ids, _ in kept],
-                [len(document.text.encode()) for document, *_ in kept],
-                [scored for *_, scored in kept],
+                [len(document.whole.encode()) for document, *_ in kept],
+                [marks for *_, marks in kept],
             ]
             # The offsets of Arrow's lists are 32 bits, so a batch stays far below 2^31 tokens.
             writer.write_batch(pa.record_batch(columns[: len(schema)], schema=schema))
@@ -192,13 +201,27 @@ def build(folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, chat: 
 
 
 def _encoded(
-    batch: Sequence[Document], tokenizer: Tokenizer, chat: bool
+    batch: Sequence[Document], tokenizer: Tokenizer, config: DataConfig
 ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    """Return the tokens of each document, and with `chat` a mark for each scored token."""
-    if chat:
-        return [tokenizer.encode_conversation(item.text, item.spans or []) for item in batch]
-    ids = tokenizer.encode_documents([document.text for document in batch])
-    return zip(ids, repeat(np.zeros(0, bool)), strict=False)
+    """Return the tokens of each document, and for conversations and answers a mark for each:
+    scored + 2 · side.
+    """
+    if not config.chat and not config.preferences:
+        ids = tokenizer.encode_documents([document.text for document in batch])
+        return zip(ids, repeat(np.zeros(0, np.uint8)), strict=False)
+    encode = tokenizer.encode_conversation if config.chat else tokenizer.encode_answer
+    return [_marked(document, encode) for document in batch]
+
+
+def _marked(document: Document, encode: Callable[..., Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and marks of all sides, one side after another."""
+    ids, marks = [], []
+    for side in document.sides:
+        tokens, scored = encode(side.text, side.spans or [])
+        scored[:1] = False  # nothing stands before it to predict it from
+        ids.append(tokens)
+        marks.append(scored + np.uint8(2 * side.side))
+    return np.concatenate(ids), np.concatenate(marks).astype(np.uint8)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -207,7 +230,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text) + 64
+        characters += sum(len(side.text) for side in document.sides) + 64
         if characters >= _BATCH:
             yield batch
             batch = []

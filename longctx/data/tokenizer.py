@@ -101,10 +101,18 @@ class Tokenizer:
         before or after it.
         """
         ids, begins, ends = self._encode_rendered(text)
-        firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
-        # Of the spans that begin before a token ends, some end before it begins; the rest overlap.
-        overlapping = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
-        return ids, overlapping > 0
+        return ids, overlapping(begins, ends, spans)
+
+    def encode_answer(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Do as `encode_conversation` for plain text: begin-of-text, the text, and end-of-text,
+        which is marked.
+        """
+        ids, begins, ends = self._encode_rendered(text, special=False)
+        whole = np.concatenate([self.begin, ids, [self.eos_id]]).astype(np.int32)
+        marked = overlapping(begins, ends, spans)
+        return whole, np.concatenate([np.zeros(len(self.begin), bool), marked, [True]])
 
     def encode_question(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation that an answer is to follow.
@@ -117,9 +125,13 @@ class Tokenizer:
         question: list[int] = ids[ends <= len(text)].tolist()
         return question
 
-    def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids of a rendered conversation, and first and last + 1 character of each."""
-        self._tokenizer.encode_special_tokens = False
+    def _encode_rendered(
+        self, text: str, special: bool = True
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the ids of a text, and first and last + 1 character of each; `special` tokens in
+        it count as such.
+        """
+        self._tokenizer.encode_special_tokens = not special
         try:
             with untrusted.named(*_FAILED):
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -198,6 +210,16 @@ class Tokenizer:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
         return list(segments(text, _SEGMENT))
+
+
+def overlapping(
+    begins: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Return True for each token, from a character to another, with text in one of `spans`."""
+    firsts, lasts = np.asarray(spans, np.int64).reshape(-1, 2).T
+    # Of the spans that begin before a token ends, some end before it begins; the rest overlap
+    counts = np.searchsorted(firsts, ends) - np.searchsorted(lasts, begins, side="right")
+    return np.asarray(counts > 0)
 
 
 def segments(text: str, size: int) -> Iterator[str]:

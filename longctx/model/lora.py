@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class LoraLinear(nn.Linear):
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
         self.product = getattr(frozen, "product", linear)  # transformers' layers have none
-        self.scale = scale
+        self.scale, self.is_on = scale, True
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
             torch.empty(rank, self.in_features, dtype=torch.float32, device=device)
@@ -60,6 +61,9 @@ class LoraLinear(nn.Linear):
         nn.init.zeros_(self.lora_b)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.is_on:
+            frozen: Tensor = self.product(x, self.weight, self.bias)
+            return frozen
         low = F.linear(x, self.lora_a.to(x.dtype)) * self.scale
         y: Tensor = self.product(x, self.weight, self.bias)
         return y + F.linear(low, self.lora_b.to(low.dtype))
@@ -108,6 +112,19 @@ def tensors_of(model: GPT, family: Family | None) -> Iterator[Piece]:
 def layers(model: GPT) -> list[LoraLinear]:
     """The layers of `model` that have a trained product beside their weight."""
     return [module for module in model.modules() if isinstance(module, LoraLinear)]
+
+
+@contextmanager
+def off(model: GPT) -> Iterator[None]:
+    """Let `model` compute without the products that were added."""
+    added = layers(model)
+    for layer in added:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in added:
+            layer.is_on = True
 
 
 @torch.no_grad()

@@ -78,11 +78,13 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
     """Return the default peak rate.
 
     From random weights near GPT-3's table of sizes; for trained ones as in YaRN (arXiv 2309.00071);
-    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673).
+    ten times that for LoRA: its additions begin at zero (arXiv 2405.09673). Objectives may take a
+    share of it.
     """
+    share = config.objective.traits.rate
     if config.lora.rank is not None:
-        return 2e-4
-    return 2e-5 if config.init is not None else 0.5 / model.channels
+        return share * 2e-4
+    return share * (2e-5 if config.init is not None else 0.5 / model.channels)
 
 
 def drawn(schedule: Schedule) -> str:

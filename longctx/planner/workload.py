@@ -9,8 +9,9 @@ from longctx.attention.description import AttentionConfig, Layer, capturable_bac
 from longctx.config.block import Block
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.config.objective_config import OptimizerConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
-from longctx.config.train_config import OptimizerConfig, TrainConfig
+from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -237,7 +238,8 @@ def workload_of(
         lora=config.lora,
         optimizer=config.optimizer.filled(),
         validates=config.data.val_fraction != 0,
-        graphs=config.graphs.lower(),
+        # Sums over answers are no graph
+        graphs=config.graphs.lower() if config.objective.traits.data is None else "false",
         bf16_layers=tuple(config.bf16_layers),
         passkey_length=max(config.passkey.lengths or [0]) if config.passkey.enabled else 0,
     )

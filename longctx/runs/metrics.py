@@ -52,6 +52,7 @@ class Panel(NamedTuple):
 
 
 LOSS = partial(Panel, "Loss")
+REWARDS = partial(Panel, "Preferences")
 SPEED = partial(Panel, "Throughput")
 DEVICES = partial(Panel, "Several devices")
 EXTENSION = partial(Panel, "Context extension")
@@ -110,6 +111,28 @@ class Metric(NamedTuple):
         return f"{number} {self.unit}" if self.unit else number
 
 
+def preferences(prefix: str, word: str) -> Iterator[Metric]:
+    """Yield the metrics of answers that are preferred, named as TRL names them."""
+    yield Metric(
+        f"{prefix}rewards/accuracies",
+        f"{word}accuracy",
+        ".1%",
+        shown=ALL | CURVE,
+        better="max",
+        panel=REWARDS("Pairs in which the chosen answer has the larger reward"),
+    )
+    for key, label, view in (
+        ("rewards/margins", "margin", LIVE | CURVE),
+        ("rewards/chosen", "chosen reward", Shown.NOWHERE),
+        ("rewards/rejected", "rejected reward", Shown.NOWHERE),
+        ("logps/chosen", "chosen log p", Shown.NOWHERE),
+        ("logps/rejected", "rejected log p", Shown.NOWHERE),
+        ("kl", "KL from the reference", Shown.WATCH),
+    ):
+        panel = REWARDS(label.capitalize())
+        yield Metric(f"{prefix}{key}", f"{word}{label}", ".3f", shown=view, panel=panel)
+
+
 METRICS: tuple[Metric, ...] = (
     # Progress
     Metric("step", "steps", ",", shown=TABLES),
@@ -142,6 +165,9 @@ METRICS: tuple[Metric, ...] = (
         Shown.WATCH | CURVE,
         panel=LOSS("Gradient norm", log=True),
     ),
+    # Preferences
+    *preferences("", ""),
+    *preferences("val_", "val "),
     Metric("aux_loss", "balancing loss", ".3f", panel=LOSS("Balancing loss of experts")),
     Metric("expert_load", "busiest expert", ".2f", panel=LOSS("Busiest expert over the mean")),
     Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE, panel=LOSS("Learning rate")),

@@ -46,7 +46,7 @@ RESUMABLE = {*KEYS.split(), *SCHEDULE.split()} | {
     for item in dataclasses.fields(config)
 }
 # Groups of keys that decide what is computed; data has its fingerprint
-DECISIVE = {"attention", "model", "lora", "rope", "optimizer"}
+DECISIVE = {"attention", "model", "lora", "rope", "objective", "optimizer"}
 NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "runs", "init"}
 NOT_IN_NAMES -= set(SCHEDULE.split())
 # A name has them only if a sweep varies them: they change how the same is computed

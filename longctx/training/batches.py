@@ -30,7 +30,6 @@ from longctx import system
 from longctx.attention import Mask
 from longctx.attention.mask import causal_pairs
 from longctx.config.data_config import DataConfig
-from longctx.config.doors import OBJECTIVES
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, load
 from longctx.data.rows import IGNORED, padding_ids
@@ -50,9 +49,10 @@ def data_config(config: TrainConfig) -> DataConfig:
     """Return the sources of documents and tokenizer; a resumed run that began with init= has the
     tokenizer in its own folder.
     """
+    data = replace(config.data, preferences=config.objective.traits.data)
     if config.init is None or config.resume is None:
-        return config.data
-    return replace(config.data, tokenizer=config.resume)
+        return data
+    return replace(data, tokenizer=config.resume)
 
 
 def shared_data(run: Run, parallel: Parallel) -> Data:
@@ -235,7 +235,7 @@ def train_loader(
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
     collate = partial(
         collate_step,
-        OBJECTIVES[run.config.objective].collate or micro_batch,
+        run.config.objective.traits.collate or micro_batch,
         # Of a micro-batch, also if a stage of seq_len_schedule has shorter sequences
         workload.batch_size * workload.seq_len,
         workload.model.windows(),
@@ -301,7 +301,7 @@ def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[Mic
     Every rank gets the same number of batches, since sharded weights are gathered for each. A rank
     without sequences left gets a batch without a target.
     """
-    collate = OBJECTIVES[run.config.objective].collate or micro_batch
+    collate = run.config.objective.traits.collate or micro_batch
     available, size = len(data.val), run.workload.batch_size
     total = min(run.val_rows or available, available)
     mine = [i * available // total for i in range(parallel.data_rank, total, parallel.data_ranks)]

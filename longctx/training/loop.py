@@ -29,10 +29,13 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     data = shared_data(run, parallel)
     if run.config.context.check:
         log.checked(context_check.compare_with_one(run, data, parallel))
+    objective, state = run.config.objective.traits, TrainState(run, parallel)
+    if objective.prepare is not None:
+        objective.prepare(run, data, state.module, parallel)
     sequences = Sequences(run, data)
-    state = TrainState(run, parallel)
     spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
-    meter, split = Meter(run.workload, parallel, spikes), StepSplit(parallel.device)
+    meter = Meter(run.workload, parallel, spikes, objective.figures)
+    split = StepSplit(parallel.device)
     callbacks = Callbacks([spikes, early_stopping], Parts(run, data, parallel, state, meter, log))
     drops = spikes.drops if run.config.spike == "skip" else None
 
@@ -74,7 +77,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         split.begin(wanted=run.logs(step))
         batch = batch.to(parallel.device)
         loss = optimizer_step(state, batch, parallel, split.mark, drops)
-        meter.add(batch, loss)
+        meter.add(batch, loss, state.module.taken_figures())
         log.stepped(step)
         if step == run.steps_done + 1:
             memory.freeze_garbage()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from longctx.config.doors import OBJECTIVES
 from longctx.model import GPT, fp8, lora
 from longctx.model.gpt import build
 from longctx.parallel import sharding
@@ -71,7 +70,10 @@ class TrainingModule(pl.LightningModule):
     def __init__(self, run: Run, shard: Callable[[GPT], None] = lambda model: None) -> None:
         super().__init__()
         self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
-        self.objective = OBJECTIVES[run.config.objective]
+        self.objective, self.keys = run.config.objective.traits, run.config.objective.filled()
+        self.figures: Tensor | None = (
+            None  # sums and counts of the objective's, since they were taken
+        )
         self.grad_norm = torch.zeros(())  # global, before clipping, of the last step
 
     def configure_model(self) -> None:
@@ -115,7 +117,20 @@ class TrainingModule(pl.LightningModule):
 
     def training_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return what a micro-batch adds to the loss of its optimizer step."""
-        return self.objective.loss(self.model, batch)
+        loss, figures = self.loss(batch)
+        if figures is not None:
+            self.figures = figures if self.figures is None else self.figures + figures
+        return loss
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a micro-batch, and the sums and counts of the objective's figures."""
+        result = self.objective.loss(self.model, batch, self.keys)
+        return result if self.objective.figures else (result, None)
+
+    def taken_figures(self) -> Tensor | None:
+        """Return the figures since the last call; None if the objective has none."""
+        figures, self.figures = self.figures, None
+        return figures
 
     def configure_gradient_clipping(
         self,
@@ -128,6 +143,7 @@ class TrainingModule(pl.LightningModule):
 
     def validation_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return the (B, T) loss of each target, 0 if it is not scored."""
+        assert self.objective.losses is not None
         with torch.no_grad():
             return self.objective.losses(self.model, batch)
 

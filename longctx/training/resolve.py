@@ -122,7 +122,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
             config = replace(config, context=replace(config.context, method="auto"))
     else:
         # Before the data is read: every process and every resume reads the same
-        config = replace(config, data=sources.pinned(config.data))
+        config = replace(config, data=sources.pinned(data_config(config)))
         if config.seq_len == "max":
             config = replace(config, batch_size=config.batch_size or 1)
     if config.init is not None and not config.resume:
@@ -145,6 +145,12 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     config.lora.check_base(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
+    is_plain = config.objective.traits.data is None
+    if model.experts.balance and not is_plain:
+        raise ValueError(
+            f"model.experts.balance={model.experts.balance}: objective={config.objective.name} "
+            "does not train it; give model.experts.balance=0"
+        )
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if config.resume:

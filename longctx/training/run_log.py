@@ -170,6 +170,7 @@ def opening(run: Run) -> list[str]:
             f"{count_of(len(data.train), 'sequence')} of {workload.seq_len:,}",
         ),
         "turns": learned_turns(counts),
+        "prompts": cut_prompts(counts),
         "validate": validated_documents(counts),
         "step": step_of(workload),
         "length": listed(
@@ -212,6 +213,16 @@ def learned_turns(counts: dict[str, Any]) -> str:
     return (
         f"only the last of {count_of(shortened, 'conversation')} is learned: the chat template "
         "writes earlier answers differently once others follow; data.turns=all learns all"
+    )
+
+
+def cut_prompts(counts: dict[str, Any]) -> str:
+    """Return a line about prompts whose beginnings are left out, if any are."""
+    if not counts["prompts_cut"]:
+        return ""
+    return (
+        f"the beginnings of {count_of(counts['prompts_cut'], 'prompt')} are left out, so that the "
+        f"answers fit seq_len={counts['seq_len']}; a longer one keeps them"
     )
 
 

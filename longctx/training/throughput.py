@@ -35,8 +35,15 @@ class Meter:
     has the sums, and the state of `spikes` with them, so that rows continue as if never stopped.
     """
 
-    def __init__(self, workload: Workload, parallel: Parallel, spikes: Spikes) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        parallel: Parallel,
+        spikes: Spikes,
+        figures: tuple[str, ...] = (),
+    ) -> None:
         self.workload, self.parallel, self.spikes = workload, parallel, spikes
+        self.names = figures  # of the objective
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
         self.seconds = 0.0  # of training before this process, if the run was resumed
@@ -55,6 +62,8 @@ class Meter:
         self.steps_before = 0  # those of them before this process
         self.counts = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Sums and counts
+        self.figures = torch.zeros(2, len(self.names), dtype=torch.float64, device=self.device)
         self.waited = 0.0  # seconds for data
         self.aside = 0.0  # seconds of validation and checkpoints
 
@@ -73,8 +82,9 @@ class Meter:
         """Note that the batch of the next step is here."""
         self.waited += time.perf_counter() - self.idle_since
 
-    def add(self, batch: StepBatch, loss: Tensor) -> None:
-        """Count one optimizer step; `loss` is the sum over its target tokens on this rank.
+    def add(self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None) -> None:
+        """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
+        `figures` the sums and counts of the objective's.
 
         A step that was dropped because it is not finite adds neither loss nor target tokens.
         """
@@ -82,6 +92,8 @@ class Meter:
         lost = self.spikes.lost
         if not lost:
             self.loss += loss.double()
+            if figures is not None:
+                self.figures += figures * self.parallel.counted_once(1)
         self.steps += 1
         for micro in batch.micro:
             counted = (0 if lost else micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
@@ -104,13 +116,14 @@ class Meter:
         the time per step between one step and the arrival of the next batch.
         """
         # The sums wait for the device, so the clock is read after them
-        loss, scored, real, everything, pairs = self._over_ranks()
+        loss, scored, real, everything, pairs, *figures = self._over_ranks()
         now = time.perf_counter()
         elapsed = max(now - self.window - self.aside, 1e-9)
         self.tokens_seen += int(real)
         row: dict[str, Any] = {"tokens_seen": self.tokens_seen}
         if scored:
             row["loss"] = loss / scored
+        row |= means(self.names, figures)
         row |= {
             "grad_norm": float(grad_norm),  # the same on every rank
             "tokens_per_second": real / elapsed,
@@ -154,7 +167,8 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """Return the plain values for a checkpoint, summed over the ranks; all ranks call it."""
-        loss, *counts = self._over_ranks()
+        loss, *sums = self._over_ranks()
+        counts, figures = sums[: len(self.counts)], sums[len(self.counts) :]
         now = time.perf_counter()
         return {
             "tokens_seen": self.tokens_seen,
@@ -164,6 +178,7 @@ class Meter:
             "steps": self.steps,
             "counts": [int(count) for count in counts],
             "loss": loss,
+            "figures": figures,
             "spikes": self.spikes.state(),
         }
 
@@ -177,14 +192,30 @@ class Meter:
         if self.parallel.is_first:
             self.counts = list(state["counts"])
             self.loss.fill_(state["loss"])
+            saved = torch.tensor(state["figures"], dtype=torch.float64)
+            self.figures.copy_(saved.view_as(self.figures))
 
     def _over_ranks(self) -> list[float]:
-        """Return loss and counts of this window, summed over all ranks; waits for the device."""
+        """Return loss, counts and figures of this window, summed over all ranks; waits for the
+        device.
+        """
         # One collective for all of them
         sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
         sums[0] = self.loss
+        sums = torch.cat([sums, self.figures.flatten()])
         totals: list[float] = self.parallel.all_reduce_sum(sums).tolist()
         return totals
+
+
+def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, float]:
+    """Return the mean of each figure that was counted."""
+    half = len(names)
+    each = zip(names, sums_and_counts[:half], sums_and_counts[half:], strict=True)
+    row = {name: total / count for name, total, count in each if count}
+    # Of unpaired answers, as TRL computes it
+    if "rewards/margins" not in row and {"rewards/chosen", "rewards/rejected"} <= row.keys():
+        row["rewards/margins"] = row["rewards/chosen"] - row["rewards/rejected"]
+    return row
 
 
 class StepSplit:

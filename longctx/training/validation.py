@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longctx.config.doors import OBJECTIVES
 from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
@@ -28,6 +27,7 @@ from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
+from longctx.training.throughput import means
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 BUCKETS = 32  # sequences are shorter than 2^32 tokens
@@ -37,6 +37,8 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
     {} if they have no target.
     """
+    if run.config.objective.traits.figures:
+        return validated_by_loss(module, data, run, parallel)
     # Sums over the ranks travel together: nats of each (full buckets of the piece, bucket); of all
     # targets, and their number; pieces by full buckets; `sequence_sums`
     sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
@@ -64,10 +66,32 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     if not scored:
         return {}
     loss = total / scored
-    row = OBJECTIVES[run.config.objective].metrics(loss)
+    row = run.config.objective.traits.metrics(loss)
     error = standard_error(of_sequences.tolist(), loss, scored)
     row |= {} if error is None else {"val_loss_error": error}
     return row | by_position(nats.view(BUCKETS, BUCKETS).tolist(), pieces.tolist())
+
+
+def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
+    """Return the mean loss of an objective with figures, and those; {} if nothing is scored."""
+    objective = run.config.objective.traits
+    size = 2 + 2 * len(objective.figures)  # loss, how many are scored, sums, counts
+    sums = torch.zeros(size, dtype=torch.float64, device=parallel.device)
+    module.eval()
+    # Compiled blocks would be compiled a second time
+    with torch.no_grad(), parallel.autocast(), torch.compiler.set_stance("force_eager"):
+        for micro in validation_batches(run, data, parallel):
+            micro.weight = torch.ones(())
+            loss, figures = module.loss(micro.to(parallel.device))
+            sums[0] += loss * module.model.context.ranks.count
+            sums[1] += micro.scored
+            sums[2:] += figures.flatten()
+    module.train()
+    total, scored, *figures = parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1))).tolist()
+    if not scored:
+        return {}
+    found = means(objective.figures, figures)
+    return objective.metrics(total / scored) | {f"val_{key}": x for key, x in found.items()}
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:

@@ -31,6 +31,8 @@ Make = Callable[..., DataConfig]
 class Documents(Store):
     """Documents of `lengths` tokens of 4 bytes, each the letter x, in near-duplicate `groups`."""
 
+    has_sides = False
+
     def __init__(self, lengths: list[int], groups: np.ndarray | None = None, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.lengths = np.array(lengths, np.int64)

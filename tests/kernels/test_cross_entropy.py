@@ -124,9 +124,7 @@ def test_the_chunked_loss_by_the_kernel(chunk: int, factor: float, cap: float | 
 
 
 @pytest.mark.parametrize(("chunk", "factor", "cap"), [(100, 1.0, None), (9, 2.0, 3.0)])
-def test_the_loss_of_each_token_by_the_kernel(
-    chunk: int, factor: float, cap: float | None
-) -> None:
+def test_the_loss_of_each_token_by_the_kernel(chunk: int, factor: float, cap: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)

@@ -52,9 +52,7 @@ def test_none_gives_a_loss_per_token_with_a_gradient_each(
     shape: tuple[float, float | None], chunk: int
 ) -> None:
     hidden, weight, targets = inputs(torch.float64)
-    losses = linear_cross_entropy(
-        hidden[None], weight, targets[None], chunk, "none", None, *shape
-    )
+    losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none", None, *shape)
     assert losses.shape == (1, N)
     z = shaped(hidden @ weight.t(), *shape)
     expected = F.cross_entropy(z, targets, reduction="none")

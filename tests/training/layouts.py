@@ -24,8 +24,9 @@ from longctx.config import parallel_config
 from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.config.objective_config import OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
-from longctx.config.train_config import OptimizerConfig, TrainConfig
+from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.training.batches import StepBatch, micro_batch

@@ -17,8 +17,8 @@ from longctx.training.run import Run
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses, newest, steps
 
 
-def tripled(model: GPT, batch: MicroBatch) -> torch.Tensor:
-    return 3 * objectives.cross_entropy(model, batch)
+def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:
+    return 3 * objectives.cross_entropy(model, batch, keys)
 
 
 def momentum(model: torch.nn.Module, run: Run) -> torch.optim.Optimizer:
@@ -53,7 +53,7 @@ def own() -> Iterator[dict[str, object]]:
     learning_rate.register("halved", halved)
     optimizers.register("momentum", OptimizerTraits(momentum, matrix_bytes=4, other_bytes=4))
     callbacks.register("counts", Counts)
-    yield {"objective": "tripled", "lr_schedule": "halved", "optimizer__name": "momentum"}
+    yield {"objective__name": "tripled", "lr_schedule": "halved", "optimizer__name": "momentum"}
     OBJECTIVES.remove("tripled")
     SCHEDULES.remove("halved")
     OPTIMIZERS.remove("momentum")
@@ -82,7 +82,7 @@ def test_a_name_is_registered_once(own: dict[str, object]) -> None:
         learning_rate.register("cosine", SCHEDULES["cosine"])
 
 
-@pytest.mark.parametrize("key", ["objective", "lr_schedule", "optimizer.name"])
+@pytest.mark.parametrize("key", ["objective.name", "lr_schedule", "optimizer.name"])
 def test_an_unknown_name_is_refused(
     key: str, overrides: Overrides, capsys: pytest.CaptureFixture[str]
 ) -> None:

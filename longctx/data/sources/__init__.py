@@ -33,12 +33,25 @@ class Document(NamedTuple):
 
     spans: the parts of a conversation that are learned; None: all of a plain text.
     shortened: a conversation learns its last turn alone, since the template rewrites those before.
+    side, others: answers to one prompt that are compared, see `longctx.data.preferences`.
     """
 
     name: str
     text: str
     spans: Sequence[Span] | None = None
     shortened: bool = False
+    side: int = 0
+    others: tuple[Document, ...] = ()
+
+    @property
+    def sides(self) -> tuple[Document, ...]:
+        """Return this document and those that are compared with it."""
+        return (self, *self.others)
+
+    @property
+    def whole(self) -> str:
+        """Return the text of all sides."""
+        return "".join(document.text for document in self.sides)
 
 
 class Shard(NamedTuple):
@@ -103,7 +116,11 @@ class Source(ABC):
 
     def ignored(self, config: DataConfig, name: str) -> str:
         """Return the reason if key `name` has no effect in this configuration, else ""."""
-        return "data.chat=true reads `messages`" if name == "text_column" and config.chat else ""
+        if name != "text_column" or not (config.chat or config.preferences):
+            return ""
+        if config.preferences:
+            return "preferences have fields of their own"
+        return "data.chat=true reads `messages`"
 
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
@@ -255,7 +272,14 @@ def documents_in(
     config: DataConfig,
     template: Template | None,
 ) -> Iterator[Document]:
-    """Read the document of each (name, place for messages, row): its text, or its conversation."""
+    """Read the document of each (name, place for messages, row): its text, its conversation, or
+    its answers.
+    """
+    if config.preferences:
+        from longctx.data import preferences
+
+        yield from preferences.documents(rows, config, template)
+        return
     if template is not None:
         yield from template.conversations(rows)
         return

@@ -45,7 +45,9 @@ _BUILDERS = ("json", "csv", "parquet", "arrow", "text", "webdataset")
 class Hub(Source):
     """A data set by name, or a builder (`data.path=json`) and its `data.files`."""
 
-    keys = frozenset({"path", "name", "split", "files", "revision", "text_column", "chat"})
+    keys = frozenset(
+        {"path", "name", "split", "files", "revision", "text_column", "chat", "preferences"}
+    )
 
     def check(self, config: DataConfig) -> None:
         paths = config.paths()

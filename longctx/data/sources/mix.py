@@ -105,13 +105,15 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
         replace(config, source=name).validate()  # an unknown name
         source = SOURCES[name]
-        # Conversations are scored differently, so a member that has none must say chat=false.
-        others = {key for other in SOURCES.values() for key in other.keys} - source.keys - {"chat"}
+        # Conversations and answers are scored differently: a member that has none must say so.
+        others = {key for other in SOURCES.values() for key in other.keys} - source.keys
+        others -= {"chat", "preferences"}
         unused = {key: getattr(DataConfig(), key) for key in others}
         member = replace(config, **(unused | dict(own) | {"source": name}))
         member.validate()
-        if member.chat:
-            check_used(member, "chat", True)
+        for name in ("chat", "preferences"):
+            if getattr(member, name):
+                check_used(member, name, getattr(member, name))
         source.check(member)
     for key, value in own.items():
         check_used(member, key, value, place)

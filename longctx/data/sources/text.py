@@ -131,14 +131,14 @@ def _check_left(file: Path, left: int) -> None:
 class Text(Source):
     """The files that data.path names."""
 
-    keys = frozenset({"path", "text_column", "chat", "errors"})
+    keys = frozenset({"path", "text_column", "chat", "preferences", "errors"})
 
     def check(self, config: DataConfig) -> None:
         example = "data=text reads a file, folder or glob, data.path=..."
         refuse((not config.paths(), f"data.path is not set; {example}"))
 
     def ignored(self, config: DataConfig, name: str) -> str:
-        if name != "text_column" or config.chat:
+        if name != "text_column" or config.chat or config.preferences:
             return super().ignored(config, name)
         # Of a missing path there is no file; `check_files` reports it
         formats = {_format(file)[0] for path in config.paths() for _, file in _find(path)}
@@ -156,9 +156,13 @@ class Text(Source):
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         files = _find_all(config)
-        for file in (file for _, file in files if _format(file)[0] not in OF_CHATS):
+        has_rows = OF_ROWS if config.preferences else OF_CHATS
+        for file in (file for _, file in files if _format(file)[0] not in has_rows):
             advice = "give files in which every line is a conversation"
-            refuse((config.chat, f"data.chat=true: {file} is no .jsonl or .json file; {advice}"))
+            refuse(
+                (config.preferences, f"{file} has no rows with answers; give .jsonl or .parquet"),
+                (config.chat, f"data.chat=true: {file} is no .jsonl or .json file; {advice}"),
+            )
         template = chat_template(config)
         states, shards = [], []
         for name, file in files:
@@ -302,7 +306,7 @@ def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
     """Return `row`; of a conversation, with texts that can be encoded."""
     wrong_type = f"{place}: expected an object, found a {type(row).__name__}"
     refuse((not isinstance(row, dict), wrong_type))
-    if config.chat:
+    if config.chat and not config.preferences:
         row = json.loads(encodable(json.dumps(row, ensure_ascii=False), place, config))
     return dict(row)
 
@@ -310,21 +314,33 @@ def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
 def _parquet(
     name: str, file: Path, stream: IO[bytes], config: DataConfig
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, text by its column) for every row."""
+    """Yield (name, place for messages, text by its column) for every row; the whole row of
+    answers.
+    """
     import pyarrow  # 0.2 s
     import pyarrow.parquet
 
     column, number = config.text_column, 0
     left = _limit(file)
-    errors = (pyarrow.ArrowException,)
+    errors = (pyarrow.ArrowException, UnicodeDecodeError)
     with untrusted.named(file, "not a readable .parquet file ({})", errors):
         table = pyarrow.parquet.ParquetFile(stream)
+        # Answers have several fields, and may be lists of messages
+        if config.preferences:
+            for batch in table.iter_batches(batch_size=BATCH, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    left -= len(str(row))
+                    _check_left(file, left)
+                    yield f"{name}:{number}", f"{file}: row {number}", row
+            return
         names = table.schema_arrow.names
         found = f"found {', '.join(names[:8])}"
         problem = f"{file}: needs one field '{column}' ({found}); set data.text_column"
         refuse((names.count(column) != 1, problem))
         for batch in table.iter_batches(batch_size=BATCH, columns=[column], use_threads=False):
             values = batch.column(0)
+            # Words of a dictionary are texts too
             if pyarrow.types.is_dictionary(values.type):
                 values = values.dictionary_decode()
             # Arrow does not check that a string is UTF-8, so its bytes are decoded here.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from longctx import cli
 from longctx.config.memory_config import MemoryConfig
-from longctx.config.train_config import OptimizerConfig, TrainConfig
+from longctx.config.objective_config import OptimizerConfig
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import optimizer_cost
 from longctx.training.module import clip_gradients

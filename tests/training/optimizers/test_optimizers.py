@@ -13,7 +13,8 @@ from longctx import cli, files
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
-from longctx.config.train_config import OptimizerConfig, TrainConfig
+from longctx.config.objective_config import OptimizerConfig
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB

@@ -1,0 +1,120 @@
+"""The reference's log-probabilities of all answers, computed once: no second model is kept.
+
+They are cached beside the tokens by a fingerprint of weights and data, and a run that finds them
+computes its first sequences again to compare. The run's folder has a copy, so resuming needs
+neither the cache nor the weights of init=.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longctx import files
+from longctx.data import Data
+from longctx.data.answers import SIDES
+from longctx.data.cache import cached, contents, fingerprint, is_whole
+from longctx.data.dataset import SPLITS, Part
+from longctx.data.store import progress
+from longctx.model import huggingface
+from longctx.parallel.mesh import Parallel
+from longctx.training.batches import NO_WINDOW
+from longctx.training.objectives.answers import answers, collate
+from longctx.training.run import Run
+
+COPY = "reference.npz"  # in the run's folder
+LARGEST = 0.05  # nats of a token by which a cached value may differ
+
+
+def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
+    """Give every part of `data` its log-probabilities by the model as it is now, with LoRA's
+    additions still zero; a resumed run reads its copy.
+
+    Raises ValueError, on every rank, if cached ones are not those of the model.
+    """
+    with_lora = run.workload.lora.rank is not None
+    if (run.config.objective.reference or ("step" if with_lora else "cached")) == "step":
+        return
+    copy = run.folder / COPY
+    if run.checkpoint is not None:
+        with np.load(copy) as arrays:
+            for name, part in data.parts.items():
+                part.reference = arrays[name or "data"]
+        return
+    weights = contents(huggingface.with_weights(run.config.init or "", "init"))
+    for part in data.parts.values():
+        key = fingerprint([part.fingerprint, part.seq_len, run.workload.precision, weights])
+        folder = part.config.cache_folder() / "references" / key
+        # Every rank takes part in computing, so the first one decides for all
+        if parallel.all_gather_objects(is_whole(folder))[0]:
+            compare(run, part, folder, module, parallel)
+        else:
+            table = computed(run, part, module, parallel)
+            if parallel.is_first:
+                cached(folder, lambda at, table=table: np.save(at / "log_p.npy", table))  # type: ignore[misc]
+        found = np.load(folder / "log_p.npy") if parallel.is_first else np.zeros(0)
+        part.reference = parallel.all_gather_objects(found)[0]
+    if parallel.is_first:
+        tables: dict[str, Any] = {
+            name or "data": part.reference for name, part in data.parts.items()
+        }
+        with files.atomic(copy) as file, file.open("wb") as opened:
+            np.savez(opened, **tables)
+
+
+def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarray:
+    """Return log p of all answers of `part`, (documents, SIDES) float32, the same on every rank."""
+    table = torch.zeros(len(part.store), SIDES, dtype=torch.float64, device=parallel.device)
+    seen = 0
+    shown = progress("log-probabilities of the reference", len(part.store))
+    with shown if parallel.is_first else nullcontext() as show:
+        for split in SPLITS:
+            for documents, log_p, is_new in log_ps(run, part, split, module, parallel):
+                if is_new:
+                    table[documents] += parallel.counted_once(1) * log_p
+                seen += len(documents) * parallel.data_ranks
+                if show is not None:
+                    show(min(seen, len(part.store)), 0)
+    return parallel.all_reduce_sum(table).float().cpu().numpy()
+
+
+def log_ps(
+    run: Run, part: Part, split: str, module: Any, parallel: Parallel
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield documents (n,) and their log p (n, SIDES) of this rank's sequences, and whether they
+    are new: every rank computes equally often, since sharded weights are gathered each time.
+    """
+    rows, size = part.rows(split), run.workload.batch_size
+    mine = range(parallel.data_rank, len(rows), parallel.data_ranks)
+    per_rank = -(-len(rows) // parallel.data_ranks)
+    module.eval()
+    for start in range(0, per_rank, size):
+        numbers = mine[start : start + size]
+        sequences = [rows[i] for i in numbers or [0]]
+        batch = collate(sequences, NO_WINDOW).to(parallel.device)
+        with torch.no_grad(), parallel.autocast(), torch.compiler.set_stance("force_eager"):
+            found = answers(module.model, batch)  # type: ignore[arg-type]
+        counts = [len(sequence["documents"]) for sequence in sequences]
+        log_p = torch.cat([row[:n] for row, n in zip(found.logp, counts, strict=True)])
+        documents = torch.cat([sequence["documents"] for sequence in sequences])
+        yield documents.to(parallel.device), log_p.double(), bool(numbers)
+    module.train()
+
+
+def compare(run: Run, part: Part, folder: Path, module: Any, parallel: Parallel) -> None:
+    """Raise ValueError, on every rank, if the first cached values are not those of the model."""
+    table = torch.from_numpy(np.load(folder / "log_p.npy")).to(parallel.device)
+    documents, log_p, _ = next(log_ps(run, part, "train", module, parallel))
+    module.train()
+    off = (table[documents] - log_p).abs().max() / part.seq_len
+    differs = parallel.first_problem(None if off < LARGEST else f"{folder}: not the log-")
+    if differs is not None:
+        raise ValueError(
+            f"{differs}probabilities of this model by {off:.2g} nats a token; remove it"
+        )

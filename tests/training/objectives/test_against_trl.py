@@ -1,0 +1,208 @@
+"""Objectives of preferences give TRL's loss, gradients and metrics, packed and not."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+from longctx.config.data_config import DataConfig
+from longctx.config.objective_config import ObjectiveConfig
+from longctx.data import load
+from longctx.data.tokenizer import train
+from longctx.model import GPT, huggingface
+from longctx.model.gpt import build
+from longctx.training.objectives.answers import AnswerBatch, answers, collate
+from longctx.training.throughput import means
+
+WORDS = "sea calm grey stone bird fly home rest tall tree river wind song night road".split()  # noqa: SIM905
+ROWS = 9
+
+
+class Both:
+    """The same small model here and in transformers, and another one as the reference."""
+
+    def __init__(self, folder: Path) -> None:
+        draw = random.Random(0)
+
+        def text(fewest: int, most: int) -> str:
+            return " ".join(draw.choice(WORDS) for _ in range(draw.randint(fewest, most)))
+
+        self.pairs = [
+            {"prompt": text(2, 30) + " ?", "chosen": " " + text(1, 9), "rejected": " " + text(2, 9)}
+            for _ in range(ROWS)
+        ]
+        self.labels = [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": n % 3 != 0}
+            for n, row in enumerate(self.pairs)
+        ]
+        # TRL compares the first row with the last answer, we with the second one
+        self.labels[-1]["completion"] = self.labels[1]["completion"]
+        self.folder = folder
+        texts = [row["prompt"] + row["chosen"] + row["rejected"] for row in self.pairs]
+        tokenizer = train(texts, 290)
+        config = LlamaConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        for name in ("model", "reference"):
+            LlamaForCausalLM(config).save_pretrained(folder / name)
+            tokenizer.save(folder / name / "tokenizer.json")
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "model/tokenizer.json"),
+            eos_token=tokenizer.eos,
+            pad_token=tokenizer.eos,
+        )
+
+    def ours(self, name: str) -> GPT:
+        config = huggingface.read_config(self.folder / name, "never")
+        model = build(config, "naive")
+        huggingface.load_weights(model, self.folder / name)
+        return model
+
+    def theirs(self, name: str) -> Any:
+        return LlamaForCausalLM.from_pretrained(self.folder / name, attn_implementation="eager")
+
+    def batches(self, kind: str, packed: bool) -> Iterator[AnswerBatch]:
+        """All rows, with what the reference says of them: several to a sequence, or one."""
+        rows = self.pairs if kind == "pairs" else self.labels
+        file = self.folder / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = load(
+            DataConfig(
+                source="text",
+                path=str(file),
+                preferences=kind,
+                tokenizer=str(self.folder / "model"),
+                val_fraction=0,
+                packing=packed,
+                cache=str(self.folder / "cache"),
+            ),
+            257,
+        )
+        sequences = [data.train[n] for n in range(len(data.train))]
+        assert (len(sequences) < ROWS / 2) == packed
+        batch = collate(sequences)
+        with torch.no_grad():
+            batch.reference = answers(self.ours("reference"), batch).logp.flatten(1)
+        yield batch
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    torch.manual_seed(0)
+    return Both(tmp_path_factory.mktemp("models"))
+
+
+def ours(both: Both, name: str, packed: bool) -> tuple[float, dict[str, float], Tensor]:
+    """Loss, figures, and the gradient of a weight."""
+    keys = ObjectiveConfig(name).filled()
+    model, objective = both.ours("model"), keys.traits
+    assert objective.data is not None
+    (batch,) = both.batches(objective.data, packed)
+    loss, figures = objective.loss(model, batch, keys)
+    loss.backward()
+    row = means(objective.figures, figures.flatten().tolist())
+    return loss.item(), row, model.blocks[0].mlp.down.weight.grad
+
+
+def of_trainer(both: Both, trainer_class: Any, config: Any, rows: Any) -> tuple[Any, ...]:
+    model = both.theirs("model")
+    trainer = trainer_class(
+        model=model,
+        ref_model=both.theirs("reference"),
+        args=config(
+            output_dir=str(both.folder / "out"),
+            per_device_train_batch_size=ROWS,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            max_length=None,
+            disable_dropout=True,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=both.tokenizer,
+    )
+    loss = trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    loss.backward()
+    found = trainer._metrics["train"] | trainer._metrics["eval"]  # transformers opens for eval
+    row = {key: values[-1] for key, values in found.items()}
+    return loss.item(), row, trainer.model.model.layers[0].mlp.down_proj.weight.grad
+
+
+def of_formula(both: Both, formula: Callable[[Tensor, Tensor], Any]) -> tuple[Any, ...]:
+    """The loss that `formula` makes of each pair's mean log-probabilities, by transformers."""
+    model, losses, rewards = both.theirs("model"), [], []
+    for row in both.pairs:
+        means = []
+        for answer in (row["chosen"], row["rejected"]):
+            prompt = both.tokenizer(row["prompt"])["input_ids"]
+            ids = torch.tensor(both.tokenizer(row["prompt"] + answer)["input_ids"])
+            ids = torch.cat([ids, torch.tensor([both.tokenizer.eos_token_id])])
+            log_p = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            means.append(log_p.gather(1, ids[1:, None])[len(prompt) - 1 :].mean())
+        loss, *found = formula(means[0][None], means[1][None])
+        losses.append(loss)
+        rewards.append([x.item() for x in found])
+    total = torch.cat(losses).mean()
+    total.backward()
+    chosen, rejected = (sum(x[side] for x in rewards) / ROWS for side in (0, 1))
+    row = {"rewards/chosen": chosen, "rewards/rejected": rejected}
+    return total.item(), row, model.model.layers[0].mlp.down_proj.weight.grad
+
+
+def simpo(both: Both) -> tuple[Any, ...]:
+    theirs = SimpleNamespace(
+        alpha=0.0,
+        beta=2.0,
+        simpo_gamma=1.0,
+        label_smoothing=0.0,
+        loss_type="simpo",
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    return of_formula(both, lambda w, l: CPOTrainer.cpo_loss(theirs, w, l))
+
+
+def orpo(both: Both) -> tuple[Any, ...]:
+    theirs = SimpleNamespace(beta=0.1, accelerator=SimpleNamespace(device="cpu"))
+
+    def formula(w: Tensor, l: Tensor) -> tuple[Tensor, ...]:
+        ratio, *rewards, _, _ = ORPOTrainer.odds_ratio_loss(theirs, w, l)
+        return (-w - ratio, *rewards)
+
+    return of_formula(both, formula)
+
+
+def expected(both: Both, name: str) -> tuple[Any, ...]:
+    if name == "dpo":
+        return of_trainer(both, DPOTrainer, DPOConfig, both.pairs)
+    if name == "kto":
+        return of_trainer(both, KTOTrainer, KTOConfig, both.labels)
+    return simpo(both) if name == "simpo" else orpo(both)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
+def test_loss_gradient_and_metrics_are_those_of_trl(both: Both, name: str, packed: bool) -> None:
+    loss, row, gradient = ours(both, name, packed)
+    want, theirs, want_gradient = expected(both, name)
+    assert loss == pytest.approx(want, rel=1e-5)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-4, atol=1e-6)
+    shared = row.keys() & theirs.keys()
+    assert {"rewards/chosen", "rewards/rejected"} <= shared
+    for key in shared:
+        assert row[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key

@@ -1,0 +1,162 @@
+"""Runs that learn preferences: one process and several, resumed, by LoRA, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import train
+from longctx import files
+from longctx.data.cache import described
+from longctx.runs import metrics_file, run_folder
+from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses, steps
+
+FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
+
+
+def keys_of(objective: str, rows: Path) -> dict[str, Any]:
+    kind = "labels" if objective == "kto" else "pairs"
+    return {
+        "objective": objective,
+        "data__path": rows / f"{kind}.jsonl",
+        "data__val_fraction": 0.2,
+        "seq_len": 160,
+        "batch_size": 2,
+        "accumulate": 2,
+        "max_steps": 4,
+        "lr": 0.002,
+    }
+
+
+def validations(run: Path) -> list[dict[str, Any]]:
+    return [row for row in metrics_file.read(run) if "val_loss" in row]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+def test_a_run_learns_and_resumes_exactly(objective: str, rows: Path, tuned: Trained) -> None:
+    keys = keys_of(objective, rows) | {"checkpoint_every": 2}
+    straight, cut = tuned("straight", **keys), tuned("cut", **keys | {"log_every": 3})
+    found = steps(straight)
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert validations(straight)[0].keys() >= {f"val_{key}" for key in FIGURES[:4]}
+    if objective != "orpo":  # the model is its own reference at first
+        assert abs(validations(straight)[0]["val_rewards/margins"]) < 1e-5
+    files.remove(run_folder.checkpoints(cut)[-1])
+    assert train.main([f"resume={cut}"]) == 0
+    check_equal_weights(straight, cut)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context__degree": 2},
+        pytest.param({"strategy": "fsdp", "accumulate": 1}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "ddp", "accumulate": 1}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(
+    objective: str,
+    layout: dict[str, Any],
+    rows: Path,
+    tuned: Trained,
+    start: Overrides,
+) -> None:
+    keys = keys_of(objective, rows)
+    # KTO's mean of unrelated answers is over the micro-batches of all ranks
+    keys |= {"accumulate": 1} if objective == "kto" and "strategy" not in layout else {}
+    if objective == "kto" and "strategy" in layout:
+        keys |= {"batch_size": 4, "accumulate": 1}
+        layout = layout | {"batch_size": 2}
+    one = tuned("one", **keys)
+    command = [sys.executable, "train.py", *start(**keys | layout, devices=2, name="two")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    two = one.with_name("two")
+    for here, there in zip(steps(one), steps(two), strict=True):
+        for key in FIGURES:
+            assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-5), key
+    for here, there in zip(validations(one), validations(two), strict=True):
+        assert there["val_loss"] == pytest.approx(here["val_loss"], rel=1e-4)
+
+
+def test_lora_off_is_the_cached_reference(rows: Path, tuned: Trained) -> None:
+    keys = keys_of("dpo", rows) | {"lora__rank": 4, "lr": 0.02}
+    by_step, cached = tuned("step", **keys), tuned("cached", objective__reference="cached", **keys)
+    assert losses(by_step) == pytest.approx(losses(cached), rel=1e-5)
+    assert losses(by_step)[-1] < 0.99 * losses(by_step)[0]
+    assert not (by_step / "reference.npz").exists() and (cached / "reference.npz").exists()
+
+
+def test_a_changed_cache_of_the_reference_is_refused(
+    rows: Path, tuned: Trained, start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of("dpo", rows) | {"data__cache": tmp_path / "own", "max_steps": 1}
+    tuned("first", **keys)
+    (file,) = (tmp_path / "own/references").glob("*/log_p.npy")
+    np.save(file, np.load(file) - 100)
+    complete = file.with_name("complete.json")
+    content = json.loads(complete.read_text())
+    complete.write_text(json.dumps(content | {file.name: described(file)}))
+    assert train.main(start(**keys, name="second")) == 2
+    assert "not the log-probabilities of this model" in capsys.readouterr().err
+
+
+def test_long_prompts_lose_their_beginnings_aloud(
+    rows: Path, tuned: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = keys_of("orpo", rows) | {"seq_len": 64}
+    run = tuned("short", **keys)
+    assert "prompts are left out, so that the answers fit seq_len=64" in capsys.readouterr().out
+    assert losses(run)[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "embedded", "data__path": None}, "objective=dpo: data=embedded has no answers"),
+        ({"init": None}, "objective=dpo: begins with trained weights"),
+        ({"objective__gamma": 1}, "objective.gamma=1.0: not a key of objective=dpo"),
+        ({"objective__reference": "step"}, "objective.reference=step: only LoRA"),
+        ({"data__packing": "false"}, "objective=dpo with data.packing=false"),
+        ({"seq_len": 24}, "take"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    changes: dict[str, Any],
+    message: str,
+    rows: Path,
+    start: Overrides,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train.main(start(**keys_of("dpo", rows) | changes)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("error") <= 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "no field 'rejected' (found prompt, chosen)"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "an answer is empty"),
+        ({"chosen": "x y", "rejected": "z"}, "no common prompt"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "'chosen' must be a string"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    row: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    rows: Path,
+    start: Overrides,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert train.main(start(**keys_of("dpo", rows) | {"data__path": file})) == 2
+    error = capsys.readouterr().err
+    assert f"{file}:1: " in error and message in error
