@@ -258,7 +258,8 @@ def _read(
         opened: IO[bytes] = stream
         if compression:
             opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
-        if ending not in (OF_CHATS if config.chat else OF_ROWS):
+        is_chat = config.chat and not config.preferences
+        if ending not in (OF_CHATS if is_chat else OF_ROWS):
             yield Document(name, _decode(opened.read(), str(file), config))
             return
         if ending in OF_LINES:

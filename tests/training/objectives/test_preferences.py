@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import train
 from longctx import files
@@ -112,6 +114,32 @@ def test_long_prompts_lose_their_beginnings_aloud(
     run = tuned("short", **keys)
     assert "prompts are left out, so that the answers fit seq_len=64" in capsys.readouterr().out
     assert losses(run)[-1] > 0
+
+
+def test_conversations_and_parquet_are_read_as_texts_are(
+    rows: Path, tuned: Trained, folder: Path, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    pairs = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
+    turns = [
+        {
+            key: [{"role": "user" if key == "prompt" else "assistant", "content": text}]
+            for key, text in row.items()
+        }
+        for row in pairs
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(turns), tmp_path / "turns.parquet")
+    implicit = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in turns]
+    lines = tmp_path / "turns.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in implicit))
+    keys = keys_of("orpo", rows) | {"data__chat": "true", "max_steps": 1}
+    runs = [
+        tuned(path.suffix[1:], **keys | {"data__path": path})
+        for path in (tmp_path / "turns.parquet", lines)
+    ]
+    first, second = (losses(run) for run in runs)
+    assert first == second
 
 
 @pytest.mark.parametrize(
