@@ -1,4 +1,4 @@
-"""What a step minimizes, and the optimizer that does it: each a name with keys of its own."""
+"""The objective of a step and its optimizer: each has a name, and keys of its own."""
 
 from __future__ import annotations
 

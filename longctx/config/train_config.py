@@ -365,8 +365,13 @@ class TrainConfig(Group):
 
     def check_experts(self, model: GPTConfig) -> None:
         """Raise ValueError for what the experts of `model` cannot be trained with."""
-        count = model.experts.count
+        count, balance = model.experts.count, model.experts.balance
         refuse(
+            (
+                balance and self.objective.traits.data is not None,
+                f"model.experts.balance={balance}: objective={self.objective.name} does not train "
+                "it; give model.experts.balance=0",
+            ),
             (
                 count is not None and self.precision == "fp8",
                 f"precision=fp8: the products of model.experts.count={count} have no FP8; use "

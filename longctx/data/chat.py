@@ -336,7 +336,7 @@ class Template:
         return True
 
     def _marked(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
-        """Return the spans in generation marks but for those of messages that are not learned."""
+        """Return the spans in generation marks, without messages that are not learned."""
         excluded = set(_numbers(messages, "assistant")) - set(_learned(messages))
         problem = "the chat template does not show whose its generation marks are"
         refuse((not excluded <= rendered.turns.keys(), f"{problem}; leave out train and weight"))

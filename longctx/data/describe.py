@@ -73,9 +73,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def conversations(data: Data) -> list[Text]:
-    """Return the beginning of a conversation of each source that has some, the tokens that are
-    targets between ⟦ and ⟧.
-    """
+    """Return the beginning of a conversation of each source, its targets between ⟦ and ⟧."""
     from rich.text import Text
 
     texts = []

@@ -67,7 +67,7 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     found = ", ".join(list(row)[:8])
     for key in needed:
         refuse((key not in row, f"{place}: no field '{key}' (found {found})"))
-    for key in {"prompt", *answers} & row.keys():
+    for key in [key for key in ("prompt", *answers) if key in row]:
         what = (
             "a string; conversations need data.chat=true" if kind is str else "a list of messages"
         )
@@ -92,7 +92,7 @@ def _pairs(rows: Iterable[tuple[str, str, Row]], write: Write) -> Iterator[Docum
 
 
 def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected; a prompt that is not given is what both begin with."""
+    """Return prompt, chosen and rejected; both begin with the prompt if it is not given."""
     chosen, rejected = row["chosen"], row["rejected"]
     if "prompt" in row:
         return row["prompt"], chosen, rejected

@@ -39,7 +39,7 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
         elif name not in mine:
             wrong = "in the checkpoint, missing in the model"
         else:
-            # Frozen weights may lie in 16 bits, those that are trained never do
+            # Frozen weights may lie in 16 bits, trained ones never do
             is_exact = mine[name].requires_grad or is_packed(mine[name])
             dtypes = {mine[name].dtype} if is_exact else checkpoints.READABLE
             wrong = checkpoints.flaw(weights[name], mine[name].shape, dtypes)

@@ -23,7 +23,7 @@ class Card(NamedTuple):
     # bytes per second sent to other GPUs of its machine, by NVLink or Infinity Fabric if it has
     # them, else by PCI Express
     link: float
-    memory: float  # GiB that CUDA reports of the usual size, which is less than the label's
+    memory: float  # GiB of the usual size, as CUDA reports it: less than the label says
 
 
 # Words of the device's name → its figures, the most specific name first. From the vendors' data

@@ -145,12 +145,6 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     config.lora.check_base(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
-    is_plain = config.objective.traits.data is None
-    if model.experts.balance and not is_plain:
-        raise ValueError(
-            f"model.experts.balance={model.experts.balance}: objective={config.objective.name} "
-            "does not train it; give model.experts.balance=0"
-        )
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if config.resume:

@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
     @property
     def sides(self) -> tuple[Document, ...]:
-        """Return this document and those that are compared with it."""
+        """Return this document and the others of its comparison."""
         return (self, *self.others)
 
     @property

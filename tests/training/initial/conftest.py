@@ -13,18 +13,23 @@ from tests.training.sample_run import Overrides, Trained
 @pytest.fixture
 def folder(tmp_path: Path, corpus: Path) -> Path:
     """A model for 96 tokens, as transformers saves it."""
+    return saved_model(tmp_path, corpus, torch.float32, hidden_size=32, intermediate_size=48)
+
+
+def saved_model(tmp_path: Path, corpus: Path, dtype: torch.dtype, **sizes: int) -> Path:
+    """The folder of a model for 96 tokens in `dtype`, with a tokenizer of the corpus."""
     folder = tmp_path / "models" / "Small-1.5"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=320,
-        intermediate_size=48,
         max_position_embeddings=96,
-        hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        dtype=str(dtype).removeprefix("torch."),
+        **sizes,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     texts = [file.read_text() for file in sorted(corpus.iterdir())]
     bpe.train(texts, 310).save(folder / "tokenizer.json")
     return folder

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import train
 from longctx import cli, files
 from longctx.config.parts import BASES
-from longctx.data import tokenizer as bpe
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
+from tests.training.initial.conftest import saved_model
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
 
 TOKENS = torch.arange(60)[None] % 310
@@ -27,22 +27,7 @@ LORA = {"lora__rank": 2, "max_steps": 2, "lr": 0.05}
 @pytest.fixture
 def folder(tmp_path: Path, corpus: Path) -> Path:
     """A model whose matrices have a multiple of 64 columns, as transformers saves it in bf16."""
-    folder = tmp_path / "models" / "Small-1.5"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        intermediate_size=128,
-        max_position_embeddings=96,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    texts = [file.read_text() for file in sorted(corpus.iterdir())]
-    bpe.train(texts, 310).save(folder / "tokenizer.json")
-    return folder
+    return saved_model(tmp_path, corpus, torch.bfloat16, hidden_size=64, intermediate_size=128)
 
 
 def validated(run: Path) -> list[float]:
