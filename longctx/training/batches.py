@@ -36,7 +36,6 @@ from longctx.data.rows import IGNORED, padding_ids
 from longctx.parallel.mesh import Parallel
 from longctx.training.run import Run
 
-LONGEST = 600.0  # seconds that a batch may take
 Windows = Mapping[int | None, int]  # layers by window, as `GPTConfig.windows` has them
 NO_WINDOW: Windows = {None: 1}
 
@@ -247,7 +246,6 @@ def train_loader(
         num_workers=workers,
         pin_memory=workload.device == "cuda",
         worker_init_fn=_begin_worker,
-        timeout=LONGEST if workers else 0,
         **ahead,
     )
 
@@ -267,8 +265,8 @@ def collate_step(
 def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
     """Return the batches of `loader`, whose workers begin at once.
 
-    torch raises an error for which `is_lost_worker` is true if a worker dies, or takes longer than
-    LONGEST, as one does that is stopped by a signal.
+    torch raises an error for which `is_lost_worker` is true if a worker dies: at once by SIGCHLD,
+    else at its look after 5 s. With a timeout of our own it would look only after that.
     """
     return _batches(iter(loader))
 

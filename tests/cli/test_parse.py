@@ -19,20 +19,22 @@ PRESETS = sorted((path.parent.name, path.stem) for path in cli.CONFIGS.glob("*/*
 MIX = "data=mix data.mix.code.source=embedded"
 
 
-def needed(name: str) -> list[str]:
+def needed(group: str, name: str) -> list[str]:
     """Return the keys without which a preset is refused."""
+    init = ["init=somewhere"]
+    by_group = {"rope": init, "objective": ["data=text", "data.path=x", *init]}
     by_preset = {"text": ["data.path=x"], "hub": ["data.path=x"], "mix": MIX.split()[1:]}
-    return by_preset.get(name, []) + ["rope.theta=5000000"] * (name == "abf")
+    by_preset |= {"abf": ["rope.theta=5000000"]}
+    return by_group.get(group, []) + by_preset.get(name, [])
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
 def test_every_preset_composes(group: str, name: str) -> None:
-    init = ["init=somewhere"] if group == "rope" else []
-    composed = compose(f"{group}={name}", *needed(name), *init)
+    composed = compose(f"{group}={name}", *needed(group, name))
     assert isinstance(composed.config, TrainConfig)
     assert name == "auto" or composed.choices[group] == name
     if group in ("attention", "data"):
-        words = ["checkpoint=runs/x", f"{group}={name}", *needed(name)]
+        words = ["checkpoint=runs/x", f"{group}={name}", *needed(group, name)]
         assert cli.compose("eval", words).choices[group] == name
 
 
