@@ -1,5 +1,4 @@
-"""Preferences on long documents: DPO of whole models beside TRL, of an 8B model by LoRA, and LoRA on
-frozen weights of few bits.
+"""Preferences on long documents: DPO beside TRL, DPO of an 8B model by LoRA, LoRA on few bits.
 
 A pair is two sides of equal length, random tokens, all of them learned. TRL's DPOTrainer has its
 fused head, gradient checkpointing, weights and averages in bf16, and, as ours, log-probabilities of
@@ -36,6 +35,7 @@ from benchmarks.process_group import ROOT
 from benchmarks.report import machine, write_json
 from benchmarks.words import training_run
 from longctx.config.fields import key
+from longctx.config.objective_config import ObjectiveConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
@@ -53,11 +53,11 @@ SHOWN = (
 SHARES = (1.0, 0.95, 0.9, 0.8)  # of the memory, for predictions that a step does not confirm
 TINY = {
     "vocab_size": 320,
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
 }
 TINY_RUN = ["model.layers=1", "model.channels=64", "model.heads=4", "model.ffn=128"]
 TINY_RUN += ["seq_len=64", "batch_size=2", "accumulate=1", "data.vocab_size=300", "device=cpu"]
@@ -85,6 +85,7 @@ class Options:
     rank: int = key(16, "of LoRA")
     steps: int = key(2, "of a point; the last counts, the first one compiles", between=(1, 100))
     gib: float = key(79.0, "memory of speed, trl, ours, lora and whole", above=0)
+    host_gib: float = key(110.0, "host memory to plan with; some machines show it late", above=0)
     packed_gib: float = key(24.0, "memory of packed", above=0)
     pretraining: int = key(200, "steps of the model of losses")
     runs: str = key("runs/preferences", "folder of the runs of losses")
@@ -164,9 +165,12 @@ def settings_of(shape: str, tiny: bool) -> dict[str, Any]:
 
 
 def run_of_shape(
-    shape: str, options: Options, overrides: list[str], layers: int | None = None
+    shape: str, options: Options, objective: str, overrides: list[str], layers: int | None = None
 ) -> Run:
-    """Return a run with random weights of `shape`, one sequence a step."""
+    """Return a run with random weights of `shape`, one sequence a step.
+
+    `objective` is its name, and "step" or "cached" for the reference.
+    """
     import torch
 
     from longctx.model.huggingface import read_config
@@ -180,13 +184,16 @@ def run_of_shape(
     if layers is not None:
         model = model.with_layers(range(layers))
     run = training_run([*step, *overrides], device)
-    return replace(run, workload=replace(run.workload, model=model))
+    name, *reference = objective.split()
+    # A request would need data and weights, which no dry run opens
+    chosen = ObjectiveConfig(name, reference=reference[0] if reference else None)
+    workload = replace(run.workload, model=model, graphs="false")
+    return replace(run, config=replace(run.config, objective=chosen), workload=workload)
 
 
-def fitted(workload: Workload, gib: float) -> Workload:
+def fitted(workload: Workload, options: Options) -> Workload:
     """Return `workload` with the fastest policy that is predicted to fit, else the smallest."""
-    host = hardware.host_memory()
-    found = fitting.first_that_fits(workload, room(gib), host)
+    found = fitting.first_that_fits(workload, room(options.gib), options.host_gib * GIB)
     return found or fitting.policies(workload)[-1]
 
 
@@ -220,7 +227,7 @@ def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterat
         workload = fitting.longest(
             lambda tokens: replace(run.workload, seq_len=tokens),
             share * room(gib),
-            hardware.host_memory(),
+            options.host_gib * GIB,
             1024,
             limit,
         )
@@ -234,10 +241,10 @@ def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterat
 
 def speed(options: Options) -> Iterator[Row]:
     """Yield steps of gemma-3-1b at equal lengths: ours, and TRL's with each attention."""
-    run = run_of_shape("gemma-3-1b", options, ["objective=dpo"])
+    run = run_of_shape("gemma-3-1b", options, "dpo", [])
     with capped(options.gib):
         for side in options.lengths:
-            workload = fitted(replace(run.workload, seq_len=2 * side), options.gib)
+            workload = fitted(replace(run.workload, seq_len=2 * side), options)
             yield stepped(run, workload, options.steps + 1, "longctx")
         for attention in options.attentions:
             yield from of_trl(options, attention, timed)
@@ -252,7 +259,7 @@ def longest_of_trl(options: Options) -> Iterator[Row]:
 
 def longest_ours(options: Options) -> Iterator[Row]:
     """Yield our longest pair of gemma-3-1b."""
-    run = run_of_shape("gemma-3-1b", options, ["objective=dpo"])
+    run = run_of_shape("gemma-3-1b", options, "dpo", [])
     with capped(options.gib):
         yield from longest_of_ours(run, options, options.gib, "longctx")
 
@@ -386,30 +393,25 @@ def by_lora(options: Options) -> Iterator[Row]:
     """Yield DPO with a cached reference, two passes of cross entropy, and DPO whose step computes
     the reference, all with the policy of the whole model.
     """
-    whole = run_of_shape("qwen3-8b", options, ["objective=dpo", f"lora.rank={options.rank}"])
-    side = options.side
-    policy = fitted(replace(whole.workload, seq_len=2 * side), options.gib).memory.policy
-    cases = {
-        "dpo, cached reference": ["objective=dpo", "objective.reference=cached"],
-        "two of cross entropy": ["objective=cross_entropy"],
-        "dpo, reference in the step": ["objective=dpo", "objective.reference=step"],
-    }
+    lora, side = [f"lora.rank={options.rank}"], options.side
+    longest = run_of_shape("qwen3-8b", options, "dpo cached", lora).workload
+    policy = fitted(replace(longest, seq_len=2 * side), options).memory.policy
     with capped(options.gib):
-        for case, overrides in cases.items():
-            given = [*overrides, f"lora.rank={options.rank}"]
-            run = run_of_shape("qwen3-8b", options, given, options.layers)
-            sizes = {"seq_len": 2 * side} if "dpo" in case else {"seq_len": side, "accumulate": 2}
+        for objective in ("dpo cached", "cross_entropy", "dpo step"):
+            run = run_of_shape("qwen3-8b", options, objective, lora, options.layers)
+            sizes = {"seq_len": 2 * side}
+            if objective == "cross_entropy":
+                sizes = {"seq_len": side, "accumulate": 2}
             workload = fitting.with_policy(replace(run.workload, **sizes), policy)
-            yield stepped(run, workload, options.steps, case)
+            yield stepped(run, workload, options.steps, objective)
 
 
 def whole(options: Options) -> Iterator[Row]:
     """Yield a step of DPO by LoRA on all layers."""
-    given = ["objective=dpo", "objective.reference=cached", f"lora.rank={options.rank}"]
-    run = run_of_shape("qwen3-8b", options, given)
-    workload = fitted(replace(run.workload, seq_len=2 * options.side), options.gib)
+    run = run_of_shape("qwen3-8b", options, "dpo cached", [f"lora.rank={options.rank}"])
+    workload = fitted(replace(run.workload, seq_len=2 * options.side), options)
     with capped(options.gib):
-        yield stepped(run, workload, max(1, options.steps - 1), "dpo, cached reference")
+        yield stepped(run, workload, max(1, options.steps - 1), "dpo cached")
 
 
 def on_few_bits(options: Options) -> Iterator[Row]:
@@ -417,7 +419,7 @@ def on_few_bits(options: Options) -> Iterator[Row]:
     with capped(options.packed_gib):
         for base in ("nf4", "fp8"):
             given = [f"lora.rank={options.rank}", f"lora.base={base}"]
-            run = run_of_shape("qwen3-8b", options, given)
+            run = run_of_shape("qwen3-8b", options, "cross_entropy", given)
             yield from longest_of_ours(run, options, options.packed_gib, base)
 
 
@@ -429,8 +431,9 @@ def losses(options: Options) -> Iterator[Row]:
     yield trained(options, "pretrained", first, options.pretraining)
     init = [f"init={options.runs}/pretrained", f"lora.rank={options.rank}", f"max_steps={steps}"]
     init += [x for x in sizes if not x.startswith(("model", "data."))]
-    for base in ("null", "nf4", "fp8"):
-        yield trained(options, base, [f"name={base}", f"lora.base={base}", *init], steps)
+    for base in ("bf16", "nf4", "fp8"):
+        packs = [] if base == "bf16" else [f"lora.base={base}"]
+        yield trained(options, base, [f"name={base}", *packs, *init], steps)
 
 
 def trained(options: Options, case: str, overrides: list[str], steps: int) -> Row:

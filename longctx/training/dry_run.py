@@ -72,8 +72,8 @@ class RandomRows(Dataset[dict[str, Tensor]]):
         self.vocab_size, self.seq_len, self.document = vocab_size, seq_len, document
         self.answers = answers
 
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(row)
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         doc_ids = torch.arange(self.seq_len) // self.document
         row = {
@@ -134,7 +134,8 @@ def dry_run(
                 if after is not None:
                     after(step)
                 laps.begin()
-            if validate:
+            # The loss of answers alone, without gradient, takes less than a step
+            if validate and run.config.objective.traits.losses is not None:
                 validation_losses(state.module, batch.micro[0], parallel)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
