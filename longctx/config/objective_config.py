@@ -80,6 +80,12 @@ class ObjectiveConfig(NamedGroup):
 
     prefix = "objective."
     name: str = key("cross_entropy", "set by objective=NAME", choices=OBJECTIVES)
+    z_loss: float | None = key(
+        None,
+        "cross_entropy: factor of the mean log² Σ exp(logits), whose gradient keeps logits small, "
+        "such as 1e-4; null: 0",
+        between=(0, 1),
+    )
     beta: float | None = key(
         None, "dpo, orpo, kto: null: 0.1; simpo: 2: how steep rewards are", above=0
     )

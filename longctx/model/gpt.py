@@ -24,7 +24,7 @@ from longctx.config.parts import Norm
 from longctx.model import compile_cache
 from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
-from longctx.model.loss import IGNORED, linear_cross_entropy, shaped
+from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.packed import is_packed
 from longctx.model.recompute import (
     checkpointed_blocks,
@@ -43,7 +43,9 @@ class GPT(nn.Module):
     where; its default is the policy fast.
     """
 
-    balance_figures: Tensor | None = None  # of the last micro-batch, see `Balance.figures`
+    # Of the last micro-batch, see `Balance.figures` and `ZLoss.mean`
+    balance_figures: Tensor | None = None
+    z_figure: Tensor | None = None
 
     def __init__(
         self,
@@ -139,9 +141,11 @@ class GPT(nn.Module):
         """Return what the last micro-batch tells of the model, by the keys of its metrics; waits
         for the device.
         """
+        found = {} if self.z_figure is None else {"z_loss": self.z_figure.item()}
         if self.balance_figures is None:
-            return {}
-        return dict(zip(("aux_loss", "expert_load"), self.balance_figures.tolist(), strict=True))
+            return found
+        names = ("aux_loss", "expert_load")
+        return found | dict(zip(names, self.balance_figures.tolist(), strict=True))
 
     def share_rows(self, context: Context) -> None:
         """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
@@ -155,6 +159,7 @@ class GPT(nn.Module):
         reduction: str = "mean",
         scale: Tensor | None = None,
         at: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> Tensor:
         """tokens (B, T) int64 → logits (B, T, V), or with `targets` (B, T) their loss in fp32.
 
@@ -164,6 +169,7 @@ class GPT(nn.Module):
         the logits of these places alone, (B, n, V).
 
         With gradients, mean and sum include the loss that balances experts, for each target token.
+        Their gradients include `z_loss` times the mean or sum of lse², see `longctx.model.loss`.
 
         Where rows are shared, every rank is given whole rows. Its "mean" and "sum" are its part of
         the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
@@ -198,9 +204,12 @@ class GPT(nn.Module):
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(len(lm_head), x.device.type)
         m = self.config.multipliers
+        extra = ZLoss(z_loss) if z_loss else None
         loss = linear_cross_entropy(
-            x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap
+            x, lm_head, targets, chunk, reduction, scale, m.logits, m.logit_softcap, extra
         )
+        if extra is not None and extra.mean is not None:
+            self.z_figure = extra.mean
         if balance is not None and scored is not None:
             weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
             loss = balance.added_to(loss, weight, context.ranks)

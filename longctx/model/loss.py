@@ -17,6 +17,9 @@ weigh a token by the log-probability of its whole document. Then backward comput
 Logits may have a factor s and a cap c: z = c tanh(s W h / c), and then dz is multiplied by
 s (1 - (z / c)²) on its way to h and W.
 
+A z-loss adds a · lse² to each token's, lse = log Σ exp(z), so that lse stays near 0 (PaLM, arXiv
+2204.02311). Only gradients have it: dz = (1 + 2 a lse) p - onehot(t); the loss stays as it is.
+
 On a GPU one kernel makes dz of a chunk's z in place (elementwise/cross_entropy.py). There logits
 with a gradient are rounded to 16 bits, as F.linear and F.cross_entropy would; those of an
 evaluation stay in fp32.
@@ -27,6 +30,7 @@ Shapes: N tokens, C channels, V tokens in the vocabulary.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +46,14 @@ IGNORED = -100
 Shape = tuple[float, float | None]  # factor and softcap of logits
 
 
+@dataclass
+class ZLoss:
+    """The factor a of a z-loss, and the last loss's mean of lse² over its target tokens."""
+
+    factor: float
+    mean: Tensor | None = None
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -51,6 +63,7 @@ def linear_cross_entropy(
     scale: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not
     scored. Logits are multiplied by `logit_scale`, then capped: softcap · tanh(z / softcap).
@@ -59,7 +72,7 @@ def linear_cross_entropy(
     no token is scored both are 0 with zero gradients. "none" gives -log p of each token, 0 where
     not scored; its backward computes the logits again. With `scale`, a scalar on the device, a sum
     or mean is multiplied by it before anything is rounded to 16 bits. Gradients can be taken once
-    per loss. Raises ValueError for another `reduction`.
+    per loss; sum and mean add `z_loss` to them. Raises ValueError for another `reduction`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} must be 'mean', 'sum' or 'none'")
@@ -73,7 +86,7 @@ def linear_cross_entropy(
     if reduction == "mean":
         scale = scale / (t != IGNORED).sum().clamp(min=1)
     if torch.is_grad_enabled():
-        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk, shape)
+        total: Tensor = _SummedLoss.apply(flat, weight, t, scale, chunk, shape, z_loss)
         return total
     return _Chunks(flat, weight, shape).losses(t, chunk).sum() * scale
 
@@ -88,9 +101,15 @@ class _SummedLoss(torch.autograd.Function):
         scale: Tensor,
         chunk: int,
         shape: Shape,
+        z_loss: ZLoss | None,
     ) -> Tensor:
         chunks = _Chunks(hidden, weight, shape, scale, *ctx.needs_input_grad[:2])
+        if z_loss is not None:
+            chunks.z_loss = z_loss.factor
+            chunks.squares = torch.zeros(targets.shape, dtype=scale.dtype, device=targets.device)
         total = chunks.losses(targets, chunk).sum() * scale
+        if z_loss is not None and chunks.squares is not None:
+            z_loss.mean = chunks.squares.sum() / (targets != IGNORED).sum().clamp(min=1)
         ctx.gradients = chunks.dh, chunks.dw
         ctx.dtypes = hidden.dtype, weight.dtype
         return total
@@ -105,7 +124,7 @@ class _SummedLoss(torch.autograd.Function):
         (dh, dw), ctx.gradients = ctx.gradients, None
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
-        return dh, dw, None, None, None, None
+        return dh, dw, None, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -194,6 +213,8 @@ class _Chunks:
             self.scale = self.scale * self.logit_scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
+        self.z_loss = 0.0
+        self.squares: Tensor | None = None  # (N,) lse² of target tokens, if there is a z-loss
         self.begun = False  # whether dw holds the sum of earlier chunks
         self.z: Tensor | None = None  # logits of a chunk; all chunks share the memory
 
@@ -217,13 +238,20 @@ class _Chunks:
             # (n, C); an ignored token adds nothing to dW
             h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
             z = self._logits(h)  # (n, V)
-            logp, slope = z.log_softmax(dim=-1), self._slope_(z)
-            del z
+            logp = z.log_softmax(dim=-1)
             loss = -logp.gather(1, t)
+            lse = z.gather(1, t) + loss
+            slope = self._slope_(z)
+            del z
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
             if self.dh is None and self.dw is None:
                 continue
-            dz = logp.exp_().scatter_(1, t, torch.expm1(-loss)).mul_(self.scale)
+            dz, dz_t = logp.exp_(), torch.expm1(-loss)
+            if self.squares is not None:
+                self.squares[rows] = lse.square().masked_fill(ignored, 0).squeeze(1)
+                growth = 2 * self.z_loss * lse
+                dz, dz_t = dz.mul_(1 + growth), dz_t + growth * torch.exp(-loss)
+            dz = dz.scatter_(1, t, dz_t).mul_(self.scale)
             dz = (dz if slope is None else dz.mul_(slope)).to(self.dtype)
             if self.dh is not None:
                 self.dh[rows] = weighed(dz @ self.weight, own).masked_fill(ignored, 0)
@@ -251,7 +279,8 @@ class _Chunks:
             wide = shaped(z.to(self.accumulate, copy=True), 1.0, self.softcap)
             z.copy_(wide)
             slope = self._slope_(wide)
-        cross_entropy.cross_entropy_(z, targets, losses, self.scale)
+        squares = None if self.squares is None else self.squares[rows]
+        cross_entropy.cross_entropy_(z, targets, losses, self.scale, self.z_loss, squares)
         if slope is not None:
             z.mul_(slope)
         if self.dh is not None:

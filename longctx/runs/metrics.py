@@ -168,6 +168,7 @@ METRICS: tuple[Metric, ...] = (
     # Preferences
     *preferences("", ""),
     *preferences("val_", "val "),
+    Metric("z_loss", "z-loss", ".3f", panel=LOSS("Mean log² Σ exp(logits)")),
     Metric("aux_loss", "balancing loss", ".3f", panel=LOSS("Balancing loss of experts")),
     Metric("expert_load", "busiest expert", ".2f", panel=LOSS("Busiest expert over the mean")),
     Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE, panel=LOSS("Learning rate")),

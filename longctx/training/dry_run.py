@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from torch.utils.data import Dataset
 
 from longctx import attention, plugins, system
 from longctx.attention.communication import Laps
-from longctx.data.answers import REJECTED, SIDES, UNRELATED
-from longctx.data.rows import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
@@ -52,45 +50,26 @@ class DryRun:
     failed: str | None = None
 
 
-class Answers(NamedTuple):
-    """The second side of a pair, and if the log-probabilities of the reference are cached."""
-
-    other_side: int
-    has_reference: bool
-
-
 class RandomRows(Dataset[dict[str, Tensor]]):
     """Rows of random tokens in documents of `document` tokens.
 
-    Attention takes time by the document, memory by the row. With `answers`, two documents are the
-    sides of a pair, without prompts: all tokens are learned.
+    Attention takes time by the document, memory by the row.
     """
 
-    def __init__(
-        self, vocab_size: int, seq_len: int, document: int, answers: Answers | None = None
-    ) -> None:
+    def __init__(self, vocab_size: int, seq_len: int, document: int) -> None:
         self.vocab_size, self.seq_len, self.document = vocab_size, seq_len, document
-        self.answers = answers
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(number)
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(row)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         doc_ids = torch.arange(self.seq_len) // self.document
-        row = {
+        padding = torch.tensor(0)
+        return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
             "doc_ids": doc_ids,
-            "padding": torch.tensor(0),
+            "padding": padding,
         }
-        if self.answers is None:
-            return row
-        is_last = doc_ids.diff(append=torch.tensor([-1])) != 0
-        pairs = torch.arange(int(doc_ids[-1]) // 2 + 1)
-        row["doc_ids"] = doc_ids // 2 * SIDES + doc_ids % 2 * self.answers.other_side
-        row |= {"targets": row["targets"].masked_fill(is_last, IGNORED), "documents": pairs}
-        if self.answers.has_reference:
-            row["reference"] = torch.zeros(len(pairs), SIDES)
-        return row
 
 
 def dry_run(
@@ -102,8 +81,7 @@ def dry_run(
 ) -> DryRun:
     """Measure `steps` optimizer steps of `run` on sequences of random tokens.
 
-    Each sequence is one document, or a pair of answers if the objective compares them, or documents
-    of `document` tokens. `validate` adds one batch of
+    Each sequence is one document, or documents of `document` tokens. `validate` adds one batch of
     validation. `after` is called with the number of each step once the device has it. Memory is
     that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an
     error.
@@ -134,8 +112,7 @@ def dry_run(
                 if after is not None:
                     after(step)
                 laps.begin()
-            # The loss of answers alone, without gradient, takes less than a step
-            if validate and run.config.objective.traits.losses is not None:
+            if validate:
                 validation_losses(state.module, batch.micro[0], parallel)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -150,12 +127,9 @@ def dry_run(
 
 def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     """Return steps of random tokens, by the loader of training."""
-    workload, kind, answers = run.workload, run.config.objective.traits.data, None
+    workload = run.workload
     assert workload.model.vocab_size is not None
-    if kind is not None:
-        answers = Answers(REJECTED if kind == "pairs" else UNRELATED, run.caches_reference)
-    length = document or workload.seq_len // (1 if kind is None else 2)
-    rows = RandomRows(workload.model.vocab_size, workload.seq_len, length, answers)
+    rows = RandomRows(workload.model.vocab_size, workload.seq_len, document or workload.seq_len)
     size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
     return read_ahead(train_loader(run, rows, order, min(run.config.workers, 1)))

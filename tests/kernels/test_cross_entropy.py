@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.kernels.elementwise.cross_entropy import cross_entropy_, multiply_
-from longctx.model.loss import linear_cross_entropy
+from longctx.model.loss import ZLoss, linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +101,10 @@ def test_extreme_logits() -> None:
     ("chunk", "factor", "cap"),
     [(1, 1.0, None), (100, 1.0, None), (7, 0.3, None), (7, 1.0, 3.0), (9, 2.0, 3.0)],
 )
-def test_the_chunked_loss_by_the_kernel(chunk: int, factor: float, cap: float | None) -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.03])
+def test_the_chunked_loss_by_the_kernel(
+    chunk: int, factor: float, cap: float | None, z_loss: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
@@ -109,12 +112,16 @@ def test_the_chunked_loss_by_the_kernel(chunk: int, factor: float, cap: float | 
     targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
     targets[::3] = -100
     scale = torch.tensor(0.375, device=DEVICE)
-    loss = linear_cross_entropy(
-        hidden, weight, targets, chunk, scale=scale, logit_scale=factor, softcap=cap
-    )
+    extra = ZLoss(z_loss) if z_loss else None
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, "mean", scale, factor, cap, extra)
     z = hidden.double() @ weight.double().t() * factor
-    want = 0.375 * F.cross_entropy(z if cap is None else cap * (z / cap).tanh(), targets)
+    z = z if cap is None else cap * (z / cap).tanh()
+    want = 0.375 * F.cross_entropy(z, targets)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    squares = z.logsumexp(-1).square()[targets != -100].mean()
+    if extra is not None and extra.mean is not None:
+        torch.testing.assert_close(extra.mean.double(), squares, rtol=1e-5, atol=0)
+    want = want + 0.375 * z_loss * squares
     incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
     leaves = hidden, weight
     actual, expected = (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.model.loss import linear_cross_entropy, shaped
+from longctx.model.loss import ZLoss, linear_cross_entropy, shaped
 from tests.largest_tensor import LargestTensor
 
 N, C, V = 23, 12, 41
@@ -108,6 +108,23 @@ def test_logits_may_have_a_factor_and_a_cap(factor: float, cap: float | None) ->
     )
     each = F.cross_entropy(z, targets, reduction="none")
     torch.testing.assert_close(losses, each.detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1.0, None), (1.7, 2.0)])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_z_loss_is_in_the_gradients_alone(
+    reduction: str, shape: tuple[float, float | None]
+) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    z_loss, scale = ZLoss(0.03), torch.tensor(0.3)
+    loss = linear_cross_entropy(hidden, weight, targets, 5, reduction, scale, *shape, z_loss)
+    z = shaped((hidden @ weight.t()).clone(), *shape)
+    squares = z.logsumexp(-1).square()[targets != -100]
+    expected = 0.3 * F.cross_entropy(z, targets, reduction=reduction)
+    total = expected + 0.3 * 0.03 * (squares.mean() if reduction == "mean" else squares.sum())
+    torch.testing.assert_close((loss, z_loss.mean), (expected, squares.mean()))
+    actual, want = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, total))
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

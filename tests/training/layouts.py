@@ -24,7 +24,7 @@ from longctx.config import parallel_config
 from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.objective_config import OptimizerConfig
+from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
@@ -78,6 +78,7 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         model=model,
         memory=replace(memory, loss_chunk=draw.choice([None, 11])),
         lora=LoraConfig(rank=4) if lora else LoraConfig(),
+        objective=ObjectiveConfig(z_loss=0.05 if model.tied else None),
         optimizer=OptimizerConfig(optimizer),
         strategy=StrategyConfig(draw.choice(["ddp", "fsdp"])),
         context=ContextConfig(context, method),

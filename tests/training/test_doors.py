@@ -77,6 +77,15 @@ def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trai
     assert rows[0]["loss"] == pytest.approx(3 * validations[0]["val_loss"], rel=0.1)
 
 
+def test_z_loss_is_logged_beside_cross_entropy(trained: Trained) -> None:
+    rows, plain = (
+        steps(trained(name, lr=0.02, objective__z_loss=factor))
+        for name, factor in (("with", 1.0), ("without", None))
+    )
+    assert rows[0]["loss"] == plain[0]["loss"] and "z_loss" not in plain[0]
+    assert rows[-1]["z_loss"] < 0.9 * rows[0]["z_loss"]
+
+
 def test_a_name_is_registered_once(own: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
         learning_rate.register("cosine", SCHEDULES["cosine"])

@@ -4,6 +4,8 @@ For a row z of V logits and its target t:
 
     lse = log Σ exp(z),   loss = lse - z[t],   dz = scale (exp(z - lse) - onehot(t))
 
+A z-loss of factor a multiplies exp(z - lse) in dz by 1 + 2 a lse, the gradient of loss + a lse².
+
 One program per row. Its first pass keeps a running maximum m and sum s (arXiv 1805.02867) for every
 EIGHT columns of a block, so that threads meet only at its end. Its second pass, which still finds
 the row in the L2 cache, writes dz over z. All arithmetic is fp32, whatever the logits are stored
@@ -26,9 +28,21 @@ MULTIPLIED = 2048  # elements at a time
 
 @triton.jit
 def cross_entropy_kernel(
-    z, target, loss, scale, stride_z, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    z,
+    target,
+    loss,
+    squares,
+    scale,
+    z_loss,
+    stride_z,
+    V,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write loss[i] of row i = program, and with GRADIENT dz over z[i]; 0 if t is IGNORED."""
+    """Write loss[i] of row i = program, and with GRADIENT dz over z[i]; 0 if t is IGNORED.
+
+    Unless `squares` is None, dz has a z-loss and squares[i] becomes lse², if t is not IGNORED.
+    """
     i = tl.program_id(0).to(tl.int64)
     row = z + i * stride_z
     t = tl.load(target + i)
@@ -65,10 +79,16 @@ def cross_entropy_kernel(
     # dz
     if GRADIENT:
         by = tl.load(scale)
-        share = by / s
+        growth = 0.0
+        if squares is not None:
+            lse = m + tl.log(s)
+            growth = 2.0 * z_loss * lse
+            tl.store(squares + i, lse * lse)
+        share = by * (1.0 + growth) / s
         near_0 = log_p_t > -1e-3  # here exp(log p) - 1 would lose digits: its series
         series = log_p_t + 0.5 * log_p_t * log_p_t
         dz_t = by * tl.where(near_0, series, tl.exp2(log_p_t * LOG2E) - 1.0)
+        dz_t += by * growth * tl.exp2(log_p_t * LOG2E)
         for start in range(0, V, BLOCK):
             at = start + columns
             x = tl.load(row + at, mask=at < V, other=0.0, eviction_policy="evict_first")
@@ -77,17 +97,26 @@ def cross_entropy_kernel(
             tl.store(row + at, dz, mask=at < V, eviction_policy="evict_first")
 
 
-def cross_entropy_(z: Tensor, target: Tensor, loss: Tensor, scale: Tensor | None) -> None:
+def cross_entropy_(
+    z: Tensor,
+    target: Tensor,
+    loss: Tensor,
+    scale: Tensor | None,
+    z_loss: float = 0.0,
+    squares: Tensor | None = None,
+) -> None:
     """Write loss (n,) fp32 of the logits z (n, V), fp32 or 16 bits, against target (n,) int64.
 
     A target of -100 is not scored; others outside 0 .. V-1 are not checked. Given `scale`, an fp32
-    scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z.
+    scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z. Given `squares`, (n,) of
+    zeros that become lse², it is that of `scale` · Σ (loss + `z_loss` · lse²).
     """
     n, V = z.shape
     block, warps = launch_config(V)
     with torch.cuda.device_of(z):
         cross_entropy_kernel[(n,)](
-            z, target, loss, scale, z.stride(0), V, scale is not None, block, num_warps=warps
+            *(z, target, loss, squares, scale, z_loss, z.stride(0), V, scale is not None, block),
+            num_warps=warps,
         )
 
 

@@ -34,7 +34,10 @@ def cross_entropy(model: GPT, batch: MicroBatch, keys: Any) -> Tensor:
     """
     # The weight is applied before gradients are rounded to 16 bits
     loss: Tensor = model(
-        batch.tokens, batch.targets, batch.mask, reduction="sum", scale=batch.weight
+        *(batch.tokens, batch.targets, batch.mask),
+        reduction="sum",
+        scale=batch.weight,
+        z_loss=keys.z_loss or 0.0,  # None: the keys of another objective
     )
     return loss
 
@@ -55,7 +58,10 @@ def found_in(module: str, name: str, *arguments: Any) -> Any:
     return getattr(import_module(f"{__name__}.{module}"), name)(*arguments)
 
 
-register("cross_entropy", Objective(cross_entropy, cross_entropy_of_each, perplexity))
+register(
+    "cross_entropy",
+    Objective(cross_entropy, cross_entropy_of_each, perplexity, keys={"z_loss": 0.0}),
+)
 
 PAIRS = Objective(
     loss=partial(found_in, "preferences", "simpo"),

@@ -38,7 +38,8 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
 
     Raises ValueError, on every rank, if cached ones are not those of the model.
     """
-    if not run.caches_reference:
+    with_lora = run.workload.lora.rank is not None
+    if (run.config.objective.reference or ("step" if with_lora else "cached")) == "step":
         return
     copy = run.folder / COPY
     if run.checkpoint is not None:
