@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.utils.data import Dataset
 
 from longctx import attention, plugins, system
 from longctx.attention.communication import Laps
+from longctx.data.answers import REJECTED, SIDES, UNRELATED
+from longctx.data.rows import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
@@ -50,26 +52,45 @@ class DryRun:
     failed: str | None = None
 
 
+class Answers(NamedTuple):
+    """The second side of a pair, and if the log-probabilities of the reference are cached."""
+
+    other_side: int
+    has_reference: bool
+
+
 class RandomRows(Dataset[dict[str, Tensor]]):
     """Rows of random tokens in documents of `document` tokens.
 
-    Attention takes time by the document, memory by the row.
+    Attention takes time by the document, memory by the row. With `answers`, two documents are the
+    sides of a pair, without prompts: all tokens are learned.
     """
 
-    def __init__(self, vocab_size: int, seq_len: int, document: int) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, document: int, answers: Answers | None = None
+    ) -> None:
         self.vocab_size, self.seq_len, self.document = vocab_size, seq_len, document
+        self.answers = answers
 
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(row)
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
         doc_ids = torch.arange(self.seq_len) // self.document
-        padding = torch.tensor(0)
-        return {
+        row = {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
             "doc_ids": doc_ids,
-            "padding": padding,
+            "padding": torch.tensor(0),
         }
+        if self.answers is None:
+            return row
+        is_last = doc_ids.diff(append=torch.tensor([-1])) != 0
+        pairs = torch.arange(int(doc_ids[-1]) // 2 + 1)
+        row["doc_ids"] = doc_ids // 2 * SIDES + doc_ids % 2 * self.answers.other_side
+        row |= {"targets": row["targets"].masked_fill(is_last, IGNORED), "documents": pairs}
+        if self.answers.has_reference:
+            row["reference"] = torch.zeros(len(pairs), SIDES)
+        return row
 
 
 def dry_run(
@@ -81,7 +102,8 @@ def dry_run(
 ) -> DryRun:
     """Measure `steps` optimizer steps of `run` on sequences of random tokens.
 
-    Each sequence is one document, or documents of `document` tokens. `validate` adds one batch of
+    Each sequence is one document, or a pair of answers if the objective compares them, or documents
+    of `document` tokens. `validate` adds one batch of
     validation. `after` is called with the number of each step once the device has it. Memory is
     that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an
     error.
@@ -112,7 +134,8 @@ def dry_run(
                 if after is not None:
                     after(step)
                 laps.begin()
-            if validate:
+            # The loss of answers alone, without gradient, takes less than a step
+            if validate and run.config.objective.traits.losses is not None:
                 validation_losses(state.module, batch.micro[0], parallel)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -127,9 +150,12 @@ def dry_run(
 
 def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     """Return steps of random tokens, by the loader of training."""
-    workload = run.workload
+    workload, kind, answers = run.workload, run.config.objective.traits.data, None
     assert workload.model.vocab_size is not None
-    rows = RandomRows(workload.model.vocab_size, workload.seq_len, document or workload.seq_len)
+    if kind is not None:
+        answers = Answers(REJECTED if kind == "pairs" else UNRELATED, run.caches_reference)
+    length = document or workload.seq_len // (1 if kind is None else 2)
+    rows = RandomRows(workload.model.vocab_size, workload.seq_len, length, answers)
     size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
     return read_ahead(train_loader(run, rows, order, min(run.config.workers, 1)))

@@ -46,6 +46,12 @@ class Run:
             config.lr_schedule, self.lr, self.max_steps, self.warmup_steps, config.schedule_keys()
         )
 
+    @property
+    def caches_reference(self) -> bool:
+        """Return True if the objective's reference is computed once for all answers."""
+        with_lora = self.workload.lora.rank is not None
+        return (self.config.objective.reference or ("step" if with_lora else "cached")) == "cached"
+
     def logs(self, step: int) -> bool:
         """Return True if a row is logged after `step`: first, last, every few, if it validates."""
         every = step % self.config.log_every and step % self.val_every

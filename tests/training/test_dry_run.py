@@ -10,6 +10,9 @@ import torch
 
 from longctx import cli
 from longctx.config.model_config import GPTConfig
+from longctx.config.objective_config import ObjectiveConfig
+from longctx.data.answers import REJECTED, SIDES, UNRELATED
+from longctx.data.rows import IGNORED
 from longctx.planner.workload import workload_of
 from longctx.training import dry_run as dry
 from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
@@ -55,6 +58,18 @@ def test_documents_shorten_attention_and_nothing_else(small: Run) -> None:
     assert row["doc_ids"].tolist() == [i // 10 for i in range(33)]
     assert torch.equal(row["tokens"][1:], row["targets"][:-1])
     assert dry.dry_run(small, 1, document=1).pairs == 2 * 3 * 33
+
+
+@pytest.mark.parametrize(("name", "other"), [("dpo", REJECTED), ("kto", UNRELATED)])
+def test_dry_run_of_answers_has_pairs(small: Run, name: str, other: int) -> None:
+    config = dataclasses.replace(small.config, objective=ObjectiveConfig(name))
+    run = dataclasses.replace(small, config=config)
+    row = dry.RandomRows(64, 33, 10, dry.Answers(other, True))[5]
+    assert row["doc_ids"].unique().tolist() == [0, other, SIDES, SIDES + other]
+    assert (row["targets"] == IGNORED).nonzero().flatten().tolist() == [9, 19, 29, 32]
+    assert row["reference"].shape == (2, SIDES)
+    found = dry.dry_run(run, 2, validate=True)
+    assert (len(found.ms), found.failed) == (2, None)
 
 
 def test_run_survives_its_way_to_another_process(small: Run) -> None:

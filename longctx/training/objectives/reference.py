@@ -38,8 +38,7 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
 
     Raises ValueError, on every rank, if cached ones are not those of the model.
     """
-    with_lora = run.workload.lora.rank is not None
-    if (run.config.objective.reference or ("step" if with_lora else "cached")) == "step":
+    if not run.caches_reference:
         return
     copy = run.folder / COPY
     if run.checkpoint is not None:

@@ -1,0 +1,38 @@
+"""The benchmark of preferences with tiny shapes, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.words import main
+
+LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "layers=2"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "cases"),
+    [
+        (["ours"], ["longctx"]),
+        (["lora", "whole"], ["dpo cached", "cross_entropy", "dpo step", "dpo cached"]),
+        (["packed"], ["nf4", "fp8"]),
+        pytest.param(
+            ["speed", "trl"],
+            ["longctx", *["trl sdpa"] * 4, "trl sdpa, longest"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_preferences_are_measured(tmp_path: Path, parts: list[str], cases: list[str]) -> None:
+    given = [
+        f"parts={','.join(parts)}",
+        "tiny=true",
+        "attentions=sdpa",
+        *LENGTHS,
+        f"out={tmp_path}/p",
+    ]
+    assert main(["preferences", *given]) == 0
+    rows = json.loads((tmp_path / "p.json").read_text())["results"]
+    measured = [row for row in rows if row["case"] != "all of it"]
+    assert [row["case"] for row in measured] == cases
+    assert not any(row.get("failed") for row in measured)
