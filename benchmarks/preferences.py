@@ -76,7 +76,7 @@ class Options:
     attentions: tuple[str, ...] = key(
         ("sdpa", "flex_attention"), "of TRL, as transformers calls them"
     )
-    lengths: tuple[int, ...] = key((8192, 32768), "of speed")
+    lengths: tuple[int, ...] = key((8192, 32768, 118784), "of speed")
     shortest: int = key(16384, "for TRL, taken to fit")
     longest: int = key(131072, "for TRL, taken not to fit")
     step: int = key(4096, "tokens by which TRL's lengths are tried")
