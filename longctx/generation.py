@@ -1,9 +1,9 @@
-"""`longctx generate`: prompts in, text out, as it comes.
+"""Prompts in, text out: `load` and `generate` in Python, `longctx generate` on the command line.
 
-Text goes to stdout and everything else to stderr, so that a pipe gets the text alone. A prompt is
-tokenized as training tokenizes a document: after its begin-of-text token if the tokenizer has one,
-and never turned into special tokens. The chat template of the model's folder writes a chat, with
-the beginning of the assistant's next message.
+The command prints text as it comes, to stdout; everything else goes to stderr, so that a pipe gets
+the text alone. A prompt is tokenized as training tokenizes a document: after its begin-of-text
+token if the tokenizer has one, and never turned into special tokens. The chat template of the
+model's folder writes a chat, with the beginning of the assistant's next message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import nn
 
-from longctx import attention, files, untrusted
+from longctx import files, hub_snapshot, untrusted
+from longctx.attention import check
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
 from longctx.config.command_config import GenerateConfig
@@ -77,15 +78,63 @@ class Speed(NamedTuple):
         )
 
 
-def generate(config: GenerateConfig) -> int:
-    """Generate as `config` says and return the exit code.
+def load(
+    checkpoint: str | Path, device: str = "auto", precision: str = "auto", attention: str = "flash"
+) -> tuple[GPT, Tokenizer]:
+    """Load the model and the tokenizer of a run, a checkpoint, a Hugging Face folder, or a model of
+    the Hub.
+
+    The arguments are those of `longctx generate`. The model is in eval mode and its parameters need
+    no gradients. Raises ValueError or OSError, one line, if it cannot be read or run so.
+    """
+    checkpoint = hub_snapshot.pinned(str(Path(checkpoint).expanduser()), "checkpoint")
+    config = GenerateConfig(checkpoint, device=device, precision=precision, attention=attention)
+    config.validate()
+    device = choose_device(config, this_machine())
+    source = find_source(config, device)
+    return load_model(source, device), source.trained.tokenizer
+
+
+def generate(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str | list[dict[str, Any]],
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 1,
+) -> str:
+    """Return the text with which the model continues `prompt`, or answers the messages of a chat.
+
+    The arguments are those of `longctx generate`. Raises ValueError for values out of range, or for
+    a chat without a chat template next to the tokenizer.
+    """
+    config = GenerateConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    config.validate()
+    shown = prompt if isinstance(prompt, str) else {"messages": prompt}
+    (tokenized,) = tokenize([("prompt", shown)], tokenizer)
+    completion = Completion(tokenizer, tokenizer.end_tokens)
+    for _ in continued(config, model, [tokenized.ids], [0], [completion]):
+        pass
+    return completion.text
+
+
+def run(config: GenerateConfig) -> int:
+    """Generate as `config` says, print each text, and return the exit code.
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     device = choose_device(config, this_machine())
     source = find_source(config, device)
     known = source.trained.seq_len
-    prompts = read_prompts(config, source.trained.tokenizer, source.trained.folder)
+    prompts = read_prompts(config, source.trained.tokenizer)
     length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
     if length > known:
         say(
@@ -117,7 +166,7 @@ def find_source(config: GenerateConfig, device: str) -> Source:
     trained = open_model(config.checkpoint)
     required = trained.model.block(0).attention.required()
     options = backend.options
-    attention.check(backend.backend, device=device, dtype=dtype, options=options, **required)
+    check(backend.backend, device=device, dtype=dtype, options=options, **required)
     return Source(trained, backend, dtype)
 
 
@@ -156,20 +205,29 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
     return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"
 
 
-def read_prompts(config: GenerateConfig, tokenizer: Tokenizer, folder: Path) -> list[Prompt]:
-    """Return the prompts of `config`; the chat template is the one in `folder`.
-
-    Raises ValueError with the file and the line if that is no prompt.
-    """
+def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompts of `config`; ValueError names the file and line that has no prompt."""
     found = list(_texts_and_chats(config))
     if not found:
         raise ValueError(f"prompts={config.prompts}: no prompt in it")
-    has_chats = config.chat or any(isinstance(prompt, dict) for _, prompt in found)
-    template = Template(folder, today=datetime.now()) if has_chats else None
+    if config.chat:
+        found = [
+            (place, {"messages": [{"role": "user", "content": x}]} if isinstance(x, str) else x)
+            for place, x in found
+        ]
+    return tokenize(found, tokenizer)
+
+
+def tokenize(found: Sequence[tuple[str, Any]], tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompts for texts and chats, each with its place for messages; the chat template
+    is the one next to the tokenizer.
+    """
+    template = None
+    if any(isinstance(prompt, dict) for _, prompt in found):
+        assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
+        template = Template(tokenizer.folder, today=datetime.now())
     prompts = []
     for place, prompt in found:
-        if config.chat and isinstance(prompt, str):
-            prompt = {"messages": [{"role": "user", "content": prompt}]}
         if template is None or isinstance(prompt, str):
             prompts.append(Prompt(tokenizer.encode_prompt(prompt), prompt))
         else:
@@ -218,24 +276,15 @@ def write_batch(
     are printed, and write it to `answers` when it is done. Return `speed` with theirs.
     """
     ids = [prompts[number].ids for number in numbers]
-    ends = source.trained.end_tokens
+    ends = source.trained.tokenizer.end_tokens
     completions = [Completion(source.trained.tokenizer, ends) for _ in numbers]
-    length = max(map(len, ids)) + config.max_new_tokens
-    decoder = decoder_of(model, len(ids), length, config.decode)
-    sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     screen = shown(prompts, numbers, completions, answers)
     # The first new token ends the time of the prompts
     began = time.perf_counter()
     first = None
-    for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
+    for _ in continued(config, model, ids, numbers, completions):
         first = first or time.perf_counter()
-        for completion, token in zip(completions, tokens, strict=True):
-            if token is not None:
-                completion.add(token)
         next(screen, None)
-    for completion in completions:
-        completion.end()
-    next(screen, None)
     new = sum(completion.tokens for completion in completions) - len(completions)
     return Speed(
         speed.prompt + sum(map(len, ids)),
@@ -243,6 +292,29 @@ def write_batch(
         speed.new + new,
         speed.new_seconds + time.perf_counter() - (first or began),
     )
+
+
+def continued(
+    config: GenerateConfig,
+    model: GPT,
+    ids: list[list[int]],
+    numbers: list[int],
+    completions: list[Completion],
+) -> Iterator[None]:
+    """Extend `completions` by the tokens after the prompts `ids`, and yield after each step and
+    once all have ended.
+    """
+    decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens, config.decode)
+    sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
+    ends = completions[0].ends
+    for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
+        for completion, token in zip(completions, tokens, strict=True):
+            if token is not None:
+                completion.add(token)
+        yield
+    for completion in completions:
+        completion.end()
+    yield
 
 
 class Completion:

@@ -28,8 +28,26 @@ def commands(page: str) -> Iterator[list[str]]:
         yield [name.removesuffix(".py"), *arguments]
 
 
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and a Hugging Face folder of an untrained model, by the docs' names."""
+    path = tmp_path_factory.mktemp("workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setenv("LONGCTX_CACHE", str(path / "cache"))
+        data = ["data=text", f"data.path={ROOT / 'docs'}", "data.vocab_size=300"]
+        assert cli.main(["train", "name=NAME", "model=tiny", "seq_len=64", *TINY, *data]) == 0
+        assert cli.main(["export", "runs/NAME", "models/SmolLM2-135M-Instruct"]) == 0
+    template = path / "models" / "SmolLM2-135M-Instruct" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return path
+
+
 @pytest.mark.parametrize("code", blocks("python.md", "python"))
-def test_a_block_of_the_docs_runs(code: str) -> None:
+def test_a_block_of_the_docs_runs(
+    code: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace)
     exec(compile(code, "docs/python.md", "exec"), {})
 
 

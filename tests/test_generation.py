@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+import longctx
 from longctx import cli
 from longctx.data import Tokenizer
 from longctx.generation import Completion
@@ -64,6 +65,23 @@ def test_text_is_that_of_transformers(folder: Path, capfd: pytest.CaptureFixture
     printed = capfd.readouterr()
     assert printed.out == "in 18" + expected(folder, prompt) + "\n"
     assert "tokens/s" in printed.err
+
+
+def test_python_writes_the_text_of_the_command(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = longctx.load(folder, device="cpu", attention="naive")
+    chat = [{"role": "user", "content": "a rose"}]
+    for prompt in ("a rose", chat):
+        text = longctx.generate(model, tokenizer, prompt, NEW, temperature=0)
+        assert text == expected(folder, prompt)
+    assert generate(folder, "prompt=a", "temperature=1", "top_k=50", "seed=3") == 0
+    text = longctx.generate(model, tokenizer, "a", NEW, temperature=1, top_k=50, seed=3)
+    assert capfd.readouterr().out == f"a{text}\n"
+    with pytest.raises(ValueError, match="top_p=2"):
+        longctx.generate(model, tokenizer, "a", top_p=2)
+    with pytest.raises(ValueError, match="precision=int4"):
+        longctx.load(folder, precision="int4")
 
 
 def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_every_part_is_listed():
 LARGE = {"torch", "lightning", "datasets", "pyarrow", "matplotlib", "wandb"}
 # What is done, one after the other in one process → the libraries that none so far has imported.
 WITHOUT = {
+    "import longctx; assert longctx.__version__": LARGE | {"numpy"},
     "import longctx.attention.description": LARGE | {"numpy"},
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
     "import longctx.report.compare, longctx.report.watch": LARGE | {"numpy"},

@@ -396,7 +396,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(
-        GenerateConfig, "longctx.generation:generate", _prepare_generation, uses_torch=True
+        GenerateConfig, "longctx.generation:run", _prepare_generation, uses_torch=True
     ),
     "plan": Command(PlanOptions, _plan, trains=True),
     "data": Command(DescribeConfig, "longctx.data.describe:describe"),

@@ -45,6 +45,7 @@ class Tokenizer:
         eos_id = tokenizer.token_to_id(eos)
         assert eos_id is not None
         self._tokenizer = tokenizer
+        self.folder: Path | None = None  # with its settings and chat template
         self.eos: str = eos
         self.eos_id: int = eos_id
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -142,6 +143,19 @@ class Tokenizer:
         return np.asarray(encoding.ids, np.int32), begins, ends
 
     @property
+    def end_tokens(self) -> set[int]:
+        """The tokens that end a text, as in transformers: end-of-text, and those in
+        generation_config.json, or else config.json.
+        """
+        if self.folder is None:
+            return {self.eos_id}
+        paths = [self.folder / name for name in ("generation_config.json", "config.json")]
+        declared = (untrusted.read_settings(path).get("eos_token_id") for path in paths)
+        found = next((ids for ids in declared if ids is not None), None)
+        found = found if isinstance(found, list) else [found]
+        return {self.eos_id, *(token for token in found if type(token) is int)}
+
+    @property
     def shortest(self) -> int:
         """Return the tokens of the shortest document with text, begin- and end-of-text included."""
         return len(self.begin) + 2
@@ -194,7 +208,9 @@ class Tokenizer:
             # The same text would become other tokens each time.
             dropout = getattr(tokenizer.model, "dropout", None)
             refuse((dropout, "dropout is set; set it to null"))
-            return cls(tokenizer, _find_eos(tokenizer, file.parent))
+            loaded = cls(tokenizer, _find_eos(tokenizer, file.parent))
+        loaded.folder = file.parent
+        return loaded
 
     def _find_bos(self) -> int | None:
         (plain,) = self._encode_parts(["a"])

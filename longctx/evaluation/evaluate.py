@@ -321,7 +321,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     elif setup.request.other_data or config.documents is not None:
         raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
-    answers = list(ruler.measured(scorer, texts, lengths, model.end_tokens))
+    answers = list(ruler.measured(scorer, texts, lengths, model.tokenizer.end_tokens))
     content = {
         "samples": config.ruler.samples,
         "seed": config.ruler.seed,
@@ -338,7 +338,9 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 
     config, model, context = setup.config, setup.model, setup.context
     stride = stride_of(config.stride or context, context)
-    harness = Harness(scorer, model.tokenizer, context, stride, setup.batch_size, model.end_tokens)
+    harness = Harness(
+        scorer, model.tokenizer, context, stride, setup.batch_size, model.tokenizer.end_tokens
+    )
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     content = evaluate_tasks(
         harness, config.tasks, model.folder, folder, config.documents, config.fewshot

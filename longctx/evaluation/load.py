@@ -31,7 +31,6 @@ from longctx.model.gpt import build
 from longctx.model.restore import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
-from longctx.untrusted import read_settings
 
 RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
@@ -54,17 +53,6 @@ class TrainedModel(NamedTuple):
         if self.run:
             return self.file.stem
         return self.file.name if self.hub is None else self.hub.name
-
-    @property
-    def end_tokens(self) -> set[int]:
-        """The tokens that end a text, as in transformers: the tokenizer's, and those in
-        generation_config.json, or else config.json.
-        """
-        files = (self.folder / name for name in ("generation_config.json", "config.json"))
-        declared = (read_settings(file).get("eos_token_id") for file in files)
-        found = next((ids for ids in declared if ids is not None), None)
-        found = found if isinstance(found, list) else [found]
-        return {self.tokenizer.eos_id, *(token for token in found if type(token) is int)}
 
     @property
     def home(self) -> Path:

@@ -153,7 +153,7 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
     settings_file.write_text(json.dumps(saved | {"eos_token_id": [plain.eos_id, end]}))
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
     opened = open_model(str(tmp_path / "hf"))
-    ours = Harness(Scorer(model), opened.tokenizer, 64, 32, 3, opened.end_tokens)
+    ours = Harness(Scorer(model), opened.tokenizer, 64, 32, 3, opened.tokenizer.end_tokens)
     (shorter,) = ours.generate_until(requests[:1])
     assert len(shorter) < len(answers[0])
     assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])

@@ -11,7 +11,7 @@ from longctx.attention import Mask
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.rows import IGNORED
 from longctx.data.tokenizer import train
-from longctx.evaluation.load import TrainedModel, of_run, of_source
+from longctx.evaluation.load import of_run, of_source
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
@@ -61,7 +61,9 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
 def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    model = TrainedModel(GPTConfig(300), tokenizer, tmp_path, tmp_path, 8, None)
+    assert tokenizer.end_tokens == {tokenizer.eos_id}
+    tokenizer.save(tmp_path / "tokenizer.json")
+    model = Tokenizer.load(tmp_path)
     assert model.end_tokens == {tokenizer.eos_id}
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
