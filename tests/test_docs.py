@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+import longctx
 from longctx import cli
 from longctx.runs import metrics_file
 from tests.processes import PYTHONPATH, ROOT
@@ -26,6 +28,28 @@ def commands(page: str) -> Iterator[list[str]]:
     for line in "".join(blocks(page, "sh")).splitlines():
         name, *arguments = shlex.split(line.removeprefix("python ").removeprefix("longctx "))
         yield [name.removesuffix(".py"), *arguments]
+
+
+PAGES = [path for folder in (".", "docs", "tests") for path in (ROOT / folder).glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"`[^`\n]*`", "", page.read_text()))
+    paths = [link for link in links if "://" not in link]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+def test_forms_and_workflows_are_those_of_github() -> None:
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir():
+        body = yaml.safe_load(form.read_text())["body"]
+        assert len({field["id"] for field in body}) == len(body) > 1
+        assert all(field["attributes"]["label"] for field in body)
+    (workflow,) = (ROOT / ".github" / "workflows").iterdir()
+    (job,) = yaml.safe_load(workflow.read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == longctx.__version__
 
 
 @pytest.fixture(scope="module")
