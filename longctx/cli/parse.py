@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
-from longctx.config import presets
+from longctx.config import other_names, presets
 from longctx.config.command_config import DescribeConfig
 from longctx.config.doors import SCHEDULES
 from longctx.config.eval_config import EvalConfig
@@ -243,8 +243,9 @@ def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) 
         if argument in ("-m", "--multirun"):
             raise ValueError(f"{argument}: only train sweeps; call this command once for each")
         if argument.startswith("-"):
-            option = argument.strip("-").replace("-", "_")
-            advice = f"write {option}{'' if equals else '=VALUE'}" if option else "see --help"
+            option = name.strip("-").replace("-", "_")
+            option = other_names.key_of(option, known) or option
+            advice = f"write {option}={text or 'VALUE'}" if option else "see --help"
             raise ValueError(f"{argument}: not an option; keys are given as key=value, {advice}")
         if not equals or not name:
             raise ValueError(f"{argument}: not of the form key=value; see --help")

@@ -18,6 +18,8 @@ from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from longctx.config import other_names
+
 ITEMS = {int: "whole numbers", float: "numbers", str: "text", Path: "paths"}
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
@@ -300,8 +302,10 @@ def refuse(*mistakes: tuple[object, str]) -> None:
             raise ValueError(message)
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """Return a message that `name` is no key, with the closest one."""
+def unknown(name: str, known: Collection[str]) -> str:
+    """Return a message that `name` is no key, with ours of the same meaning or the closest one."""
+    if answer := other_names.answer(name, known):
+        return answer
     close = closest(name, known)
     return f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help"
 
@@ -309,6 +313,8 @@ def unknown(name: str, known: Iterable[str]) -> str:
 def closest(name: str, names: Iterable[str]) -> str:
     """Return a question for the closest of `names`; empty if none is close."""
     names = list(names)
+    if other_names.VALUES.get(name) in names:
+        return f"; here it is {other_names.VALUES[name]}"
     close = [full for full in names if full.endswith(f".{name}")]
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
