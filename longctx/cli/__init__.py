@@ -37,6 +37,7 @@ from longctx.config.command_config import (
     ExportOptions,
     GenerateConfig,
     PlanOptions,
+    ResumeOptions,
     ShowOptions,
     WatchOptions,
 )
@@ -286,6 +287,11 @@ def _train(argv: list[str]) -> int:
         return train(request, processes)
 
 
+def _resume(argv: list[str]) -> int:
+    arguments, named = parse.split_positional(ResumeOptions, argv)
+    return _train([f"resume={named.get('run', '')}", *arguments])
+
+
 @contextmanager
 def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
     """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
@@ -394,6 +400,7 @@ def _check_export(config: ExportOptions) -> None:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
+    "resume": Command(ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(
         GenerateConfig, "longctx.generation:run", _prepare_generation, uses_torch=True

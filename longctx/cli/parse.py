@@ -127,8 +127,10 @@ def split_positional(
         name, equals, text = argument.partition("=")
         # A path may hold a "=" too, as runs/lr=1 does
         is_path = name not in known and ("/" in name or os.path.lexists(argument))
+        is_file = schema in SCHEMAS.values() and is_of_keys(argument)
         is_list = schema is not TrainConfig and name in known and known[name].is_list
-        if positional and not argument.startswith("-") and (is_path or not equals):
+        is_path = (is_path or not equals) and not argument.startswith("-") and not is_file
+        if positional and is_path:
             paths.append(argument)
         elif is_list and text[:1] != "[" and text not in ("", "null"):
             key_values.append(f"{name}=[{text}]")
@@ -215,6 +217,8 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner[:6])}{more}")
         if given[group] not in names:
             close = closest(str(given[group]), names)
+            if group == "data" and "/" in str(given[group]):
+                close = f"; for a folder give data=text data.path={given[group]}"
             raise ValueError(f"{group}={given[group]}: not one of {', '.join(names)}{close}")
     return given
 
@@ -229,10 +233,15 @@ def load_plugins(arguments: Iterable[str]) -> None:
 def split_file(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Separate the file of keys, if there is one, from the other arguments."""
     arguments = list(arguments)
-    files = [text for text in arguments if "=" not in text and text.endswith((".yaml", ".yml"))]
+    files = [text for text in arguments if is_of_keys(text)]
     if len(files) > 1:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     return files, [text for text in arguments if text not in files]
+
+
+def is_of_keys(argument: str) -> bool:
+    """Return True if `argument` names a file of keys."""
+    return "=" not in argument and argument.endswith((".yaml", ".yml"))
 
 
 def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) -> dict[str, str]:
@@ -247,6 +256,9 @@ def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) 
             option = other_names.key_of(option, known) or option
             advice = f"write {option}={text or 'VALUE'}" if option else "see --help"
             raise ValueError(f"{argument}: not an option; keys are given as key=value, {advice}")
+        if not equals and schema is TrainConfig and os.path.isdir(argument):
+            advice = f"continue it with resume={argument}, or begin with its weights: init="
+            raise ValueError(f"{argument}: {advice}{argument}")
         if not equals or not name:
             raise ValueError(f"{argument}: not of the form key=value; see --help")
         full = full_key(schema, name)

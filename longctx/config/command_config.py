@@ -177,6 +177,17 @@ class WatchOptions:
 
 
 @dataclass
+class ResumeOptions:
+    """Continue a run that has stopped, or train it for more steps.
+
+    longctx resume runs/NAME
+    longctx resume runs/NAME max_steps=2000
+    """
+
+    run: str = key("", "the folder of the run, such as runs/NAME", positional=True)
+
+
+@dataclass
 class DashboardOptions(Group):
     """Make a workspace at wandb for the runs of a project.
 

@@ -104,8 +104,8 @@ class RulerConfig(Group):
 class EvalConfig(Group):
     """Evaluate a run, a checkpoint or a Hugging Face folder.
 
-    python eval.py checkpoint=runs/NAME seq_len=16384
-    python eval.py checkpoint=OWNER/NAME data=text data.path=docs/
+    python eval.py runs/NAME seq_len=16384
+    python eval.py OWNER/NAME data=text data.path=docs/
     The same: longctx eval key=value ...
     """
 
@@ -113,6 +113,7 @@ class EvalConfig(Group):
         None,
         "runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
+        positional=True,
     )
     seq_len: int | None = key(
         None,
@@ -174,8 +175,6 @@ class EvalConfig(Group):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other in any evaluation."""
-        if self.checkpoint is None:
-            raise ValueError("checkpoint is not set; give a run, such as checkpoint=runs/NAME")
         refuse(
             (
                 self.context.degree == "auto",

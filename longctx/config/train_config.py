@@ -192,6 +192,7 @@ class TrainConfig(Group):
         choices=("auto", "always", "never"),
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
+    dry_run: bool = key(False, "print the run and its predicted memory and time; train nothing")
     runs: str = key("runs", "the folder that runs are written to")
     plugins: list[str] | None = key(None, PLUGINS)
     val_every: int | None = key(

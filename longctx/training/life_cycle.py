@@ -25,7 +25,7 @@ from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import SelfTestFailed
 from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
-from longctx.parallel.launch import Launched
+from longctx.parallel.launch import Launched, number_here
 from longctx.parallel.meeting import go_on
 from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.hardware import Machine
@@ -39,7 +39,7 @@ from longctx.training.loop import loop
 from longctx.training.resolve import resolve
 from longctx.training.resume import continue_folder
 from longctx.training.run import Run
-from longctx.training.run_log import RunLog
+from longctx.training.run_log import RunLog, opening, prediction
 from longctx.training.saver import Saver
 from longctx.training.sweep import RESULT_VARIABLE
 
@@ -63,6 +63,13 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     Raises ValueError or OSError, one line, if the request cannot be trained.
     """
     machine = this_machine()
+    if request.config.dry_run:
+        # Rank 0 decides alone, as in a run
+        if number_here() == 0:
+            request = request._replace(config=replace(request.config, devices=processes.ranks))
+            run = resolve(request, machine)
+            print(*opening(run), *prediction(run, machine), sep="\n")
+        return 0
     parallel = parallel_of(request.config, machine, processes)
     with system.caught() as stop:
         return LifeCycle(parallel, stop).live(request, machine)

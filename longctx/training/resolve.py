@@ -265,12 +265,14 @@ def check_schedule(run: Run) -> None:
 
 def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
     """Return the new run with its kernel lock and its folder, the first thing that is written; the
-    preset of each group is in `choices`.
+    preset of each group is in `choices`. A dry run has neither.
     """
     config, workload = run.config, run.workload
-    lock = kernel_lock.of_workload(workload) if config.kernel.lock != "off" else None
     varied = os.environ.get(VARIED_VARIABLE, "").split(",")
     stem = run_folder.stem(choices, workload.seq_len, overrides, varied)
+    if config.dry_run:
+        return replace(run, folder=Path(config.runs) / (config.name or stem))
+    lock = kernel_lock.of_workload(workload) if config.kernel.lock != "off" else None
     folder = run_folder.create(Path(config.runs), config.name, stem)
     run = replace(run, config=replace(config, name=folder.name), folder=folder, kernel_lock=lock)
     assert run.data is not None

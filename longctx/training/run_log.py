@@ -10,12 +10,13 @@ from rich.filesize import decimal
 
 from longctx import attention
 from longctx.parallel.mesh import Parallel
-from longctx.planner.hardware import GIB
+from longctx.planner import fitting
+from longctx.planner.hardware import GIB, Machine
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs import metrics_file
-from longctx.runs.metrics import SAMPLE
+from longctx.runs.metrics import SAMPLE, duration
 from longctx.runs.tracking import Tracker
 from longctx.training.console import Display, closing_table, loss_curve
 from longctx.training.context_check import Finding
@@ -184,6 +185,20 @@ def opening(run: Run) -> list[str]:
         "kernels": run.lock_note,
     }
     return [f"{name:<10} {text}" for name, text in lines.items() if text] + warnings(run, counts)
+
+
+def prediction(run: Run, machine: Machine) -> list[str]:
+    """Return lines with the predicted memory and, on a known GPU, the time of a run."""
+    workload, peak = run.workload, predict(run.workload).peak
+    has_gpu = workload.device == "cuda" and machine.gpu is not None
+    total = machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory
+    lines = [f"predicted  {peak / GIB:.2f} of {total / GIB:.1f} GiB of memory"]
+    step = fitting.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
+    if step is not None:
+        whole = duration((run.max_steps - run.steps_done) * step.total)
+        speed = step.tokens / step.total
+        lines.append(f"           {step.total:.2f} s a step, {speed:,.0f} tokens/s, {whole} in all")
+    return [*lines, "dry run    nothing is trained; leave out dry_run=true to start"]
 
 
 def listed(*parts: object) -> str:
