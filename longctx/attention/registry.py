@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -306,6 +307,7 @@ def attention(
     return_lse: Literal[False] = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
 ) -> Tensor: ...
 @overload
@@ -320,6 +322,7 @@ def attention(
     return_lse: Literal[True],
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -332,6 +335,7 @@ def attention(
     return_lse: bool = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -346,10 +350,13 @@ def attention(
     `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
     gpt-oss; the lse then includes it. If gradients are wanted the backend's lse must have one.
     `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
+    `layout`: "bhtd" if q, k, v are (B, H, T, D), as in torch; out then is so too.
 
     Raises ValueError for wrong shapes and for requests that the backend cannot serve.
     """
-    _check_inputs(q, k, v, scale=scale, softcap=softcap)
+    if layout == "bhtd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    _check_inputs(q, k, v, layout, scale=scale, softcap=softcap)
     if mask is None:
         mask = Mask.causal()
     elif not isinstance(mask, Mask):
@@ -365,13 +372,13 @@ def attention(
     # without sinks this is all: at most five calls to the launch
     if sinks is None:
         out, lse = caller.with_lse(q, k, v, mask)
-        return (out, lse) if return_lse else out
-    _check_sinks(sinks, q)
-    # sinks scale out by a function of the lse: training needs its gradient
-    wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks))
-    if wants_gradient:
-        _refuse_sinks(backend)
-    out, lse = caller.with_lse(q, k, v, mask, sinks)
+    else:
+        _check_sinks(sinks, q)
+        # sinks scale out by a function of the lse: training needs its gradient
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks)):
+            _refuse_sinks(backend)
+        out, lse = caller.with_lse(q, k, v, mask, sinks)
+    out = out.transpose(1, 2) if layout == "bhtd" else out
     return (out, lse) if return_lse else out
 
 
@@ -445,8 +452,10 @@ def _record(backend: str, kernel: str) -> None:
 _record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str, **factors: float | None) -> None:
     qs, ks = q.shape, k.shape
+    if layout not in ("bthd", "bhtd"):
+        raise ValueError(f"layout={layout}: bthd, or bhtd for (B, H, T, D)")
     fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
     if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
         raise ValueError(
@@ -471,9 +480,21 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> N
         raise ValueError(
             f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
         )
+    # A single query is a step of decoding, and a cache has more keys than queries
+    if layout == "bthd" and 1 < qs[1] < qs[2] and ks[1] <= qs[1]:
+        _warn_of_layout(tuple(qs))
     for name, factor in factors.items():
         if factor is not None and not 0 < factor < float("inf"):
             raise ValueError(f"{name}={factor} must be above 0, and finite")
+
+
+@functools.cache  # a warning for each shape
+def _warn_of_layout(shape: tuple[int, ...]) -> None:
+    warnings.warn(
+        f"attention: q {shape} is read as {shape[1]} tokens of {shape[2]} heads; for torch's "
+        'order, (B, H, T, D), give layout="bhtd"',
+        stacklevel=4,
+    )
 
 
 def _check_sinks(sinks: Tensor, q: Tensor) -> None:

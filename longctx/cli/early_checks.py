@@ -14,7 +14,7 @@ from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
-from longctx.model.families import read_model
+from longctx.model.families import has_family, read_model
 from longctx.parallel.launch import launched, number_here
 from longctx.planner import hardware
 from longctx.planner.workload import workload_of
@@ -35,13 +35,18 @@ def check_training(config: TrainConfig) -> None:
         workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
+        if config.lora.rank is not None and config.init is None:
+            raise ValueError(
+                f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
+                "leave lora out"
+            )
         # Other ranks may find the folder that rank 0 has made
         if number_here() == 0:
             run_folder.check_root(Path(config.runs))
             run_folder.check_free(Path(config.runs), config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
-            check_init(Path(config.init).expanduser())
+            check_init(Path(config.init).expanduser(), config.transformers)
     data = config.data
     # A resumed run has its tokenizer in its own folder
     if config.resume is not None and config.init is not None:
@@ -75,9 +80,10 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
     return checkpoint
 
 
-def check_init(path: Path) -> None:
+def check_init(path: Path, by_transformers: str = "always") -> None:
     """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or has
-    the config.json of a Hugging Face folder.
+    the config.json of a Hugging Face folder. Its settings are checked here unless transformers
+    reads them, as transformers= says.
     """
     if run_folder.is_run(path) or not path.exists():
         run_folder.checkpoint_of(path, "init")
@@ -86,6 +92,8 @@ def check_init(path: Path) -> None:
             f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
             "run, such as runs/NAME"
         )
+    elif by_transformers == "never" or (by_transformers == "auto" and has_family(path)):
+        read_model(path)
 
 
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:

@@ -178,7 +178,7 @@ class WatchOptions:
 
 @dataclass
 class ResumeOptions:
-    """Continue a run that has stopped, or train it for more steps.
+    """Continue a stopped run, or train it for more steps.
 
     longctx resume runs/NAME
     longctx resume runs/NAME max_steps=2000

@@ -95,7 +95,7 @@ NOTES = {
     "precision": "=bf16, fp32 or fp8",
     "memory.recompute": "=block, mlp or none",
 }
-NOT_HERE = "dropout attention_dropout lora_dropout resid_dropout embd_dropout".split()
+NOT_HERE = ["dropout", "attention_dropout", "lora_dropout", "resid_dropout", "embd_dropout"]
 VALUES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "wq"), "qkv"),
     **dict.fromkeys(("o_proj", "out_proj", "wo"), "out"),
@@ -104,9 +104,14 @@ VALUES = {
     **dict.fromkeys(("flash_attention_2", "flash_attention", "flash_attention_3"), "flash"),
     "eager": "naive",
     "flex_attention": "flex",
+    "gpt2": "124m",
     **dict.fromkeys(("bfloat16", "bf16-mixed", "float16", "fp16"), "bf16"),
     **dict.fromkeys(("float32", "32"), "fp32"),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "AdamW", "adam"), "adamw"),
+}
+HUB_OWNERS = {
+    **dict.fromkeys(("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"), "openai-community"),
+    "distilgpt2": "distilbert",
 }
 OF_OTHERS = [(name, ours) for ours, names in NAMES.items() for name in names.split()]
 

@@ -340,7 +340,7 @@ def go_on(folder: Path) -> str:
     # Another machine may not have the folder
     if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
-    return f"{system.typed_command()} train resume={folder} goes on"
+    return f"{system.typed_command()} resume {folder} goes on"
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
+from longctx.config import other_names
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.train_config import WandbConfig
@@ -230,6 +231,8 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
         runs = sorted(x.parent.name for x in path.absolute().parent.glob("*/config.yaml"))
         close = difflib.get_close_matches(path.name, runs, n=1)
         remedy = f"did you mean {path.parent / close[0]}?" if close else "give a run or a model"
+        if owner := other_names.HUB_OWNERS.get(str(path)):
+            remedy = f"the model of the Hub is {owner}/{path}"
         why = f"no such file or folder; {remedy}"
     elif (path / "adapter_config.json").exists():
         why = "an adapter, which lacks the weights it adds to; give the run, or a full export"

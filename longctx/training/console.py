@@ -132,9 +132,9 @@ def closing_table(
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         more += " patience=null" if out_of_patience else ""
         longctx, path = system.typed_command(), shlex.quote(str(folder))
-        table.add_row("evaluate", f"{longctx} eval checkpoint={path}")
+        table.add_row("evaluate", f"{longctx} eval {path}")
         table.add_row("write text", f"{longctx} generate {path} prompt='Once upon a time'")
-        table.add_row("train on", f"{longctx} train resume={path}{more}")
+        table.add_row("train on", f"{longctx} resume {path}{more}")
     return table
 
 

@@ -108,11 +108,6 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     layouts that are open to it.
     """
     config, overrides = request.config, request.overrides
-    if config.lora.rank is not None and config.init is None:
-        raise ValueError(
-            f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
-            "leave lora out"
-        )
     model, name = config.model, request.choices.get("model", "")
     source = name
     if config.resume:

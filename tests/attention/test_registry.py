@@ -242,3 +242,25 @@ def test_masks_of_one_batch_are_not_reused():
         before = registry._plain_mask.cache_info().currsize
         registry._bound(mask, torch.ones(1, 6, 1, 16), 6, True)
         assert registry._plain_mask.cache_info().currsize == before
+
+
+def test_the_layout_of_torch_gives_the_same():
+    x = torch.randn(2, 7, 3, 16)  # (B, H, T, D)
+    given = x.clone().requires_grad_()
+    out, lse = attention(given, given, given, layout="bhtd", return_lse=True)
+    ours = x.transpose(1, 2).clone().requires_grad_()
+    expected, expected_lse = attention(ours, ours, ours, return_lse=True)
+    assert torch.equal(out, expected.transpose(1, 2)) and torch.equal(lse, expected_lse)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(given.grad.transpose(1, 2), ours.grad)
+    with pytest.raises(ValueError, match="layout=thd"):
+        attention(x, x, x, layout="thd")
+
+
+def test_more_heads_than_tokens_warn_once(recwarn):
+    x = torch.randn(1, 6, 19, 16)
+    for _ in range(2):
+        attention(x, x, x)
+    attention(x[:, :1], x, x)  # a step of decoding
+    assert [str(w.message).count('layout="bhtd"') for w in recwarn] == [1]

@@ -33,6 +33,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\n")
     write_checkpoint(run / "checkpoints" / "step-00000007.ckpt")
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
+    (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
     return tmp_path
 
 
@@ -52,11 +56,18 @@ def write_checkpoint(path: Path) -> None:
         (["train", "runs=/proc/here"], "runs=/proc/here: no folder can be made"),
         (["train", "init=nowhere"], "init=nowhere: no such file or folder"),
         (["train", "resume=runs/done"], "the run has done its 7 steps"),
+        (["resume", "runs/done"], "the run has done its 7 steps"),
+        (["train", "runs/done"], "resume=runs/done"),
+        (["train", "lora.rank=4"], "lora.rank=4: adds to trained weights"),
+        (["train", "init=gpt2"], "openai-community/gpt2"),
+        (["train", "init=mamba", "transformers=never"], "model_type=mamba is not covered"),
+        (["train", "data=text", "data.path=broken.jsonl"], "broken.jsonl:2: not JSON"),
+        (["train", "data=text", "data.path=other.jsonl"], "other.jsonl:1: no field 'text'"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
         (["train", "attention=sdpa", "attention.options.x=1"], "x=1 is not an option of sdpa"),
         (["train", "-m", "seq_len=64,128", "data=text", "data.path=no"], "data.path=no: no such"),
-        (["eval", "checkpoint=runs/dnoe"], "did you mean runs/done?"),
-        (["eval", "checkpoint=runs"], "checkpoint=runs: not the folder of a run"),
+        (["eval", "runs/dnoe"], "did you mean runs/done?"),
+        (["eval", "runs"], "checkpoint=runs: not the folder of a run"),
         (["eval", "checkpoint=runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
         (["export", "runs/dnoe", "out"], "run=runs/dnoe: no such file or folder"),
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),

@@ -184,13 +184,13 @@ def test_patience_ends_a_run(trained: Trained, capsys: pytest.CaptureFixture[str
     folder = trained(lr=1e-30, min_lr_ratio=0, max_steps=30, patience=3, **EVERY)
     printed = capsys.readouterr().out
     assert "ended after step 4: 3 validations without a lower loss" in printed
-    assert printed.rstrip().endswith(f"longctx train resume={folder} patience=null")
+    assert printed.rstrip().endswith(f"longctx resume {folder} patience=null")
     assert names(folder) == ["step-00000004"]
     assert train.main([f"resume={folder}"]) == 2
     assert "give a larger patience=" in capsys.readouterr().err
     assert train.main([f"resume={folder}", "patience=5", "max_steps=6"]) == 0
     assert names(folder) == ["step-00000006"]
-    both = f"longctx train resume={folder} max_steps=12 patience=null"
+    both = f"longctx resume {folder} max_steps=12 patience=null"
     assert capsys.readouterr().out.rstrip().endswith(both)
 
 

@@ -55,8 +55,8 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         "40.0%",
         "4.50 GiB",
         "flash: triton-portable",
-        f"{typed_command()} train resume='{folder}' max_steps=18",
-        f"{typed_command()} eval checkpoint='{folder}'",
+        f"{typed_command()} resume '{folder}' max_steps=18",
+        f"{typed_command()} eval '{folder}'",
     ):
         assert part in text
     assert "max_steps" not in printed(closing_table(folder, {}, finished=False, steps=9))

@@ -165,7 +165,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
     run = stopped(number)
     assert run.code == code, run.err
     assert "Traceback" not in run.err
-    assert f"longctx train resume={run.folder}" in run.out
+    assert f"longctx resume {run.folder}" in run.out
     assert f"stopped by {signal.Signals(number).name} after step" in run.out
     assert newest(run.folder)["steps_done"] == metrics_file.read(run.folder)[-1]["step"]
 

@@ -1,6 +1,7 @@
 """What is decided about a run, on machines of which only the description exists."""
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +237,23 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     assert train.main(overrides()) == 2
     assert "error: init=" in capsys.readouterr().err
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_dry_run_is_printed_and_leaves_no_folder(
+    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(overrides(dry_run="true", name="planned")) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "GiB of memory" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(
+    trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    capsys.readouterr()
+    assert cli.main(["resume", str(folder), "max_steps=9", "dry_run=true"]) == 0
+    assert "continued after step 6" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

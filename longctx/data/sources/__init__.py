@@ -126,7 +126,9 @@ class Source(ABC):
         """Raise ValueError for the first key that cannot be right; read nothing."""
 
     def check_files(self, config: DataConfig) -> None:  # noqa: B027 (most read none)
-        """Raise OSError for the first path of this machine that is missing; read no file."""
+        """Raise OSError for the first path of this machine that is missing. The beginnings of its
+        files may be read, with no large library.
+        """
 
     def pinned(self, config: DataConfig) -> DataConfig:
         """Return the configuration with absolute paths and, for the Hub, a commit as revision."""
@@ -212,7 +214,9 @@ def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -
 
 
 def check_files(config: DataConfig) -> None:
-    """Raise OSError for the first missing path of documents or tokenizer; read no file."""
+    """Raise OSError for the first missing path of documents or tokenizer, ValueError for a file
+    with a broken beginning.
+    """
     SOURCES[config.source].check_files(config)
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
         raise FileNotFoundError(
@@ -284,10 +288,10 @@ def documents_in(
         yield from template.conversations(rows)
         return
     for name, place, row in rows:
-        yield Document(name, _text_in(row, place, config))
+        yield Document(name, text_in(row, place, config))
 
 
-def _text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
+def text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
     column, known = config.text_column, format_of(row)
     found = f"found {', '.join(list(row)[:8])}"

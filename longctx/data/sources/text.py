@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from longctx.data.sources import (
     documents_in,
     encodable,
     register,
+    text_in,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ BATCH = 256  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
+LINES_UNPACKED = [(ending, "") for ending in OF_LINES]
+# Rows of files that are read before torch is imported, so that a broken file is told at once
+FILES_BEFORE, ROWS_BEFORE = 8, 100
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
@@ -146,7 +151,12 @@ class Text(Source):
         return "" if has_rows else "no file of data.path has rows with fields"
 
     def check_files(self, config: DataConfig) -> None:
-        _find_all(config)
+        found = _find_all(config)
+        for name, file in [x for x in found if _format(x[1]) in LINES_UNPACKED][:FILES_BEFORE]:
+            with untrusted.open_file(file) as stream:
+                for _, place, row in islice(_lines(name, file, stream, config), ROWS_BEFORE):
+                    if not (config.chat or config.preferences):
+                        text_in(row, place, config)
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]

@@ -267,10 +267,6 @@ def test_the_balance_of_experts_can_be_given(
         ({"model__context": 3}, "model.context=3: init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
         ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model of init="),
-        (
-            {"init": None, "lora__rank": 8},
-            "lora.rank=8: adds to trained weights, and init= names none",
-        ),
         ({"init": "nowhere"}, "init=nowhere: no such file or folder"),
         ({"init": ""}, "init="),
         ({"init": "."}, "config.json: no such file"),

@@ -1,0 +1,59 @@
+"""Keys and values of other projects are answered with ours."""
+
+from collections.abc import Callable
+
+import pytest
+
+from longctx import cli
+from longctx.config import presets
+from longctx.config.command_config import GenerateConfig
+from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import keys
+from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
+from longctx.config.train_config import TrainConfig
+
+SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
+
+
+def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
+    for ours in (*NAMES, *NOTES):
+        assert any(ours in known for known in SCHEMAS), ours
+    for name, ours in OF_OTHERS:
+        assert any(ours in known and name not in known for known in SCHEMAS), name
+    choices = {
+        choice for known in SCHEMAS for key in known.values() for choice in key.rules.choices
+    }
+    choices |= {name for group in presets.GROUPS for name in presets.names(group)}
+    assert set(VALUES.values()) <= choices
+    assert not choices & VALUES.keys()
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("learning_rate=1e-3", "learning_rate: here it is lr"),
+        ("block_size=128", "here it is seq_len"),
+        ("per_device_train_batch_size=2", "here it is batch_size"),
+        ("training.seq_len=128", "here it is seq_len"),
+        ("model.n_embd=64", "here it is model.channels"),
+        ("warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
+        ("min_lr=1e-5", "here it is min_lr_ratio, as a share of lr"),
+        ("lora.alpha=32", "here it is lora.scaling, which is alpha / rank"),
+        ("lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
+        ("attention=flash_attention_2", "here it is flash"),
+        ("dropout=0.1", "no dropout"),
+        ("--learning-rate=1e-3", "write lr=1e-3"),
+        ("--max_steps", "write max_steps=VALUE"),
+        ("attention.kernel=hopper", "attention.kernel is not a key"),
+        ("data=books/", "data=text data.path=books/"),
+    ],
+)
+def test_an_argument_of_others_is_answered(
+    argument: str, answer: str, refused: Callable[[int, str], str]
+) -> None:
+    refused(cli.main(["train", argument]), answer)
+
+
+def test_a_name_means_the_key_that_the_command_has(refused: Callable[[int, str], str]) -> None:
+    refused(cli.main(["generate", "runs/a", "max_tokens=4"]), "here it is max_new_tokens")
+    refused(cli.main(["eval", "model=runs/a"]), "here it is checkpoint")
