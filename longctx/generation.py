@@ -24,7 +24,7 @@ from longctx import files, hub_snapshot, untrusted
 from longctx.attention import check
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
-from longctx.config.command_config import GenerateConfig
+from longctx.config.command_config import GenerateConfig, SampleConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import TrainedModel, build_model, open_model
@@ -88,7 +88,7 @@ def load(
     no gradients. Raises ValueError or OSError, one line, if it cannot be read or run so.
     """
     checkpoint = hub_snapshot.pinned(str(Path(checkpoint).expanduser()), "checkpoint")
-    config = GenerateConfig(checkpoint, device=device, precision=precision, attention=attention)
+    config = SampleConfig(checkpoint, device=device, precision=precision, attention=attention)
     config.validate()
     device = choose_device(config, this_machine())
     source = find_source(config, device)
@@ -110,7 +110,7 @@ def generate(
     The arguments are those of `longctx generate`. Raises ValueError for values out of range, or for
     a chat without a chat template next to the tokenizer.
     """
-    config = GenerateConfig(
+    config = SampleConfig(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -133,14 +133,9 @@ def run(config: GenerateConfig) -> int:
     """
     device = choose_device(config, this_machine())
     source = find_source(config, device)
-    known = source.trained.seq_len
     prompts = read_prompts(config, source.trained.tokenizer)
     length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    if length > known:
-        say(
-            f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
-            f"{known:,}"
-        )
+    warn_of_length(source, length)
     model: GPT | None = None
     speed = Speed()
     try:
@@ -148,7 +143,7 @@ def run(config: GenerateConfig) -> int:
             model = load_model(source, device)
             for first in range(0, len(prompts), config.batch_size):
                 numbers = list(range(len(prompts)))[first : first + config.batch_size]
-                speed = write_batch(config, model, source, prompts, numbers, answers, speed)
+                speed, _ = write_batch(config, model, source, prompts, numbers, answers, speed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -159,7 +154,17 @@ def run(config: GenerateConfig) -> int:
     return 0
 
 
-def find_source(config: GenerateConfig, device: str) -> Source:
+def warn_of_length(source: Source, length: int) -> None:
+    """Print a line if prompt and new tokens are longer than what the model was trained on."""
+    known = source.trained.seq_len
+    if length > known:
+        say(
+            f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
+            f"{known:,}"
+        )
+
+
+def find_source(config: SampleConfig, device: str) -> Source:
     """Return the model of `config` with its tokenizer; none of its weights is read yet."""
     dtype = dtype_of(precision_of(config.precision, device))
     backend = AttentionConfig(**presets.read("attention", config.attention))
@@ -264,16 +269,17 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
 
 
 def write_batch(
-    config: GenerateConfig,
+    config: SampleConfig,
     model: GPT,
     source: Source,
     prompts: list[Prompt],
     numbers: list[int],
     answers: AnswerFile,
     speed: Speed,
-) -> Speed:
+) -> tuple[Speed, list[str]]:
     """Continue the prompts with these `numbers` together; print each text as soon as all before it
-    are printed, and write it to `answers` when it is done. Return `speed` with theirs.
+    are printed, and write it to `answers` when it is done. Return `speed` with theirs, and the
+    texts.
     """
     ids = [prompts[number].ids for number in numbers]
     ends = source.trained.tokenizer.end_tokens
@@ -286,16 +292,17 @@ def write_batch(
         first = first or time.perf_counter()
         next(screen, None)
     new = sum(completion.tokens for completion in completions) - len(completions)
-    return Speed(
+    whole = Speed(
         speed.prompt + sum(map(len, ids)),
         speed.prompt_seconds + (first or began) - began,
         speed.new + new,
         speed.new_seconds + time.perf_counter() - (first or began),
     )
+    return whole, [completion.text for completion in completions]
 
 
 def continued(
-    config: GenerateConfig,
+    config: SampleConfig,
     model: GPT,
     ids: list[list[int]],
     numbers: list[int],

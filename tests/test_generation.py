@@ -2,6 +2,7 @@
 mistake is one line.
 """
 
+import io
 import json
 import re
 import resource
@@ -104,6 +105,33 @@ def test_a_message_is_asked_by_the_chat_template(
     assert generate(folder, "prompt=a rose", "chat=true", "temperature=0") == 0
     answer = expected(folder, [{"role": "user", "content": "a rose"}])
     assert capfd.readouterr().out.endswith(answer + "\n")
+
+
+def test_a_chat_remembers_what_was_said(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<special> \nin 18"))
+    system = {"role": "system", "content": "be brief"}
+    words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", "system=be brief")
+    assert cli.main(["chat", str(folder), *words]) == 0
+    said, answers = [system], []
+    for message in ("a rose", "<special>", "in 18"):
+        said.append({"role": "user", "content": message})
+        answers.append(expected(folder, said))
+        said.append({"role": "assistant", "content": answers[-1]})
+    assert capfd.readouterr().out == "".join(f"{answer}\n" for answer in answers)
+
+
+def test_a_message_that_would_end_its_turn_is_refused_alone(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("<eos>\na rose\n"))
+    assert (
+        cli.main(["chat", str(folder), "device=cpu", f"max_new_tokens={NEW}", "temperature=0"]) == 0
+    )
+    printed = capfd.readouterr()
+    assert printed.out == expected(folder, [{"role": "user", "content": "a rose"}]) + "\n"
+    assert "<eos>" in printed.err
 
 
 def test_the_seed_decides_what_chance_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     | {"planner", "parallel", "model", "attention", "kernels", "data", "evaluation"},
     "report": GROUND,
 }
+MAY_IMPORT["chat"] = MAY_IMPORT["generation"] | {"generation"}
 MAY_IMPORT["cli"] = GROUND | MAY_IMPORT.keys()
 # What backends say of themselves: any part may ask, before torch is imported
 DESCRIPTIONS = {"longctx.attention.description"}

@@ -31,6 +31,7 @@ from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
 from longctx.config import fields, presets
 from longctx.config.command_config import (
+    ChatConfig,
     CompareOptions,
     DashboardOptions,
     DescribeConfig,
@@ -38,6 +39,7 @@ from longctx.config.command_config import (
     GenerateConfig,
     PlanOptions,
     ResumeOptions,
+    SampleConfig,
     ShowOptions,
     WatchOptions,
 )
@@ -388,7 +390,7 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
             raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
-def _prepare_generation(config: GenerateConfig) -> None:
+def _prepare_generation(config: SampleConfig) -> None:
     config.checkpoint = early_checks.with_commit(config.checkpoint, config.plugins)
     if config.device != "cpu":
         hardware.start_gpu(0)
@@ -405,6 +407,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         GenerateConfig, "longctx.generation:run", _prepare_generation, uses_torch=True
     ),
+    "chat": Command(ChatConfig, "longctx.chat:chat", _prepare_generation, uses_torch=True),
     "plan": Command(PlanOptions, _plan, trains=True),
     "data": Command(DescribeConfig, "longctx.data.describe:describe"),
     "compare": Command(CompareOptions, "longctx.report.compare:compare", spreads=True),

@@ -33,14 +33,8 @@ class DescribeConfig(Group):
 
 
 @dataclass
-class GenerateConfig(Group):
-    """Generate text from a run or a Hugging Face folder.
-
-    longctx generate runs/NAME prompt='Once upon a time'
-    longctx generate FOLDER prompt='Who are you?' chat=true temperature=0
-    longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
-    longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
-    """
+class SampleConfig(Group):
+    """A trained model, and how its text is chosen."""
 
     checkpoint: str = key(
         "",
@@ -48,17 +42,7 @@ class GenerateConfig(Group):
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
     )
-    prompt: str | None = key(
-        None, "text to continue, as it is typed; null: what a document begins with", literal=True
-    )
-    prompts: str | None = key(
-        None,
-        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
-    )
-    chat: bool = key(
-        False, "the prompt is a message; the answer is asked for by the model's chat template"
-    )
-    max_new_tokens: int = key(200, "of each prompt; fewer if its text ends", between=(1, 2**31))
+    max_new_tokens: int = key(200, "of each text; fewer if it ends", between=(1, 2**31))
     temperature: float = key(
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
@@ -72,8 +56,6 @@ class GenerateConfig(Group):
         between=(0, 1),
     )
     seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
-    batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
-    out: str | None = key(None, "write prompts and texts to this .jsonl too")
     device: str = key(
         "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
     )
@@ -90,16 +72,53 @@ class GenerateConfig(Group):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other."""
+        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
+            if self.temperature == 0 and value is not None:
+                raise ValueError(
+                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
+                    "token; leave one of them out"
+                )
+
+
+@dataclass
+class ChatConfig(SampleConfig):
+    """Talk with a run or a model, by its chat template.
+
+    longctx chat FOLDER
+    longctx chat runs/NAME system='Answer in one sentence.' temperature=0
+    """
+
+    system: str | None = key(None, "message of the system, before yours", literal=True)
+
+
+@dataclass
+class GenerateConfig(SampleConfig):
+    """Generate text from a run or a Hugging Face folder.
+
+    longctx generate runs/NAME prompt='Once upon a time'
+    longctx generate FOLDER prompt='Who are you?' chat=true temperature=0
+    longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
+    longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
+    """
+
+    prompt: str | None = key(
+        None, "text to continue, as it is typed; null: what a document begins with", literal=True
+    )
+    prompts: str | None = key(
+        None,
+        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
+    )
+    chat: bool = key(
+        False, "the prompt is a message; the answer is asked for by the model's chat template"
+    )
+    batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
+    out: str | None = key(None, "write prompts and texts to this .jsonl too")
+
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
+        super().check_together()
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         refuse(
-            *(
-                (
-                    self.temperature == 0 and value is not None,
-                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
-                    "token; leave one of them out",
-                )
-                for name, value in (("top_k", self.top_k), ("top_p", self.top_p))
-            ),
             (
                 self.chat and self.prompt is None and self.prompts is None,
                 "chat=true: give the message, as in prompt='Who are you?'",

@@ -14,7 +14,7 @@ import torch
 
 from longctx import attention
 from longctx.attention import Mask
-from longctx.config.command_config import GenerateConfig
+from longctx.config.command_config import SampleConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
@@ -40,7 +40,7 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
-def choose_device(config: TrainConfig | EvalConfig | GenerateConfig, machine: Machine) -> str:
+def choose_device(config: TrainConfig | EvalConfig | SampleConfig, machine: Machine) -> str:
     """Return "cuda" or "cpu"; ValueError if a GPU is asked for and missing, or lacks bf16."""
     if config.device == "cuda" and not machine.gpus:
         raise ValueError(hardware.NO_GPU)
