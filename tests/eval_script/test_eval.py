@@ -126,7 +126,7 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["-m", "seq_len=64,128"], "-m"),
 ]
 WRONG_CHECKPOINTS = [
-    ([], "checkpoint"),
+    ([], "CHECKPOINT is missing"),
     (["checkpoint="], "checkpoint="),
     (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
     (["checkpoint={docs}"], "checkpoint={docs}"),
