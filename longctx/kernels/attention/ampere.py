@@ -81,8 +81,8 @@ FORWARD = {
 BACKWARD = {
     163: {
         64: Config(128, 128, 8, 4, 4, 2),
-        96: Config(64, 128, 8, 2, 4, 2),
-        128: Config(64, 128, 8, 2, 4, 2),
+        96: Config(64, 128, 8, 2, 2, 2),
+        128: Config(64, 128, 8, 2, 2, 2),
         256: Config(64, 64, 8, 4, 2, 1),
     },
     99: {
@@ -125,9 +125,9 @@ def _copy_part(buffer, x, t, T, stride_t, W: gl.constexpr):
 
 @gluon.jit
 def _product(a, b, acc, K: gl.constexpr):
-    """Return acc + a·b for a (M, K) and b (K, N) in shared memory, 32 of K at a time."""
+    """Return acc + a·b for a (M, K) and b (K, N) in shared memory, 16 of K at a time."""
     layout: gl.constexpr = acc.type.layout
-    STEP: gl.constexpr = 32
+    STEP: gl.constexpr = 16
     for i in gl.static_range(K // STEP):
         ai = a.slice(i * STEP, STEP, dim=1).load(gl.DotOperandLayout(0, layout, 2))
         bi = b.slice(i * STEP, STEP, dim=0).load(gl.DotOperandLayout(1, layout, 2))
@@ -352,11 +352,13 @@ def backward_kernel(
         _copy(dos, 0, do + h0 * stride_gh, lo * BM, Tq, stride_gt, PARTS, W)
     async_copy.commit_group()
 
+    t, h = lo, hk * GROUP
     for x in range(0, n * GROUP):
-        # the tile and head of this step, and of the next
-        t, h = lo + x % n, hk * GROUP + x // n
-        t_next, h_next = lo + (x + 1) % n, (hk * GROUP + (x + 1) // n).to(gl.int64)
+        # the tile and the head of the next step
         more = x + 1 < n * GROUP
+        is_last = t + 1 == lo + n
+        t_next = gl.where(is_last, lo, t + 1)
+        h_next = gl.where(is_last, h + 1, h)
         slot = x % STAGES
         m0 = t * BM
         bh_q = (b * Hq + h).to(gl.int64)
@@ -367,7 +369,7 @@ def backward_kernel(
         async_copy.wait_group(0)
         if STAGES == 2:
             if more:
-                at = q + h_next * stride_qh
+                at = q + h_next.to(gl.int64) * stride_qh
                 _copy(qs, (x + 1) % STAGES, at, t_next * BM, Tq, stride_qt, PARTS, W)
             async_copy.commit_group()
 
@@ -386,7 +388,7 @@ def backward_kernel(
         # all warps are done with do, once they meet for ds
         dq_tile = _add(_sums(BM, D0, D1, s_layout), dss, ks, 0, BN)
         if more:
-            at = do + h_next * stride_gh
+            at = do + h_next.to(gl.int64) * stride_gh
             _copy(dos, 0, at, t_next * BM, Tq, stride_gt, PARTS, W)
         async_copy.commit_group()
         sums = dq + (bh_q * gl.cdiv(Tq, BM) + t) * (BM * D)
@@ -395,10 +397,11 @@ def backward_kernel(
             _add_to_memory(sums + BM * D0, dq_tile[1], S_ROWS, W)
 
         # dk += dsᵀ·q
+        t, h = t_next, h_next
         dk = _add(dk, dss.permute((1, 0)), qs, slot, BM)
         if STAGES == 1:
             if more:
-                at = q + h_next * stride_qh
+                at = q + h_next.to(gl.int64) * stride_qh
                 _copy(qs, 0, at, t_next * BM, Tq, stride_qt, PARTS, W)
             async_copy.commit_group()
 
