@@ -10,13 +10,13 @@ channels, e bytes of an activation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
 from longctx.config.parts import FP32, Attention
-from longctx.kernels.attention import HOPPER_HEAD_SIZES, hopper_size
+from longctx.kernels.attention import AMPERE_HEAD_SIZES, HOPPER_HEAD_SIZES, hopper_size
 
 # Head size → share of the chip's peak that forward and backward reach on long sequences. A share
 # holds up to its head size, the last one above it too (results/attention.json).
@@ -24,11 +24,18 @@ Rates = Mapping[int, tuple[float, float]]
 
 # The same on Ampere, Ada and GeForce, whose products are mma.sync instructions; predicted, not
 # measured. FlashAttention-2, which torch's kernels are there, reaches 50 to 73% of an A100
-# (arXiv 2307.08691), less for causal masks. Ours reach these shares of it, forward and backward,
-# compiled for sm_80 and run next to it: 64 channels 0.98 and 0.7, 96 0.39 and 0.44, 128 0.9 and
-# 0.5, 256 0.61 and 0.32.
+# (arXiv 2307.08691), less for causal masks. Ours for mma.sync reach these shares of it, forward and
+# backward, run next to it on an H100: 64 channels 1.07 and 1.06, 96 0.95 and 0.98, 128 1.04 and
+# 1.02, 256 0.95 and 1. The portable ones, compiled for sm_80: 64 channels 0.98 and 0.7, 96 0.39 and
+# 0.44, 128 0.9 and 0.5, 256 0.61 and 0.32.
 FLASH_ATTENTION_2: Rates = {64: (0.55, 0.48), 128: (0.64, 0.57)}
-FLASH_ON_AMPERE: Rates = {64: (0.54, 0.33), 96: (0.25, 0.25), 128: (0.58, 0.29), 256: (0.39, 0.18)}
+FLASH_ON_AMPERE: Rates = {64: (0.59, 0.51), 96: (0.61, 0.56), 128: (0.66, 0.58), 256: (0.61, 0.57)}
+PORTABLE_ON_AMPERE: Rates = {
+    64: (0.54, 0.33),
+    96: (0.25, 0.25),
+    128: (0.58, 0.29),
+    256: (0.39, 0.18),
+}
 
 
 class Layer(NamedTuple):
@@ -167,27 +174,27 @@ class Flash(Description):
     """Our kernels; on Hopper GPUs those of its own."""
 
     def rates_for(self, layer: Layer, generation: str) -> tuple[float, float]:
-        if generation == "other" or (generation == "hopper" and not self._runs_hopper(layer)):
+        if generation == "ampere" and not self._runs("ampere", AMPERE_HEAD_SIZES, layer):
+            return _rates(PORTABLE_ON_AMPERE, layer.part.head_size)
+        is_hopper = self._runs("hopper", HOPPER_HEAD_SIZES, layer)
+        if generation == "other" or (generation == "hopper" and not is_hopper):
             return _rates(PORTABLE, layer.part.head_size)
         return super().rates_for(layer, generation)
 
     def workspace(self, layer: Layer) -> float:
         lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
-        if not layer.on_gpu or not self._runs_hopper(layer):
+        # as if every GPU were a Hopper: on others it may be a sum of dq too much
+        if not layer.on_gpu or not self._runs("hopper", HOPPER_HEAD_SIZES, layer):
             return lse_and_delta
         padded = hopper_size(layer.part.head_size)
         sums_of_dq = FP32 * layer.part.heads * padded * layer.tokens / layer.head_parts
         return lse_and_delta + sums_of_dq
 
-    def _runs_hopper(self, layer: Layer) -> bool:
-        """Return True if a Hopper GPU would run the Hopper kernels.
-
-        Memory is predicted as if every GPU were one, so on others a sum of dq too much is counted
-        unless attention.options.kernel=portable.
-        """
-        kernel = layer.options.get("kernel", "auto")
-        fits = layer.itemsize == 2 and layer.part.head_size in HOPPER_HEAD_SIZES
-        return fits if kernel == "auto" else kernel == "hopper"
+    def _runs(self, kernel: str, sizes: Container[int], layer: Layer) -> bool:
+        """Return True if a GPU of its own kind runs `kernel`, which takes heads of `sizes`."""
+        chosen = layer.options.get("kernel", "auto")
+        fits = layer.itemsize == 2 and layer.part.head_size in sizes
+        return fits if chosen == "auto" else chosen == kernel
 
 
 PORTABLE: Rates = {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25)}
@@ -201,18 +208,21 @@ ALL = ("out", "dq", "dk", "dv")
 # Backend → its description; `register` adds those from elsewhere
 DESCRIPTIONS: dict[str, Description] = {
     "flash": Flash(
-        options={"kernel": ("auto", "portable", "hopper")},
+        options={"kernel": ("auto", "portable", "ampere", "hopper")},
         kernels_need_gpu={
-            "hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable"
+            "ampere": "kernel=ampere needs a GPU; use attention.options.kernel=auto",
+            "hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable",
         },
         takes_softcap=True,
         differentiable_lse=True,
         has_backward=True,
         capturable=True,
-        # Hopper's backward adds dq up in any order, unless it is ordered
+        # the backward of Ampere and Hopper adds dq up in any order, unless it is ordered
         reproducible={
             "triton-portable": ALL,
             "torch-tiled": ALL,
+            "triton-ampere": ("out", "dk", "dv"),
+            "triton-ampere-ordered": ALL,
             "triton-hopper": ("out", "dk", "dv"),
             "triton-hopper-ordered": ALL,
         },

@@ -16,11 +16,19 @@ from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
 from longctx.attention.registry import Backend, Gradients, Request, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention import HEAD_SIZES, HOPPER_HEAD_SIZES, Intervals, Saved, launch
+from longctx.kernels.attention import (
+    AMPERE_HEAD_SIZES,
+    HEAD_SIZES,
+    HOPPER_HEAD_SIZES,
+    Intervals,
+    Saved,
+    launch,
+)
 from longctx.kernels.attention.flash_op import (
     flash_backward,
     forward_for,
     implementation,
+    runs_ampere,
     runs_hopper,
     trusted,
 )
@@ -30,8 +38,9 @@ class Flash(Backend):
     """Any interval mask and length, grouped-query, fp32, bf16, fp16; the lse is differentiable.
 
     `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of
-    `HOPPER_HEAD_SIZES`; it adds dq up in any order unless torch uses deterministic algorithms. auto
-    is hopper if that runs, and portable otherwise.
+    `HOPPER_HEAD_SIZES`; ampere for NVIDIA GPUs from sm_80 on, for 16-bit heads of
+    `AMPERE_HEAD_SIZES`. These two add dq up in any order unless torch uses deterministic
+    algorithms. auto is hopper if that runs, ampere on sm_8x and sm_12x, and portable otherwise.
 
     In portable NaN and inf reach only the rows that see them. In the other kernels they also reach
     rows of the same tile.
@@ -45,6 +54,12 @@ class Flash(Backend):
         if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
         shape = request.device, request.dtype, request.head_dim
+        if request.options.get("kernel") == "ampere" and not runs_ampere(*shape):
+            sizes = ", ".join(map(str, AMPERE_HEAD_SIZES))
+            return (
+                f"kernel=ampere takes bf16 and fp16 with head sizes {sizes} on an NVIDIA GPU from "
+                "sm_80 on; use attention.options.kernel=portable"
+            )
         kernel = request.options.get("kernel", "auto")
         if request.softcap and implementation(*shape, kernel).startswith("triton-hopper"):
             return "its Hopper kernels have no softcap; use attention.options.kernel=portable"

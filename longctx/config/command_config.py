@@ -262,8 +262,8 @@ class ShowOptions:
 
     kernel: str = key(
         "auto",
-        "auto: what training takes | portable | hopper; a CPU has one of its own",
-        choices=("auto", "portable", "hopper"),
+        "auto: what training takes | portable | ampere | hopper; a CPU has one of its own",
+        choices=("auto", "portable", "ampere", "hopper"),
     )
     head_size: int = key(64, "size of a head", between=(16, 256))
     seq_len: int = key(4096, "tokens in a sequence", between=SIZES, thousand=1024)

@@ -15,21 +15,28 @@ from tests.attention.rule import NAMES, Case, check, inputs, run
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=["portable", pytest.param("hopper", marks=pytest.mark.hopper)], autouse=True)
+KERNELS = ["portable", "ampere", pytest.param("hopper", marks=pytest.mark.hopper)]
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
 def kernel(request, monkeypatch):
     if request.param == "portable":
         monkeypatch.setattr(flash_op, "runs_hopper", lambda *_: False)
+    if request.param == "ampere":  # as if the GPU were one
+        monkeypatch.setattr(flash_op, "_major", lambda device: 8 if device.type == "cuda" else 0)
     yield request.param
     assert kernels_run()["flash"] == f"triton-{request.param}"
 
 
 def compiled(kernel):
     """How many kernels Triton has compiled for this process."""
-    from longctx.kernels.attention import hopper_backward, hopper_forward
+    from longctx.kernels.attention import ampere, hopper_backward, hopper_forward
 
     kernels = [portable.delta_kernel]
     if kernel == "portable":
         kernels += [portable.forward_kernel, portable.dkv_kernel, portable.dq_kernel]
+    elif kernel == "ampere":
+        kernels += [ampere.forward_kernel, ampere.backward_kernel, ampere.sort_kernel]
     else:
         kernels += [
             hopper_forward.forward_kernel,

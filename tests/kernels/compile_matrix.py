@@ -1,5 +1,5 @@
-"""Compile the portable attention kernels for cards that need not be there, and print as JSON the
-shared memory that each takes and the bytes that it spills.
+"""Compile the attention kernels but those of Hopper for cards that need not be there, and print as
+JSON the shared memory that each takes and the bytes that it spills.
 
     compile_matrix.py TARGET ... -- HEAD_SIZE ...     such as 80 120 gfx942 -- 64 96
 """
@@ -11,8 +11,10 @@ import sys
 import triton
 from compile_report import SCALARS, build
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from longctx.kernels.attention import portable
+from longctx.kernels.attention import ampere, portable
+from longctx.kernels.attention.hopper_primitives import split
 from longctx.kernels.attention.launch import padded, table
 
 KERNELS = {
@@ -24,6 +26,25 @@ POINTERS = dict.fromkeys(("q", "k", "v", "do", "out", "dq_out", "dk_out", "dv_ou
 POINTERS |= SCALARS | {"lse2": "*fp32", "delta": "*fp32"}
 
 
+AMPERE = {
+    "ampere forward": ampere.forward_kernel,
+    "ampere backward": ampere.backward_kernel,
+    "ampere sort": ampere.sort_kernel,
+}
+AMPERE_TILES = {80: 163, 86: 99, 120: 99}  # of the cards that take them: KiB of shared memory
+
+
+def ampere_report(target, name, head_size):
+    """Return the same of a kernel for mma.sync."""
+    tiles = ampere.FORWARD if "forward" in name else ampere.BACKWARD
+    config = tiles[AMPERE_TILES[target]][head_size]
+    constants = dict(zip(("D0", "D1"), split(head_size), strict=True)) | config._asdict()
+    constants |= {"W": config.warps, "GROUP": 1, "SOFTCAP": None}
+    pointers = POINTERS | {"dq": "*bf16" if "sort" in name else "*fp32"}
+    warps = 4 if "sort" in name else config.warps
+    return compiled_report(GluonASTSource, AMPERE[name], pointers, constants, target, warps, 1)
+
+
 def report(target, name, head_size):
     """Return shared memory and spilled bytes of a kernel with the config that a run would take."""
     arch = "sm90" if target == 90 else "any"
@@ -33,11 +54,17 @@ def report(target, name, head_size):
     tma = isinstance(target, int) and target >= 90 and pad == head_size
     constants = dict(GROUP=1, D=head_size, PAD=pad, BM=BM, BN=BN, STAGES=stages)
     constants |= dict(TMA=tma, PRECISION="ieee", SOFTCAP=None)
-    types = POINTERS | dict.fromkeys(constants, "constexpr")
+    types = dict(POINTERS)
     if tma:
         rows = {"q": BM, "do": BM, "k": BN, "v": BN}
         types |= {x: f"tensordesc<bf16[{n}, {head_size}]>" for x, n in rows.items()}
-    kernel = KERNELS[name]
+    return compiled_report(ASTSource, KERNELS[name], types, constants, target, warps, stages)
+
+
+def compiled_report(source_type, kernel, types, constants, target, warps, stages):
+    """Compile a kernel whose parameters have these types, but for constants and plain numbers."""
+    constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
+    types = types | dict.fromkeys(constants, "constexpr")
     signature = {
         x: types.get(x) or ("fp32" if x.startswith("scale") else "i32") for x in kernel.arg_names
     }
@@ -46,7 +73,7 @@ def report(target, name, head_size):
         for i, x in enumerate(kernel.arg_names)
         if signature[x].startswith("*") or (x.startswith("stride_") and x != "stride_ib")
     }
-    source = ASTSource(kernel, signature, constants, aligned)
+    source = source_type(kernel, signature, constants, aligned)
     compiled, log = build(source, target, num_warps=warps, num_stages=stages)
     if isinstance(target, str):
         spilled = re.findall(r"ScratchSize: (\d+)", compiled.asm["amdgcn"])
@@ -63,5 +90,11 @@ if __name__ == "__main__":
         for target in targets
         for head_size in map(int, sys.argv[border + 1 :])
         for name in KERNELS
+    }
+    sizes |= {
+        f"{target} {name} {head_size}": ampere_report(target, name, head_size)
+        for target in targets
+        for head_size in map(int, sys.argv[border + 1 :])
+        for name in (AMPERE if target in AMPERE_TILES else ())
     }
     json.dump(sizes, sys.stdout)

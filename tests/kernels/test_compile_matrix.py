@@ -1,4 +1,4 @@
-"""The portable attention kernels compile for the cards that people own, and fit their memory.
+"""The attention kernels, but those of Hopper, compile for cards that people own, and fit them.
 
 sm_89 runs the code of sm_86. RDNA 3 is compiled for heads of 64 alone: its compiler takes a minute
 for the wide ones. The elementwise kernels have a test of their own in test_compile.py.
@@ -12,6 +12,7 @@ from tests.kernels.test_compile import TUNED, compile_all
 SIZES = ("64", "96", "128", "256")  # of heads, one for each class of tiles
 # target → (KiB of shared memory that a program may have, largest spill in bytes with the versions
 # of Triton in TUNED). Most spill: tiles of 128 channels need more registers than mma.sync leaves.
+AMPERE = ("80", "86", "120")  # have the kernels for mma.sync, which spill up to 220 bytes
 CARDS = {
     "80": (163, 1300),  # A100
     "86": (99, 1300),  # A10, RTX 3090; as sm_89: L4, L40S, RTX 4090
@@ -26,10 +27,11 @@ CARDS = {
 def check_fits(target: str, *sizes: str) -> None:
     shared, spilled = CARDS[target]
     reports = compile_all([target, "--", *sizes], "compile_matrix.py")
-    assert len(reports) == 3 * len(sizes)
+    assert len(reports) == (6 if target in AMPERE else 3) * len(sizes)
     assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}
     if triton.__version__.startswith(TUNED):
-        assert {k: r for k, r in reports.items() if r["spilled"] > spilled} == {}
+        limits = {name: 220 if "ampere" in name else spilled for name in reports}
+        assert {k: r for k, r in reports.items() if r["spilled"] > limits[k]} == {}
 
 
 def test_heads_of_64_fit_an_a100() -> None:

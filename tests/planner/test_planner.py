@@ -225,8 +225,9 @@ def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
     wide = ("model=1b", "model.head_dim=128", "model.heads=16", "model.kv_heads=16")
     backends = ("flash", "sdpa")
     for overrides, gpu, name in (
-        (wide, "A100", "sdpa"),
-        (wide, "rtx4090", "sdpa"),
+        (wide, "A100", ""),
+        ((*wide, "attention.options.kernel=portable"), "A100", "sdpa"),
+        ((*wide, "attention.options.kernel=portable"), "rtx4090", "sdpa"),
         (wide, "H200", ""),
         (wide, "Toaster", ""),
         ((*wide, "attention=sdpa"), "A100", ""),

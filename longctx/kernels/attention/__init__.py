@@ -1,4 +1,4 @@
-"""Kernels of attention: portable Triton, Hopper, tiles for a CPU, decoding, and their self-test.
+"""Kernels of attention: portable Triton, Ampere, Hopper, tiles for a CPU, decoding, self-test.
 
 Every implementation has a module, or two, with these functions:
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
 
 HEAD_SIZES = range(16, 257)  # that the Triton kernels compute
 HOPPER_HEAD_SIZES = range(64, 257, 8)  # that Hopper's take, padded to the next of HOPPER_SIZES
+AMPERE_HEAD_SIZES = (64, 96, 128, 256)  # that the kernels for mma.sync take
 HOPPER_SIZES = (64, 96, 128, 192, 256)
 
 

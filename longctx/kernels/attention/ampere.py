@@ -43,6 +43,7 @@ from longctx.kernels.attention.portable import (
     heads_in_l2,
     preprocess,
     scheduled_tile,
+    softcapped,
     visible_tiles,
 )
 from longctx.kernels.attention.relaunch import on_device
@@ -87,8 +88,9 @@ BACKWARD = {
     },
     99: {
         64: Config(64, 128, 8, 2, 4, 2),
-        96: Config(64, 64, 8, 4, 2, 2),
-        128: Config(64, 64, 8, 4, 2, 2),
+        96: Config(64, 64, 8, 2, 2, 2),
+        128: Config(64, 64, 8, 2, 2, 2),
+        256: Config(32, 32, 4, 2, 2, 2),
     },
 }
 
@@ -200,7 +202,7 @@ def forward_kernel(
     stride_ib,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute out (B, Tq, Hq, D) contiguous and lse, for BM queries of one head."""
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
@@ -238,6 +240,8 @@ def forward_kernel(
         _copy(vs, 0, v, t * BN, Tk, stride_vt, PARTS, W)
         async_copy.commit_group()
         s = _scores(qs, 0, ks, 0, layout, PARTS)
+        if SOFTCAP is not None:
+            s, _ = softcapped(s, scale_log2, SOFTCAP)
         if (t < full_lo) | (t >= full_hi):
             s = _masked(s, first, last, i, t * BN, Tq)
 
@@ -295,7 +299,7 @@ def _add_to_memory(sums, x, W_ROWS: gl.constexpr, W: gl.constexpr):
     gl.atomic_add(sums + r[:, None] * x.shape[1] + c[None, :], x, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=[*LENGTHS, "q_tiles"])
+@gluon.jit(do_not_specialize=LENGTHS)
 def backward_kernel(
     q, k, v, do, lse2, delta, dq, dk_out, dv_out, first, last, qfirst, qlast, scale, scale_log2,
     stride_qb, stride_qt, stride_qh,
@@ -306,7 +310,7 @@ def backward_kernel(
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
-    S_ROWS: gl.constexpr, KV_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    S_ROWS: gl.constexpr, KV_ROWS: gl.constexpr, STAGES: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv (B, Tk, Hkv, D) contiguous for BN keys of a head, and add to sums of dq."""
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
@@ -375,6 +379,8 @@ def backward_kernel(
 
         # p = exp(s - lse)
         s = _scores(qs, slot, ks, 0, s_layout, PARTS)
+        if SOFTCAP is not None:
+            s, slope = softcapped(s, scale_log2, SOFTCAP)
         if (t < full_lo) | (t >= full_hi):
             s = _masked(s, first, last, i, n0, Tq)
         p = gl.exp2(s * scale_log2 - lse_i[:, None])
@@ -382,7 +388,10 @@ def backward_kernel(
 
         # ds = p (dp - delta), dv += pᵀ·do
         dp = _scores(dos, 0, vs, 0, s_layout, PARTS)
-        dss.store((p * (dp - delta_i[:, None])).to(dtype))
+        ds = p * (dp - delta_i[:, None])
+        if SOFTCAP is not None:
+            ds *= slope
+        dss.store(ds.to(dtype))
         dv = _add(dv, ps.permute((1, 0)), dos, 0, BM)
 
         # all warps are done with do, once they meet for ds
@@ -462,7 +471,7 @@ def forward(
             *(q, k, v, out, lse, intervals.first, intervals.last, scale * LOG2E.value),
             *(*_strides(q), *_strides(k), *_strides(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
-            *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps),
+            *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, softcap),
             num_warps=c.warps,
         )
     return out, lse
@@ -492,7 +501,7 @@ def backward(
             *(*_strides(q), *_strides(k), *_strides(v), *_strides(do)),
             batch_stride(intervals.first),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
-            *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES),
+            *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, softcap),
             num_warps=c.warps,
         )
         sort_kernel[(tiles * B * Hq,)](

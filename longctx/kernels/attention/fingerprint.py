@@ -19,8 +19,11 @@ from torch import Tensor
 
 DRIVER = Path("/proc/driver/nvidia/version")
 HOPPER = ("hopper_*.py", "portable.py")
+AMPERE = ("ampere.py", "portable.py")
 SOURCES = {
     "triton-portable": ("portable.py",),
+    "triton-ampere": AMPERE,
+    "triton-ampere-ordered": AMPERE,
     "triton-hopper": HOPPER,
     "triton-hopper-ordered": HOPPER,
     "torch-tiled": ("tiled.py",),

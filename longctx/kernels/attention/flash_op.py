@@ -4,9 +4,10 @@ Autograd, torch.compile and CUDA graphs see one opaque call. For plain tensors, 
 traced, `forward_for` and `flash_backward` pass by torch's dispatcher, which takes as long as the
 launches.
 
-Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-hopper"
-(Hopper's own instructions), "triton-hopper-ordered" (the same, with a backward that sums dq in one
-order) and "torch-tiled" (a CPU). All but triton-hopper give the same bits every time.
+Implementations: "triton-portable" (any GPU, and a CPU under TRITON_INTERPRET=1), "triton-ampere"
+(mma.sync), "triton-hopper" (Hopper's own instructions), "torch-tiled" (a CPU). "-ordered" after
+ampere or hopper says that the backward sums dq in one order; otherwise its last bits may change
+from run to run. All else has the same bits every time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from longctx.kernels.attention import HOPPER_HEAD_SIZES, Intervals, Saved
+from longctx.kernels.attention import AMPERE_HEAD_SIZES, HOPPER_HEAD_SIZES, Intervals, Saved
 from longctx.kernels.attention.launch import configure
 from longctx.kernels.attention.selftest import trust
 
@@ -34,25 +35,38 @@ def implementation(
 ) -> str:
     """Return the implementation that serves such tensors; on a GPU `kernel` chooses it.
 
-    "auto" is hopper if that runs, else portable. Hopper is ordered if torch uses deterministic
-    algorithms.
+    "auto" is hopper if that runs, else ampere on the cards that it is for, else portable. Hopper
+    and ampere are ordered if torch uses deterministic algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
     if kernel == "auto":
         kernel = "hopper" if runs_hopper(device, dtype, head_dim) else "portable"
-    ordered = kernel == "hopper" and torch.are_deterministic_algorithms_enabled()
+        # sm_100 has products of its own, which Triton's compiler uses
+        if runs_ampere(device, dtype, head_dim) and _major(device) in (8, 12):
+            kernel = "ampere"
+    ordered = kernel != "portable" and torch.are_deterministic_algorithms_enabled()
     return f"triton-{kernel}-ordered" if ordered else f"triton-{kernel}"
 
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return True if the Hopper kernels run on `device`, with such tensors."""
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return _major(device) == 9 and is_16_bit and head_dim in HOPPER_HEAD_SIZES
+
+
+def runs_ampere(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return True if the kernels for mma.sync run on `device`, with such tensors."""
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return _major(device) >= 8 and is_16_bit and head_dim in AMPERE_HEAD_SIZES
+
+
+def _major(device: torch.device) -> int:
+    """Return the generation of an NVIDIA GPU, such as 8 for sm_86; 0 for all else."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HOPPER_HEAD_SIZES:
-        return False
+        return 0
     # not cached: torch.compile takes it as a constant, and warns of functools caches
-    return torch.cuda.get_device_properties(device).major == 9
+    return int(torch.cuda.get_device_properties(device).major)
 
 
 class Kernels(NamedTuple):
@@ -77,6 +91,9 @@ def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
     names = {
         "torch-tiled": ("tiled", "tiled"),
         "triton-portable": ("portable", "portable"),
+        "triton-ampere": ("ampere", "ampere"),
+        # which adds dq up in the order of the keys
+        "triton-ampere-ordered": ("ampere", "portable"),
     }.get(implementation, ("hopper_forward", "hopper_backward"))
     forward, backward = (
         importlib.import_module(f"longctx.kernels.attention.{name}") for name in names

@@ -144,7 +144,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
+def softcapped(s, scale_log2, SOFTCAP: tl.constexpr):
     """Return capped scores, in the units of the products s = q·k, and their derivative by s."""
     tanh = _tanh(s * (scale_log2 / (SOFTCAP * LOG2E)))
     return tanh * (SOFTCAP * LOG2E / scale_log2), 1.0 - tanh * tanh
@@ -185,7 +185,7 @@ def _forward_tile(
     kj = _load(k, k_row, k_col, n, Tk, stride_kt, D, PAD, BN, TMA)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
-        s, _ = _softcapped(s, scale_log2, SOFTCAP)
+        s, _ = softcapped(s, scale_log2, SOFTCAP)
     vj = _load(v, v_row, v_col, n, Tk, stride_vt, D, PAD, BN, TMA)
     if MASKED:
         j = n + tl.arange(0, BN)
@@ -311,7 +311,7 @@ def _dkv_tile(
     delta_i = tl.load(delta + i)
     s = tl.dot(k, qi.T, input_precision=PRECISION)
     if SOFTCAP is not None:
-        s, slope = _softcapped(s, scale_log2, SOFTCAP)
+        s, slope = softcapped(s, scale_log2, SOFTCAP)
     p = tl.exp2(s * scale_log2 - lse_i[None, :])
     do_i = _load(do, do_row, do_col, m0, Tq, stride_gt, D, PAD, BM, TMA)
     if MASKED:
@@ -410,7 +410,7 @@ def _dq_tile(
         kj = _finite(kj)
     s = tl.dot(q, kj.T, input_precision=PRECISION)
     if SOFTCAP is not None:
-        s, slope = _softcapped(s, scale_log2, SOFTCAP)
+        s, slope = softcapped(s, scale_log2, SOFTCAP)
     p = tl.exp2(s * scale_log2 - lse_i[:, None])
     ds = p * (tl.dot(do, vj.T, input_precision=PRECISION) - delta_i[:, None])
     if SOFTCAP is not None:

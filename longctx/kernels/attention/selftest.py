@@ -76,7 +76,7 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     # a compiled kernel serves one dtype, head size and group
     bucket, group = 0, q.shape[2] // k.shape[2]
     # its configs, and so its compiled kernels, depend on the length
-    if implementation == "triton-portable":
+    if implementation in ("triton-portable", "triton-ampere-ordered"):
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
@@ -210,7 +210,7 @@ def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
         "attention=sdpa",
         "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)",
     ]
-    if implementation.startswith("triton-hopper"):
+    if implementation != "triton-portable":
         remedies.insert(0, "attention.options.kernel=portable")
     tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
     return (
