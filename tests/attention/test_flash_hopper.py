@@ -210,6 +210,7 @@ def test_auto_by_device_and_head_size(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cpu, half = torch.device("cpu"), torch.float16
     assert flash_op.implementation(cpu, half, 128) == "torch-tiled"
+    monkeypatch.setattr(flash_op, "_major", lambda device: 9)
     monkeypatch.setattr(flash_op, "runs_hopper", lambda device, dtype, head_dim: head_dim == 128)
     gpu = torch.device("cuda")
     assert flash_op.implementation(gpu, half, 128) == "triton-hopper"

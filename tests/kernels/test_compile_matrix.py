@@ -12,7 +12,7 @@ from tests.kernels.test_compile import TUNED, compile_all
 SIZES = ("64", "96", "128", "256")  # of heads, one for each class of tiles
 # target → (KiB of shared memory that a program may have, largest spill in bytes with the versions
 # of Triton in TUNED). Most spill: tiles of 128 channels need more registers than mma.sync leaves.
-AMPERE = ("80", "86", "120")  # have the kernels for mma.sync, which spill up to 220 bytes
+AMPERE = ("80", "86", "120")  # have the kernels for mma.sync, which spill up to 260 bytes
 CARDS = {
     "80": (163, 1300),  # A100
     "86": (99, 1300),  # A10, RTX 3090; as sm_89: L4, L40S, RTX 4090
@@ -30,7 +30,7 @@ def check_fits(target: str, *sizes: str) -> None:
     assert len(reports) == (6 if target in AMPERE else 3) * len(sizes)
     assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}
     if triton.__version__.startswith(TUNED):
-        limits = {name: 220 if "ampere" in name else spilled for name in reports}
+        limits = {name: 260 if "ampere" in name else spilled for name in reports}
         assert {k: r for k, r in reports.items() if r["spilled"] > limits[k]} == {}
 
 

@@ -299,14 +299,14 @@ def _add_to_memory(sums, x, W_ROWS: gl.constexpr, W: gl.constexpr):
     gl.atomic_add(sums + r[:, None] * x.shape[1] + c[None, :], x, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=LENGTHS)
+@gluon.jit(do_not_specialize=[*LENGTHS, "stride_jb"])
 def backward_kernel(
     q, k, v, do, lse2, delta, dq, dk_out, dv_out, first, last, qfirst, qlast, scale, scale_log2,
     stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh,
     stride_gb, stride_gt, stride_gh,
-    stride_ib,
+    stride_ib, stride_jb,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
@@ -326,7 +326,7 @@ def backward_kernel(
     Hkv = Hq // GROUP
     b, hk = bh // Hkv, bh % Hkv
     lo, full_lo, full_hi, masked = visible_tiles(
-        qfirst + b * stride_ib, qlast + b * stride_ib, n0, gl.minimum(n0 + BN, Tk), BM
+        qfirst + b * stride_jb, qlast + b * stride_jb, n0, gl.minimum(n0 + BN, Tk), BM
     )
     n = masked + full_hi - full_lo
     # keys past the end are no keys: their scores, 0, might be far above the lse
@@ -342,7 +342,9 @@ def backward_kernel(
     vs = _buffers(dtype, 1, BN, D0, D1)
     qs = _buffers(dtype, STAGES, BM, D0, D1)
     dos = _buffers(dtype, 1, BM, D0, D1)
-    tile: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+    # rows of 64 bytes: two of them for a walk over the banks
+    PHASE: gl.constexpr = 2 if BN == 32 else 1
+    tile: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, order=[1, 0])
     ps = gl.allocate_shared_memory(dtype, [BM, BN], tile)
     dss = gl.allocate_shared_memory(dtype, [BM, BN], tile)
     dk = _sums(BN, D0, D1, kv_layout)
@@ -499,7 +501,7 @@ def backward(
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
             *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals, scale, scale * LOG2E.value),
             *(*_strides(q), *_strides(k), *_strides(v), *_strides(do)),
-            batch_stride(intervals.first),
+            *(batch_stride(intervals.first), batch_stride(intervals.qfirst)),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
             *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, softcap),
             num_warps=c.warps,
