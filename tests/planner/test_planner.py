@@ -223,14 +223,15 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
 
 def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
     wide = ("model=1b", "model.head_dim=128", "model.heads=16", "model.kv_heads=16")
+    narrow = ("model=1b", "model.head_dim=80", "model.heads=24", "model.kv_heads=24")
     backends = ("flash", "sdpa")
     for overrides, gpu, name in (
         (wide, "A100", ""),
-        ((*wide, "attention.options.kernel=portable"), "A100", "sdpa"),
-        ((*wide, "attention.options.kernel=portable"), "rtx4090", "sdpa"),
+        ((*wide, "attention.options.kernel=portable"), "A100", "flash"),
+        ((*narrow, "attention=flash"), "rtx4090", "sdpa"),
         (wide, "H200", ""),
         (wide, "Toaster", ""),
-        ((*wide, "attention=sdpa"), "A100", "flash"),
+        ((*wide, "attention=sdpa"), "A100", ""),
         ((*wide, "attention=sdpa"), "H200", "flash"),
     ):
         work = fitting.with_policy(workload(*overrides, seq_len=32768), "fast")
