@@ -10,6 +10,7 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import PLUGINS, Group, group, key, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
+PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
 PROMPT_FILES = (".txt", ".jsonl")
 
 
@@ -174,15 +175,22 @@ class PlanOptions:
 
 
 @dataclass
-class CompareOptions:
+class CompareOptions(Group):
     """Compare runs: their keys, their results, their curves.
 
     longctx compare runs/*
-    longctx compare runs/a runs/b out=page.html
+    longctx compare runs/a runs/b out=page.html price=2.5 table=runs.csv
     """
 
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
     out: Path = key(Path("compare.html"), "page with their curves; needs no network")
+    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
+    table: Path | None = key(None, "write a row for each run too: .csv or .json")
+
+    def check_together(self) -> None:
+        """Raise ValueError for a table of another format."""
+        if self.table is not None and self.table.suffix not in (".csv", ".json"):
+            raise ValueError(f"table={self.table}: a file that ends in .csv or .json")
 
 
 @dataclass
@@ -190,9 +198,11 @@ class WatchOptions:
     """Follow a run that another process trains.
 
     longctx watch runs/NAME
+    longctx watch runs/NAME price=2.5
     """
 
     run: Path = key(Path(), "the folder of one run, such as runs/NAME", positional=True)
+    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
 
 
 @dataclass

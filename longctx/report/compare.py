@@ -1,59 +1,59 @@
-"""Several runs next to each other: tables on the terminal, and a page with their curves.
-
-The page is page.html with the data as JSON in it. It needs no network and no library. Anybody can
-name a run: no letter of the data can end the script element that holds them, and the page makes
-text nodes of them, never HTML.
-"""
+"""Several runs next to each other: tables on the terminal, and a page with their curves."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longctx import files
+from longctx.report.cost import cost_of, record_of, write_records
+from longctx.report.page import Table, is_loss, write_page
 from longctx.report.run_view import Run, read
-from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, finite, shown
+from longctx.runs.metrics import Metric, Row, Shown, duration, finite, shown
 from longctx.tables import console, show
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
-NOT_COMPARED = {"name", "runs", "resume"}  # the place of a run changes none of its results
+# The place of a run and of its caches changes none of its results
+NOT_COMPARED = {"name", "runs", "resume", "data.cache", "dry_run"}
+# Keys whose default another key decides: they are left out if that one tells the runs apart too
+FOLLOWS = {
+    "warmup_steps": "max_steps",
+    "val_every": "max_steps",
+    "val_rows": "seq_len",
+    "data.vocab_size": "data.tokenizer",
+    "model.vocab_size": "data.tokenizer",
+    "model.context": "init",
+    "attention.options.kernel": "attention.backend",
+}
 
 
 Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other cells by column
 
 
-class Table(NamedTuple):
-    """Cells as text, a run's label first; `best` are the (row, column) of each column's best
-    number.
-    """
-
-    title: str
-    headings: list[str]
-    rows: list[list[str]]
-    best: Collection[tuple[int, int]] = ()
-    keys: int = 1  # columns that name a row
-
-
-def compare(paths: Sequence[Path], out: Path) -> None:
-    """Print the tables of the runs at `paths` and write their page to `out`.
+def compare(
+    paths: Sequence[Path], out: Path, price: float | None = None, table: Path | None = None
+) -> None:
+    """Print the tables of the runs at `paths` and write their page to `out`, and to `table` a row
+    for each run. `price`: of an hour of one GPU.
 
     A folder that is no run is left out, and a note on stderr says so. Raises ValueError or OSError,
     one line, if no run is left.
     """
     runs, notes = read_all(paths)
-    tables = all_tables(runs)
+    tables = all_tables(runs, price)
     # Before anything is printed: a mistake in `out` is one line
     write_page(out, runs, tables, notes)
-    for table in tables:
-        show(rendered(table), table.keys)
+    if table is not None:
+        keys = [key for key in differing(runs) if key != "seq_len"]
+        rows = [{key: configured(run, key) for key in keys} | record_of(run, price) for run in runs]
+        write_records(table, rows)
+    for view in tables:
+        show(rendered(view), view.keys)
         print()
     for note in notes:
         line = note if note.startswith("warning: ") else f"note: {note}"
@@ -88,10 +88,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
 
 
-def all_tables(runs: list[Run]) -> list[Table]:
+def all_tables(runs: list[Run], price: float | None = None) -> list[Table]:
     """Return every table that has something to show."""
-    every = (differences, results, evaluations, tasks, passkeys, rulers, kernel_locks)
-    return [table for make in every if (table := make(runs)).rows]
+    makers = (evaluations, tasks, passkeys, rulers, kernel_locks)
+    every = [differences(runs), results(runs), costs(runs, price), *(make(runs) for make in makers)]
+    return [table for table in every if table.rows]
 
 
 def rendered(table: Table) -> RichTable:
@@ -112,7 +113,25 @@ def rendered(table: Table) -> RichTable:
 def differing(runs: list[Run]) -> list[str]:
     """Return the keys of the configurations whose values are not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
-    return [key for key in keys if len({configured(run, key) for run in runs}) > 1]
+    if runs[0].tokenizer and len({run.tokenizer for run in runs}) == 1:
+        keys.pop("data.tokenizer", None)
+    keys = {key: None for key in keys if len({compared(run, key) for run in runs}) > 1}
+    return [key for key in keys if key not in FOLLOWS or not follows(runs, key, FOLLOWS[key])]
+
+
+def follows(runs: list[Run], key: str, leader: str) -> bool:
+    """Return True if `leader` differs and runs with one value of it have one value of `key`."""
+    pairs = {(compared(run, leader), compared(run, key)) for run in runs}
+    return 1 < len(dict(pairs)) == len(pairs)
+
+
+def compared(run: Run, key: str) -> str:
+    """Write a value of the configuration, an absolute path by its name alone."""
+    value = run.config.get(key)
+    if isinstance(value, list):
+        return str([Path(x).name if str(x)[:1] == "/" else x for x in value])
+    is_path = isinstance(value, str) and value.startswith("/")
+    return Path(value).name if is_path and isinstance(value, str) else configured(run, key)
 
 
 def configured(run: Run, key: str) -> str:
@@ -140,7 +159,7 @@ def pivot(title: str, headings: list[str], rows: Sequence[Pivoted]) -> Table:
 def differences(runs: list[Run]) -> Table:
     """Return a column for each key of the configuration that differs."""
     keys = differing(runs)
-    rows = [([run.label], {key: configured(run, key) for key in keys}) for run in runs if keys]
+    rows = [([run.label], {key: compared(run, key) for key in keys}) for run in runs if keys]
     return pivot("what differs", ["run"], rows)
 
 
@@ -176,10 +195,13 @@ def results(runs: list[Run]) -> Table:
     for metric in shown(Shown.COMPARE):
         key = metric.key
         cells = [metric.format(run.figures[key]) if key in run.figures else "" for run in runs]
-        is_loss = metric.panel is not None and metric.panel.section == "Loss"
         if any(cells):
-            if same_documents or not is_loss:
+            if same_documents or not is_loss(metric):
                 best |= {(row, len(columns)) for row in best_of(metric, runs, cells)}
+            if metric.key == "val_perplexity":
+                cells = [
+                    cell + error_of(run.figures) for run, cell in zip(runs, cells, strict=True)
+                ]
             columns[metric.heading] = cells
     contexts = [longest_context(run) for run in runs]
     if any(contexts):
@@ -187,6 +209,45 @@ def results(runs: list[Run]) -> Table:
     columns["ended"] = [run.ended for run in runs]
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table("what came out", list(columns), rows, best)
+
+
+def error_of(figures: Row) -> str:
+    """Write the standard error of a run's validation perplexity, if it is known."""
+    numbers = finite(figures.get(key) for key in ("val_perplexity", "val_loss_error"))
+    return f" ± {numbers[0] * numbers[1]:,.2f}" if len(numbers) == 2 else ""
+
+
+def costs(runs: list[Run], price: float | None) -> Table:
+    """Return the hardware, the kernel, the time and the cost of each run."""
+    each = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
+    tokens = "tokens for 1 of its currency"
+    formats: dict[str, list[str]] = {
+        "hardware": [cost.hardware for cost in each],
+        "attention": [str(run.config.get("attention.backend", "")) for run in runs],
+        "kernel": [run.lock.get("kernel", "") for run in runs],
+        "fingerprint": [run.lock.get("fingerprint", "") for run in runs],
+        "time": ["" if cost.seconds is None else duration(cost.seconds) for cost in each],
+        "GPU hours": ["" if cost.gpu_hours is None else f"{cost.gpu_hours:,.2f}" for cost in each],
+        f"cost at {price} an hour": [
+            "" if cost.money is None else f"{cost.money:,.2f}" for cost in each
+        ],
+        tokens: [
+            "" if cost.tokens_per_money is None else f"{cost.tokens_per_money:,.0f}"
+            for cost in each
+        ],
+    }
+    columns = {"run": [run.label for run in runs]}
+    columns |= {heading: cells for heading, cells in formats.items() if any(cells)}
+    best: set[tuple[int, int]] = set()
+    if tokens in columns and len(runs) > 1:
+        most = max(range(len(runs)), key=lambda row: each[row].tokens_per_money or 0.0)
+        best = {(most, list(columns).index(tokens))}
+    return Table(
+        "what it cost",
+        list(columns),
+        [list(row) for row in zip(*columns.values(), strict=True)],
+        best,
+    )
 
 
 def longest_context(run: Run) -> str:
@@ -246,7 +307,9 @@ def tasks(runs: list[Run]) -> Table:
     for run in runs:
         by_context: dict[int, dict[str, str]] = {}
         for score in run.evaluations.tasks:
-            by_context.setdefault(score["context"], {})[score["name"]] = f"{score['value']:,.4f}"
+            error = "" if score["error"] is None else f" ± {score['error']:,.4f}"
+            cell = f"{score['value']:,.4f}{error}"
+            by_context.setdefault(score["context"], {})[score["name"]] = cell
         rows += [([run.label, f"{context:,}"], cells) for context, cells in by_context.items()]
     return pivot("tasks", ["run", "context"], rows)
 
@@ -308,65 +371,3 @@ def lock_differences(runs: list[Run]) -> list[str]:
 
 def _names(labels: list[str]) -> str:
     return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
-
-
-def write_page(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
-    """Write the page to `out` atomically."""
-    data = {
-        "curves": headings(Shown.CURVE),
-        "lengths": headings(Shown.CONTEXT),
-        "runs": [described(run) for run in runs],
-        "tables": [table._asdict() | {"best": sorted(table.best)} for table in tables],
-        "notes": notes,
-    }
-    template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")
-    try:
-        files.write_text(out, template.replace("DATA_AS_JSON", embedded(data), 1))
-    except OSError as error:
-        raise OSError(f"out={out}: cannot be written: {error.strerror}") from error
-
-
-def headings(place: Shown) -> dict[str, str]:
-    """Return key and title of each metric that is drawn in `place`."""
-    return {metric.key: metric.heading for metric in shown(place)}
-
-
-def described(run: Run) -> dict[str, Any]:
-    """Return the data that the page draws of a run."""
-    scores = run.evaluations.perplexities
-    evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
-    return {
-        "label": run.label,
-        "backend": str(run.config.get("attention.backend", "")),
-        "seq_len": run.config.get("seq_len"),
-        "figures": {
-            key: run.figures[key]
-            for key in headings(Shown.CONTEXT)
-            if key in run.figures and finite([run.figures[key]])
-        },
-        "curves": run.curves,
-        "positions": run.positions or evaluated,
-        "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
-        "split": split(run.figures),
-        "passkeys": run.evaluations.passkeys,
-        "rulers": run.evaluations.rulers,
-    }
-
-
-def split(figures: Row) -> dict[str, float]:
-    """Return the milliseconds of each part of a step, {} if the rows do not have them."""
-    if "forward_ms" not in figures or "ms_per_step" not in figures:
-        return {}
-    parts = {
-        metric.label: figures[metric.key]
-        for metric in METRICS
-        if metric.panel == STEP_PARTS and metric.key in figures
-    }
-    parts["rest"] = max(0.0, figures["ms_per_step"] - sum(parts.values()))
-    return {label: float(f"{value:.4g}") for label, value in parts.items()}
-
-
-def embedded(data: Any) -> str:
-    """Return JSON that can be in a script element: without `<`, `>` and `&`, and in ASCII."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -34,6 +34,7 @@ class Run:
     config: dict[str, Any]
     figures: Row
     curves: dict[str, Curve]
+    warm: dict[str, float]  # tokens "t" and seconds "s" at the end of the warm-up
     evaluations: Evaluations
     ended: str
     notes: list[str] = field(default_factory=list)
@@ -69,6 +70,7 @@ def read(folder: Path, points: int) -> Run:
         config=config,
         figures=numbers,
         curves=curves(rows, points),
+        warm=warmed_up(rows, config.get("warmup_steps")),
         evaluations=read_evaluations(folder),
         ended=ending(numbers["step"], config.get("max_steps"), training),
         positions=positions(rows),
@@ -178,6 +180,14 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
                 curve["lo"] = short(value - value * error for value, error in values)
                 curve["hi"] = short(value + value * error for value, error in values)
     return result
+
+
+def warmed_up(rows: list[Row], warmup_steps: Any) -> dict[str, float]:
+    """Return the tokens and seconds after the steps of the warm-up, 0 if no row is after it."""
+    for row in rows if isinstance(warmup_steps, int) else []:
+        if is_step(row) and row["step"] >= warmup_steps:
+            return {"t": row["tokens_seen"], "s": next(iter(finite([row.get("seconds")])), 0.0)}
+    return {"t": 0.0, "s": 0.0}
 
 
 def reduced(rows: list[Row], key: str, points: int) -> Curve:

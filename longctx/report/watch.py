@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from longctx import tables
-from longctx.report.run_view import ending
+from longctx.report.cost import cost_of
+from longctx.report.run_view import ending, kernel_lock
 from longctx.runs.metrics import Row, Shown, duration, finite, line, present
 from longctx.runs.metrics_file import Tail
 from longctx.runs.run_folder import is_training, read_config
@@ -29,8 +30,13 @@ WIDTH = 40
 class Latest:
     """The newest numbers of a run and its losses so far."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.steps = folder, read_config(folder).get("max_steps")
+    def __init__(self, folder: Path, price: float | None = None) -> None:
+        self.folder, self.price = folder, price
+        self.config = read_config(folder)
+        self.steps = self.config.get("max_steps")
+        self.lock: dict[str, str] = {}
+        with suppress(OSError, ValueError, AttributeError):
+            self.lock = kernel_lock(folder)
         self.numbers: Row = {}
         self.losses: deque[float] = deque(maxlen=10_000)
 
@@ -54,16 +60,29 @@ class Latest:
         if training and "ms_per_step" in self.numbers and isinstance(self.steps, int):
             left = (self.steps - self.numbers["step"]) * self.numbers["ms_per_step"] / 1000
             table.add_row("time left", duration(left))
+        for label, text in self.cost():
+            table.add_row(label, Text(text))
         table.add_row("loss so far", sparkline(list(self.losses)))
         return table
 
+    def cost(self) -> list[tuple[str, str]]:
+        """Return labels and texts: hardware and kernel, and GPU hours and cost so far."""
+        cost = cost_of(self.config, self.numbers, self.lock, self.price)
+        lines = [("hardware", cost.hardware), ("kernel", self.lock.get("kernel", ""))]
+        if cost.gpu_hours is not None:
+            lines.append(("GPU hours", f"{cost.gpu_hours:,.2f}"))
+        if cost.money is not None:
+            lines.append(("cost", f"{cost.money:,.2f} at {self.price} an hour"))
+        return [line for line in lines if line[1]]
 
-def watch(folder: Path) -> None:
-    """Show the run in `folder` until no process trains it.
+
+def watch(folder: Path, price: float | None = None) -> None:
+    """Show the run in `folder` until no process trains it, with its cost at `price` for an hour of
+    one GPU.
 
     Raises ValueError or OSError if there is none.
     """
-    latest = Latest(folder)
+    latest = Latest(folder, price)
     tail = Tail(folder)
     console = tables.console()
     # Asked before the rows are read, as in `following`.
@@ -88,7 +107,8 @@ def watch(folder: Path) -> None:
             elif live is not None:
                 live.update(latest.view(is_training(folder)), refresh=True)
     if live is None:
-        console.print(latest.ended(is_training(folder)))
+        spent = (f"{label} {text}" for label, text in latest.cost())
+        console.print("  ".join([latest.ended(is_training(folder)), *spent]), soft_wrap=True)
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row | None]:

@@ -186,7 +186,12 @@ def tasks(content: Content) -> list[Row]:
     """Return the scores of lm-evaluation-harness, one for each task and metric."""
     context = int(content["context"])
     return [
-        {"name": f"{score.task} {score.metric}", "value": score.value, "context": context}
+        {
+            "name": f"{score.task} {score.metric}",
+            "value": score.value,
+            "error": score.error,
+            "context": context,
+        }
         for score in task_scores(content["results"])
     ]
 

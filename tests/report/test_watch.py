@@ -34,7 +34,7 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
     assert "loss 0.2500" in lines[-2]
-    assert lines[-1] == "finished"
+    assert lines[-1].startswith("finished  hardware GPU")
 
 
 def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):

@@ -9,7 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from longctx.report import dashboard, watch
-from longctx.report.compare import compare, described, headings
+from longctx.report.compare import compare
+from longctx.report.page import described, headings
 from longctx.report.run_view import read
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures

@@ -1,0 +1,130 @@
+"""What runs cost is the product of devices, time and price, in the tables and in the files."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from longctx import cli
+from longctx.report.compare import compare, costs, differing, error_of
+from longctx.report.cost import cost_of
+from longctx.report.run_view import read
+from longctx.report.watch import watch
+from tests.report.run_files import make, step
+
+HOSTILE = "=cmd|'/C calc'!A0<script>alert(1)</script>"
+LOCK = {
+    "backend": "flash",
+    "kernel": "hopper",
+    "machine": {"device": "NVIDIA H200"},
+    "fingerprint": {"out": "b" * 64},
+}
+
+
+def on_gpus(folder: Path, devices: int, seconds: float, lock: bool = True) -> Path:
+    """A run of 3 steps on so many GPUs."""
+    rows = [step(n, seconds=seconds * n / 3) for n in (1, 2, 3)]
+    make(folder, rows, config=f"devices: {devices}")
+    if lock:
+        (folder / "kernel.lock.json").write_text(json.dumps(LOCK))
+    return folder
+
+
+def test_gpu_hours_and_money_are_products() -> None:
+    figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
+    cost = cost_of({"devices": 8}, figures, {"device": "NVIDIA H200"}, 2.5)
+    assert (cost.hardware, cost.gpu_hours, cost.money) == ("8 × NVIDIA H200", 4.0, 10.0)
+    assert cost.tokens_per_money == 500_000
+    assert cost_of({"devices": 8}, figures, {}, None)[3:] == (4.0, None, None)
+    on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
+    assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == ("CPU", 1, 1800.0, None, None, None)
+    assert cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5).gpu_hours is None
+
+
+def test_the_table_of_costs_marks_the_most_tokens_for_money(tmp_path: Path) -> None:
+    runs = [read(on_gpus(tmp_path / name, n, 3600), 9) for name, n in (("a", 4), ("b", 1))]
+    table = costs(runs, 2.5)
+    rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    assert [row["cost at 2.5 an hour"] for row in rows] == ["10.00", "2.50"]
+    assert [row["kernel"] for row in rows] == ["hopper", "hopper"]
+    assert list(table.best) == [(1, len(table.headings) - 1)]
+    assert "GPU hours" in costs(runs, None).headings
+    assert len(costs(runs, None).headings) == len(table.headings) - 2
+
+
+@pytest.mark.parametrize("ending", ["csv", "json"])
+def test_a_file_has_the_numbers_of_each_run(tmp_path: Path, ending: str) -> None:
+    nan = [step(1, loss=math.nan)]
+    folders = [on_gpus(tmp_path / HOSTILE.replace("/", ""), 2, 3600), make(tmp_path / "b", nan)]
+    out = tmp_path / f"runs.{ending}"
+    words = [*map(str, folders), f"out={tmp_path}/x.html", f"table={out}", "price=1.5"]
+    assert cli.main(["compare", *words]) == 0
+    with out.open() as file:
+        rows = json.load(file) if ending == "json" else list(csv.DictReader(file))
+    assert [float(row["money"] or 0) for row in rows] == pytest.approx([3.0, 1.5 * 0.1 / 3600])
+    assert [int(row["tokens_seen"]) for row in rows] == [300, 100]
+    assert float(rows[0]["memory_peak_gib"]) == 2.5
+    assert rows[0]["kernel"] == "hopper"
+    # A spreadsheet computes nothing; JSON has the name itself
+    assert rows[0]["run"] == ("'" if ending == "csv" else "") + folders[0].name
+    assert rows[1]["loss"] == (None if ending == "json" else "nan")
+
+
+def test_a_table_of_another_format_or_without_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(make(tmp_path / "a"))
+    for table in ("runs.xlsx", f"{tmp_path}/no/runs.csv"):
+        assert cli.main(["compare", folder, f"out={tmp_path}/x.html", f"table={table}"]) == 2
+        assert f"error: table={table}: " in capsys.readouterr().err
+
+
+def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path: Path) -> None:
+    lines = {
+        "a": "data: {path: /x/docs, cache: /x/c}\nval_every: 20\nwarmup_steps: 3\nlr: 1",
+        "b": "data: {path: /y/docs, cache: /y/c}\nval_every: 60\nwarmup_steps: 9\nlr: 2",
+    }
+    runs = []
+    for name, text in lines.items():
+        folder = make(tmp_path / name, config=text)
+        config = (folder / "config.yaml").read_text()
+        steps = {"a": 30, "b": 90}[name]
+        (folder / "config.yaml").write_text(config.replace("max_steps: 20", f"max_steps: {steps}"))
+        runs.append(read(folder, 9))
+    assert differing(runs) == ["lr", "max_steps"]
+    # With the same steps, these keys were chosen
+    runs[1].config["max_steps"] = 30
+    assert differing(runs) == ["val_every", "warmup_steps", "lr"]
+
+
+def test_a_known_error_is_written_next_to_its_value() -> None:
+    assert error_of({"val_perplexity": 20.0, "val_loss_error": 0.01}) == " ± 0.20"
+    assert error_of({"val_perplexity": 20.0}) == error_of({"val_loss_error": 0.01}) == ""
+
+
+def test_the_page_knows_the_end_of_the_warm_up(tmp_path: Path) -> None:
+    run = read(make(tmp_path / "a", config="warmup_steps: 4"), 100)
+    assert run.warm == {"t": 400, "s": 0.4}
+    assert read(make(tmp_path / "b", config="warmup_steps: 400"), 100).warm == {"t": 0.0, "s": 0.0}
+
+
+def test_a_run_that_is_watched_shows_its_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch(on_gpus(tmp_path / "a", 2, 7200), price=2.0)
+    printed = capsys.readouterr().out
+    for part in ("2 × NVIDIA H200", "kernel hopper", "GPU hours 4.00", "cost 8.00 at 2.0 an hour"):
+        assert part in printed
+
+
+def test_text_of_configurations_makes_no_element(tmp_path: Path) -> None:
+    hostile = json.dumps(f"{HOSTILE}<!--")
+    first = make(tmp_path / "a", config=f"wandb: {{notes: {hostile}, tags: [{hostile}]}}")
+    (first / "kernel.lock.json").write_text(json.dumps(LOCK | {"kernel": HOSTILE}))
+    compare([first, make(tmp_path / "b")], tmp_path / "x.html")
+    compare([make(tmp_path / "c"), make(tmp_path / "d")], tmp_path / "y.html")
+    texts = [(tmp_path / name).read_text() for name in ("x.html", "y.html")]
+    assert "alert(1)" in texts[0]
+    assert [text.count("<") for text in texts] == [texts[1].count("<")] * 2
