@@ -49,8 +49,11 @@ def compare(
     # Before anything is printed: a mistake in `out` is one line
     write_page(out, runs, tables, notes)
     if table is not None:
-        keys = [key for key in differing(runs) if key != "seq_len"]
-        rows = [{key: configured(run, key) for key in keys} | record_of(run, price) for run in runs]
+        keys = differing(runs)
+        rows = [
+            record_of(run, price) | {f"config.{key}": configured(run, key) for key in keys}
+            for run in runs
+        ]
         write_records(table, rows)
     for view in tables:
         show(rendered(view), view.keys)
@@ -113,6 +116,8 @@ def rendered(table: Table) -> RichTable:
 def differing(runs: list[Run]) -> list[str]:
     """Return the keys of the configurations whose values are not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
+    # init= decides the whole config.json that transformers reads
+    keys = {key: None for key in keys if not key.startswith("model.transformers.")}
     if runs[0].tokenizer and len({run.tokenizer for run in runs}) == 1:
         keys.pop("data.tokenizer", None)
     keys = {key: None for key in keys if len({compared(run, key) for run in runs}) > 1}

@@ -67,6 +67,8 @@ def test_a_file_has_the_numbers_of_each_run(tmp_path: Path, ending: str) -> None
     assert [int(row["tokens_seen"]) for row in rows] == [300, 100]
     assert float(rows[0]["memory_peak_gib"]) == 2.5
     assert rows[0]["kernel"] == "hopper"
+    # The rate of the configuration and of the last step
+    assert (rows[1]["config.lr"], float(rows[1]["lr"])) == ("0.001", 0.001)
     # A spreadsheet computes nothing; JSON has the name itself
     assert rows[0]["run"] == ("'" if ending == "csv" else "") + folders[0].name
     assert rows[1]["loss"] == (None if ending == "json" else "nan")
