@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 203,
-    "lines": 41427,
+    "lines": 41429,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,

@@ -51,7 +51,7 @@ OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
 LINES_UNPACKED = [(ending, "") for ending in OF_LINES]
 # Rows of files that are read before torch is imported, so that a broken file is told at once
-FILES_BEFORE, ROWS_BEFORE = 8, 100
+FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
@@ -157,6 +157,8 @@ class Text(Source):
                 for _, place, row in islice(_lines(name, file, stream, config), ROWS_BEFORE):
                     if not (config.chat or config.preferences):
                         text_in(row, place, config)
+                    if stream.tell() > BYTES_BEFORE:
+                        break
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
