@@ -261,7 +261,7 @@ def report(row: dict[str, Any], run: Run) -> None:
         | {k: v for k, v in row.items() if isinstance(v, int | float)}
     )
     facts = run.settings() | {key: row[key] for key in ("backend", "tokens", "kernel", "memory")}
-    tracker.start_wandb(facts | {"memory_policy": row["memory"]})
+    tracker.start_copies(facts | {"memory_policy": row["memory"]})
     tracker.finish(0)
     if problem := tracker.problem():
         print(problem)

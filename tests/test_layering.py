@@ -39,7 +39,10 @@ ONLY_IN = {
     "lightning": ("longctx/parallel/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
-    "wandb": ("longctx/runs/wandb_process.py", "longctx/report/dashboard.py"),
+    "wandb": ("longctx/runs/wandb_copy.py", "longctx/report/dashboard.py"),
+    "tensorboard": ("longctx/runs/trackers.py",),
+    "mlflow": ("longctx/runs/trackers.py",),
+    "trackio": ("longctx/runs/trackers.py",),
     "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
     "huggingface_hub": ("longctx/hub_snapshot.py", "longctx/data/sources/hub.py"),
@@ -101,7 +104,7 @@ from longctx.runs.tracking import Tracker
 import pathlib, tempfile
 tracker = Tracker(pathlib.Path(tempfile.mkdtemp()), WandbConfig(mode='disabled'))
 tracker.log({'step': 1, 'tokens_seen': 5})
-tracker.start_wandb({})
+tracker.start_copies({})
 tracker.finish(0)""": LARGE,
     "import longctx.attention; longctx.attention.attention": {"torch._dynamo", "lightning"},
     "import longctx.training.loop": {"transformers", "matplotlib", "datasets", "wandb"},

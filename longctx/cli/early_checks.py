@@ -10,6 +10,7 @@ from pathlib import Path
 
 from longctx import hub_snapshot, plugins
 from longctx.cli import parse
+from longctx.config.doors import TRACKERS
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
@@ -28,6 +29,8 @@ def check_training(config: TrainConfig) -> None:
     """
     check_device(config)
     check_semaphores(config.workers)
+    for name in config.tracker:
+        TRACKERS[name].check_installed(name)
     config.runs = str(Path(config.runs).expanduser())
     if config.graphs == "true":
         has_gpu = config.device != "cpu" and hardware.may_be_here()

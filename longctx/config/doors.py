@@ -7,8 +7,9 @@ plugin registers its own names in the same way.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -106,6 +107,32 @@ class ScheduleTraits(NamedTuple):
     keys: Mapping[str, Any] = {}
 
 
+class TrackerTraits(NamedTuple):
+    """Describe a tracker, which gets a copy of the rows of a run.
+
+    copy: the request of a copy and the commands that follow it → rows sent until a command has
+        "finish"; called in a process of its own.
+    package: that it imports and pip installs; None: none.
+    opening: the keys `wandb` and the run's folder → lines that the run shows when it starts. If
+        there are none, the tracker gets no copy.
+    late: a command for rows that are not sent in time, with {folder} for the run's folder.
+    """
+
+    copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
+    package: str | None
+    opening: Callable[[Any, Path], list[str]]
+    late: str = ""
+
+    def check_installed(self, name: str) -> None:
+        """Raise ValueError if the package of this tracker, called `name`, is missing."""
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            raise ValueError(
+                f"tracker={name}: {self.package} is not installed; pip install {self.package}, or "
+                "choose another tracker"
+            )
+
+
 OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")
 OBJECTIVES: Door[Objective] = Door("objective", "longctx.training.objectives")
 SCHEDULES: Door[ScheduleTraits] = Door("lr_schedule", "longctx.training.learning_rate")
+TRACKERS: Door[TrackerTraits] = Door("tracker", "longctx.runs.trackers")

@@ -202,6 +202,8 @@ def _converted(value: Any, target: Any) -> Any:
     has_length = origin is list or ... in items or (is_list and len(value) == len(items))
     if origin in (list, tuple) and is_list and has_length:
         return origin(_converted(item, items[0]) for item in value)
+    if target == list[str] and isinstance(value, str):
+        return [value]
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):

@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import SOURCES, DataConfig
-from longctx.config.doors import SCHEDULES
+from longctx.config.doors import SCHEDULES, TRACKERS
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import PLUGINS, Group, group, key, refuse, shown
 from longctx.config.memory_config import MemoryConfig
@@ -25,7 +25,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 @dataclass
 class WandbConfig:
-    """What Weights & Biases hears about a run."""
+    """What Weights & Biases hears about a run. Other trackers use its project and group too."""
 
     project: str = key("longctx", "the project that the run appears in")
     entity: str | None = key(None, "team or user; null: your default")
@@ -230,6 +230,12 @@ class TrainConfig(Group):
     )
     log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
     workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
+    tracker: list[str] = key(
+        ["wandb"],
+        "copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone",
+        choices=TRACKERS,
+        distinct=True,
+    )
     attention: AttentionConfig = group(AttentionConfig)
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)

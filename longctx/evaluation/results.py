@@ -23,7 +23,8 @@ from longctx.config.train_config import WandbConfig
 from longctx.evaluation.load import TrainedModel
 from longctx.evaluation.ruler import TASKS
 from longctx.runs import evaluations
-from longctx.runs.tracking import log_evaluation, wandb_mode
+from longctx.runs.tracking import log_evaluation
+from longctx.runs.wandb_copy import wandb_mode
 
 SHOWN = 3  # documents in each group of a long table
 GAINS_SHOWN = 5

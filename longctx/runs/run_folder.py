@@ -32,7 +32,7 @@ from longctx.runs import checkpoint_index
 
 GROUPS = {"memory": MemoryConfig, "passkey": PasskeyConfig, "wandb": WandbConfig}
 KEYS = """
-    max_steps max_tokens log_every workers device devices compile graphs kernel.lock plugins
+    max_steps max_tokens log_every tracker workers device devices compile graphs kernel.lock plugins
     val_every val_rows patience checkpoint_every keep_checkpoints keep_best dry_run
     sample_every sample_prompt batch_size accumulate memory
     strategy strategy.name context.degree context.method context.check

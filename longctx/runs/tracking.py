@@ -1,106 +1,106 @@
-"""Tracking: metrics.jsonl, the truth, and Weights & Biases, a copy.
+"""Tracking: metrics.jsonl, the truth, and its copies by `tracker=`.
 
-A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. wandb lives in a process of its
-own (wandb_process.py), which follows metrics.jsonl. A thread would not do: at the end of a process
-wandb waits without a limit for its core, and an end without that wait drops unfinished uploads.
+A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. Each tracker lives in a process
+of its own (tracker_process.py), which follows metrics.jsonl: a tracker that fails or hangs stops
+neither the run nor the others.
 """
 
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 from longctx import system
+from longctx.config.doors import TRACKERS
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_process import offline_runs
+from longctx.runs.wandb_copy import offline_runs, wandb_mode
 
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
-PATIENCE = 9.0  # seconds that the end of a run waits for wandb; 10 are promised
+PATIENCE = 9.0  # seconds that the end of a run waits for copies; 10 are promised
 
 
 class Tracker:
-    """Append rows to metrics.jsonl in `folder`, which from `start_wandb` on are copied to wandb."""
+    """Append rows to metrics.jsonl in `folder`; from `start_copies` on, `names` get copies."""
 
-    def __init__(self, folder: Path, config: WandbConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: WandbConfig,
+        names: Sequence[str] = ("wandb",),
+        plugins: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.config = config
-        self.mode = wandb_mode(config)
+        self.plugins = plugins  # which may have registered trackers
+        openings = {name: TRACKERS[name].opening(config, folder) for name in names}
+        self.openings = {name: lines for name, lines in openings.items() if lines}
         self._rows_before = len(metrics_file.read(folder))
         self._writer = metrics_file.Writer(folder)
-        self._copy: Copy | None = None
+        self._copies: list[Copy] = []
 
     def log(self, row: Row) -> None:
         """Record one row, `step` and `tokens_seen` among its keys."""
         self._writer.write(row)
 
-    def start_wandb(self, facts: dict[str, Any]) -> None:
-        """Begin the copy at wandb, once, with `facts` as its configuration.
+    def start_copies(self, facts: dict[str, Any]) -> None:
+        """Begin the copies, once, with `facts` as the configuration that they show.
 
         Called after the first step, before which there is nothing to show.
         """
-        if self.mode == "disabled" or self._copy is not None:
+        if not self.openings or self._copies:
             return
-        about = {"rows_before": self._rows_before, "facts": facts | {"commit": commit()}}
-        self._copy = Copy(self.config, self.folder, self.mode, about)
+        about = {
+            "rows_before": self._rows_before,
+            "facts": facts | {"commit": commit()},
+            "plugins": self.plugins,
+        }
+        self._copies = [Copy(name, self.config, self.folder, about) for name in self.openings]
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Upload a checkpoint, with wandb.artifacts=true."""
-        if self._copy is not None and self.config.artifacts:
-            self._copy.send({"checkpoint": str(path.absolute()), "step": step})
+        for copy in self._copies:
+            if self.config.artifacts and copy.process is not None:
+                copy.send({"checkpoint": str(path.absolute()), "step": step})
 
     def problem(self) -> str | None:
-        """Return a line about a copy that failed, once."""
-        return None if self._copy is None else self._copy.news()
+        """Return lines about copies that failed, once."""
+        return "\n".join(filter(None, [copy.news() for copy in self._copies])) or None
 
     def finish(self, exit_code: int) -> None:
-        """Close the file, and wandb once it has everything, or after PATIENCE seconds."""
+        """Close the file, and the copies once they have everything, or after PATIENCE seconds."""
         self._writer.close()
-        if self._copy is not None:
-            self._copy.finish(exit_code)
+        finish(self._copies, exit_code)
 
     def opening(self) -> str | None:
-        """Return lines that show the user the target of the copy, or None without a copy.
-
-        The config.yaml of a resumed run may have decided it.
-        """
-        if self.mode == "disabled":
-            return None
-        entity = self.config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
-        content = "rows and checkpoints" if self.config.artifacts else "rows"
-        lines = [f"{self.mode}: {content} for {entity}/{self.config.project}"]
-        if self.config.mode != "offline" and not _has_key():
-            lines.append("no API key, which `wandb login` sets: all is copied offline")
-        if self.mode == "offline":
-            folder = self.folder / "wandb"
-            lines += [f"look: wandb leet {folder}", f"upload: wandb sync {folder}/offline-run-*"]
-        return "wandb      " + "\n           ".join(lines)
+        """Return lines that show the user the targets of the copies, or None without any."""
+        heads = [f"{name:<10} " + f"\n{'':11}".join(x) for name, x in self.openings.items()]
+        return "\n".join(heads) or None
 
 
 class Copy:
-    """A process that copies to wandb. It follows a file of commands and writes its news to another.
+    """A process that copies to the tracker `name`.
 
-    Raises nothing: `news` has a line about a failure.
+    It follows a file of commands and writes its news to another. Raises nothing: `news` has a line
+    about a failure.
     """
 
-    def __init__(self, config: WandbConfig, folder: Path, mode: str, about: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, name: str, config: WandbConfig, folder: Path, about: dict[str, Any]) -> None:
+        self.name, self.folder = name, folder
         self.process: subprocess.Popen[bytes] | None = None
         self._news: list[str] = []
         self._news_read, self._sent = 0, 0
         request = about | {
             "config": vars(config),
             "folder": str(folder.absolute()),
-            "mode": mode,
             "argv": sys.argv,
             "parent": os.getpid(),
             "earlier": [path.name for path in offline_runs(folder)],
@@ -111,7 +111,7 @@ class Copy:
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
             self.send(request)
             self.process = subprocess.Popen(
-                system.python_command("longctx.runs.wandb_process"),
+                system.python_command("longctx.runs.tracker_process", name),
                 env=system.child_environment(),
                 stdin=self._commands,
                 stdout=self._output,
@@ -119,7 +119,7 @@ class Copy:
                 start_new_session=True,
             )
         except OSError as error:
-            self._news = [f"wandb is off: {error}; metrics.jsonl has every row"]
+            self._news = [f"{name} is off: {error}; metrics.jsonl has every row"]
 
     def send(self, command: dict[str, Any]) -> None:
         """Append one command: the request, an upload, or the end."""
@@ -140,21 +140,30 @@ class Copy:
             if code is not None:
                 self.process = None
             if code and not news:
-                news.append(f"wandb is off: its process ended with code {code}")
+                news.append(f"{self.name} is off: its process ended with code {code}")
         return "\n".join(news) or None
 
-    def finish(self, exit_code: int) -> None:
-        """Wait until everything is sent, for PATIENCE seconds at most."""
+    def wait(self, seconds: float) -> None:
+        """Wait for the process, `seconds` at most."""
         if self.process is None:
             return
-        self.send({"finish": exit_code})
         try:
-            self.process.wait(PATIENCE)
+            self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._news.append(
-                f"wandb      not all is sent after {PATIENCE:.0f} s, the rest follows; if it is "
-                f"not there later: wandb sync {self.folder / 'wandb'}/*run-*"
-            )
+            late = TRACKERS[self.name].late.format(folder=self.folder)
+            later = f"; if it is not there later: {late}" if late else ""
+            line = f"not all is sent after {PATIENCE:.0f} s, the rest follows{later}"
+            self._news.append(f"{self.name:<10} {line}")
+
+
+def finish(copies: Sequence[Copy], exit_code: int) -> None:
+    """Wait until the copies have everything, for PATIENCE seconds at most together."""
+    for copy in copies:
+        if copy.process is not None:
+            copy.send({"finish": exit_code})
+    deadline = time.monotonic() + PATIENCE
+    for copy in copies:
+        copy.wait(max(0.0, deadline - time.monotonic()))
 
 
 def log_evaluation(
@@ -165,14 +174,13 @@ def log_evaluation(
 
     It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
-    mode = wandb_mode(config)
     shown = None if picture is None else str(picture.absolute())
     about = {"run": folder.name, "content": content, "picture": shown}
-    copy = Copy(config, folder / "eval", mode, about)
-    copy.finish(0)
+    copy = Copy("wandb", config, folder / "eval", about)
+    finish([copy], 0)
     if problem := copy.news():
         raise RuntimeError(problem)
-    return mode
+    return wandb_mode(config)
 
 
 def commit() -> str | None:
@@ -187,26 +195,3 @@ def commit() -> str | None:
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def wandb_mode(config: WandbConfig) -> str:
-    """Return online, offline or disabled: as configured, else by WANDB_MODE, else by whether there
-    is an API key.
-    """
-    mode = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "auto")
-    if mode in ("disabled", "offline", "online"):
-        return mode
-    return "online" if _has_key() else "offline"
-
-
-def _has_key() -> bool:
-    """Return True if wandb would find an API key, in the environment or in .netrc."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        logins = netrc.netrc(file)
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(logins.authenticators(name) is not None for name in ([host] if host else HOSTS))

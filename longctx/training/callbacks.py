@@ -228,15 +228,15 @@ def is_outlier(value: float, before: Sequence[float]) -> bool:
     return value > mean + max(SIGMAS * pstdev(before, mean), SHARE * abs(mean))
 
 
-class WandbCopy(Callback):
-    """Begin the copy at wandb after the first step, before which it has nothing to show."""
+class Copies(Callback):
+    """Begin the copies by tracker= after the first step, before which they have nothing to show."""
 
     def __init__(self, parts: Parts) -> None:
         self.log, self.has_begun = parts.log, False
 
     def stepped(self, step: int) -> None:
         if not self.has_begun:
-            self.log.start_wandb(kernels_run())
+            self.log.start_copies(kernels_run())
         self.has_begun = True
 
 
@@ -291,5 +291,5 @@ class Samples(Callback):
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
 
 
-register("wandb", WandbCopy)
+register("copies", Copies)
 register("samples", Samples)

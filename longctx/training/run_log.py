@@ -1,4 +1,4 @@
-"""The log of a run, on rank 0: metrics.jsonl and wandb, the console, first and last lines."""
+"""The log of a run, on rank 0: metrics.jsonl and its copies, the console, first and last lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ class RunLog(Display):
     def __init__(self, run: Run, parallel: Parallel) -> None:
         super().__init__(run.max_steps, run.steps_done, silent=not parallel.is_first)
         self.run = run
-        self.tracker = Tracker(run.folder, run.config.wandb) if parallel.is_first else None
+        config = run.config
+        self.tracker = (
+            Tracker(run.folder, config.wandb, config.tracker, config.plugins or ())
+            if parallel.is_first
+            else None
+        )
         self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.tracker is not None:
@@ -45,20 +50,20 @@ class RunLog(Display):
         self.figures = finding.figures()
 
     def record(self, row: dict[str, Any]) -> None:
-        """Write a row to metrics.jsonl and wandb, and show it."""
+        """Write a row to metrics.jsonl, and show it."""
         self._write(row | self.figures)
         self.figures = {}
         self.show(row)
 
     def sample(self, step: int, tokens_seen: int, text: str) -> None:
-        """Write a sample of text to metrics.jsonl and wandb, and show it."""
+        """Write a sample of text to metrics.jsonl, and show it."""
         self._write({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
         self.say(f"sample at step {step:,}:\n{text}\n")
 
-    def start_wandb(self, kernels: dict[str, str]) -> None:
-        """Begin the copy at wandb, once."""
+    def start_copies(self, kernels: dict[str, str]) -> None:
+        """Begin the copies of metrics.jsonl, once."""
         if self.tracker is not None:
-            self.tracker.start_wandb(run_metadata(self.run) | {"kernels": kernels})
+            self.tracker.start_copies(run_metadata(self.run) | {"kernels": kernels})
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
         """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
@@ -71,11 +76,11 @@ class RunLog(Display):
         self.say(f"deleting   {decimal(size)} of older checkpoints")
 
     def end(self, code: int) -> None:
-        """Close bar, file and wandb."""
+        """Close bar, file and copies."""
         self.bar.stop()
         if self.tracker is not None:
             self.tracker.finish(code)
-            self._report_wandb(self.tracker)
+            self._report_copies(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
         """Print the loss curve, the results and the next commands."""
@@ -100,16 +105,16 @@ class RunLog(Display):
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:
             self.tracker.log(row)
-            self._report_wandb(self.tracker)
+            self._report_copies(self.tracker)
 
-    def _report_wandb(self, tracker: Tracker) -> None:
-        """Print, once, that the copy at wandb has failed."""
+    def _report_copies(self, tracker: Tracker) -> None:
+        """Print, once, that a copy has failed."""
         if problem := tracker.problem():
             self.say(problem)
 
 
 def run_metadata(run: Run) -> dict[str, Any]:
-    """Return the settings of a run and what follows from them, for wandb."""
+    """Return the settings of a run and what follows from them, for trackers."""
     workload, model, data = run.workload, run.workload.model, run.data
     assert data is not None
     return run.settings() | {

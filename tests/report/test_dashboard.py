@@ -70,7 +70,7 @@ def test_the_workspace_is_the_plan():
 
 def test_every_name_is_one_that_is_logged():
     """A metric of the table, or what eval.py or the tracker sends beside its rows."""
-    sent = (ROOT / "longctx" / "runs" / "wandb_process.py").read_text() + (
+    sent = (ROOT / "longctx" / "runs" / "wandb_copy.py").read_text() + (
         ROOT / "longctx" / "evaluation" / "results.py"
     ).read_text()
     for charts in dashboard.sections().values():

@@ -22,12 +22,8 @@ from longctx.evaluation import results
 from longctx.report import dashboard
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, Shown
-from longctx.runs.tracking import (
-    Tracker,
-    log_evaluation,
-    wandb_mode,
-)
-from longctx.runs.wandb_process import numbers_of, send_run
+from longctx.runs.tracking import Tracker, log_evaluation
+from longctx.runs.wandb_copy import numbers_of, send_run, wandb_mode
 from tests.processes import children, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,11 +65,12 @@ ROWS = [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n} for n in range(1, 41)]
 def begun(folder: Path, **config: Any) -> tuple[Tracker, int]:
     """A tracker whose run has begun at wandb, and the process of the copy."""
     tracker = Tracker(folder, WandbConfig(mode="offline", **config))
-    tracker.start_wandb({})
-    assert tracker._copy is not None and tracker._copy.process is not None
+    tracker.start_copies({})
+    (copy,) = tracker._copies
+    assert copy.process is not None
     while not list(folder.glob("wandb/offline-run-*/run-*.wandb")):
         time.sleep(0.05)
-    return tracker, tracker._copy.process.pid
+    return tracker, copy.process.pid
 
 
 def whole_copy(folder: Path) -> list[dict[str, object]]:
@@ -147,7 +144,7 @@ def test_a_silent_server_delays_no_end(
         monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         tracker = Tracker(tmp_path, WandbConfig(mode="online"))
-        tracker.start_wandb({})
+        tracker.start_copies({})
         for row in ROWS:
             tracker.log(row)
         with monkeypatch.context() as patch:
@@ -164,7 +161,7 @@ def test_a_copy_that_cannot_start_ends_alone(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
-    tracker.start_wandb({})
+    tracker.start_copies({})
     assert "wandb is off" in str(tracker.problem())
     tracker.log(ROWS[0])
     tracker.finish(0)
@@ -213,7 +210,7 @@ def test_a_resume_is_a_new_leg_offline(tmp_path: Path, capfd: pytest.CaptureFixt
     for rows in legs:
         tracker = Tracker(folder, WandbConfig(job_type="probe"))
         tracker.log(rows[0])
-        tracker.start_wandb({"backend": "flash"})
+        tracker.start_copies({"backend": "flash"})
         for row in rows[1:]:
             tracker.log(row)
         tracker.finish(0)

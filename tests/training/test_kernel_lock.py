@@ -115,7 +115,7 @@ def test_wandb_is_told(
 ) -> None:
     started: list[dict] = []
     monkeypatch.setattr(
-        "longctx.runs.tracking.Tracker.start_wandb", lambda self, facts: started.append(facts)
+        "longctx.runs.tracking.Tracker.start_copies", lambda self, facts: started.append(facts)
     )
     assert train.main(overrides(name="r", max_steps=1)) == 0
     assert started[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")

@@ -1,61 +1,65 @@
-"""The process that copies a run or an evaluation to Weights & Biases (see tracking.py).
+"""The copy of a run or an evaluation at Weights & Biases, in a process of its own.
 
-It follows metrics.jsonl, which has every row, so its parent sends only uploads and the end. If
-wandb fails, a line on stdout says why, and everything is copied once more: offline.
+If wandb fails, a line says why, and everything is copied once more: offline.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import netrc
 import os
 import secrets
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from threading import Thread
 from typing import Any, NoReturn
+from urllib.parse import urlparse
 
 from longctx import system
 from longctx.config.train_config import WandbConfig
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
+from longctx.runs.tracker_process import Commands, one_line, report
 
 RUN_ID = "run-id"  # file in a run's wandb/ with its id at the server, once it has gone online
 AGAIN = "again"  # the argument of the second attempt
-PAUSE = 0.2  # seconds between two looks for new rows
 ANSWERS = 30.0  # seconds in which the server must answer
-LASTS = 600.0  # seconds that this process may still send after the end of its parent
 TABLE_ROWS = 1000  # rows of an evaluation's table; its JSON has all of them
-Commands = Iterator[dict[str, Any]]
+HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
 
 
-def main(is_second: bool) -> NoReturn:
-    """Copy the run or evaluation in the first line on stdin, until the parent finishes or ends."""
-    # A launcher sends signals to the whole job; the run alone decides what they mean
-    for number in system.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    commands = follow_stdin()
-    request = next(commands)
-    Thread(target=end_after, args=(request["parent"],), daemon=True).start()
-    # wandb records the command of the run instead of the command of this process
-    sys.argv = request["argv"]
+def opening(config: WandbConfig, folder: Path) -> list[str]:
+    """Return lines that show the user the target of the copy; none if wandb is disabled.
+
+    The config.yaml of a resumed run may have decided it.
+    """
+    mode = wandb_mode(config)
+    if mode == "disabled":
+        return []
+    entity = config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
+    content = "rows and checkpoints" if config.artifacts else "rows"
+    lines = [f"{mode}: {content} for {entity}/{config.project}"]
+    if config.mode != "offline" and not _has_key():
+        lines.append("no API key, which `wandb login` sets: all is copied offline")
+    if mode == "offline":
+        folder = folder / "wandb"
+        lines += [f"look: wandb leet {folder}", f"upload: wandb sync {folder}/offline-run-*"]
+    return lines
+
+
+def copy(request: dict[str, Any], commands: Commands) -> None:
+    """Copy the run or the evaluation of `request`, until `commands` end."""
+    is_second = AGAIN in request["arguments"]
+    mode = "offline" if is_second else wandb_mode(WandbConfig(**request["config"]))
     send = send_evaluation if "content" in request else send_run
     try:
-        send(request | ({"mode": "offline"} if is_second else {}), commands)
+        send(request | {"mode": mode}, commands)
     except BaseException as error:  # wandb's own errors, the network's, the disk's
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:500]
         if is_second:
-            print(f"wandb is off: {reason}; metrics.jsonl has every row", flush=True)
-            os._exit(1)
-        copy_again_offline(Path(request["folder"]), request["earlier"], reason)
-    # The interpreter's own end would wait for a core that is gone or stopped
-    os._exit(0)
+            raise
+        copy_again_offline(Path(request["folder"]), request["earlier"], one_line(error))
 
 
 def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoReturn:
@@ -65,41 +69,11 @@ def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoRetur
         if leftover.name not in earlier:
             shutil.rmtree(leftover, ignore_errors=True)
     uploads = f"wandb sync {folder / 'wandb'}/offline-run-*"
-    print(f"wandb      {reason}; all is copied offline; upload: {uploads}", flush=True)
+    report(f"wandb      {reason}; all is copied offline; upload: {uploads}")
     environment = system.child_environment()
     environment.pop("WANDB_SERVICE", None)  # the core of the first attempt, which may be gone
-    command = system.python_command("longctx.runs.wandb_process", AGAIN)
+    command = system.python_command("longctx.runs.tracker_process", "wandb", AGAIN)
     os.execve(command[0], command, environment)
-
-
-def follow_stdin() -> Commands:
-    """Yield the commands in the file on stdin; {} after PAUSE seconds without a new one.
-
-    The parent appends to the file. After the parent's end comes {"finish": 1}.
-    """
-    position, parent = 0, 0
-    while True:
-        is_orphan = parent not in (0, os.getppid())
-        # Only whole lines: the parent may be writing the last one
-        size = os.fstat(0).st_size
-        *lines, _ = os.pread(0, size - position, position).split(b"\n")
-        for line in lines:
-            position += len(line) + 1
-            command = json.loads(line)
-            parent = command.get("parent", parent)
-            yield command
-        if is_orphan:
-            yield {"finish": 1}
-        if not lines:
-            time.sleep(PAUSE)
-            yield {}
-
-
-def end_after(parent: int) -> None:
-    """End this process LASTS seconds after its parent, even if wandb hangs."""
-    while os.getppid() == parent:
-        time.sleep(PAUSE)
-    system.exit_within(LASTS, 1)
 
 
 def send_run(request: dict[str, Any], commands: Commands) -> None:
@@ -175,6 +149,29 @@ def upload(run: Any, path: Path, step: int) -> None:
 def offline_runs(folder: Path) -> list[Path]:
     """Return the copies that were written offline, one for each start of the run in `folder`."""
     return sorted((folder / "wandb").glob("offline-run-*"))
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """Return online, offline or disabled: as configured, else by WANDB_MODE, else by whether there
+    is an API key.
+    """
+    mode = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE", "auto")
+    if mode in ("disabled", "offline", "online"):
+        return mode
+    return "online" if _has_key() else "offline"
+
+
+def _has_key() -> bool:
+    """Return True if wandb would find an API key, in the environment or in .netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        logins = netrc.netrc(file)
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(logins.authenticators(name) is not None for name in ([host] if host else HOSTS))
 
 
 def run_id(folder: Path) -> str:
@@ -287,7 +284,3 @@ def numbers_of(content: dict[str, Any]) -> dict[str, float]:
         for key, value in values.items():
             numbers[f"eval/{task}/{key.removesuffix(',none')}"] = value
     return {key: x for key, x in numbers.items() if isinstance(x, int | float)}
-
-
-if __name__ == "__main__":
-    main(is_second=AGAIN in sys.argv)

@@ -1,0 +1,151 @@
+"""Trackers get the numbers of metrics.jsonl, each by its real package, offline."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx import cli, plugins
+from longctx.config.doors import TRACKERS, TrackerTraits
+from longctx.config.train_config import WandbConfig
+from longctx.runs import metrics_file
+from longctx.runs.tracking import Tracker
+
+FACTS = {"seq_len": 64, "model": {"layers": 2}}
+LEGS: list[list[dict[str, Any]]] = [
+    [{"step": n, "tokens_seen": 10 * n, "loss": 1 / n, "sample": "a"} for n in range(1, 4)],
+    [{"step": 4, "tokens_seen": 40, "val_loss": 0.5}, {"step": 5, "tokens_seen": 50, "loss": None}],
+]
+ROWS = [{key: x for key, x in row.items() if key != "sample"} for leg in LEGS for row in leg]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker may take longer than a run waits, on a busy machine."""
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 120.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "runs" / "run-001"
+    path.mkdir(parents=True)
+    return path
+
+
+def train(folder: Path, *names: str, **about: Any) -> str | None:
+    """Log the rows of a run and of its resume; return what went wrong in the end."""
+    for rows in LEGS:
+        tracker = Tracker(folder, WandbConfig(project="roses", mode="offline"), names, **about)
+        tracker.log(rows[0])
+        tracker.start_copies(FACTS)
+        for row in rows[1:]:
+            tracker.log(row)
+        tracker.finish(0)
+    return tracker.problem()
+
+
+def curve(key: str) -> Any:
+    """The values of a key by their steps, to be compared with those of a tracker."""
+    rows = [row for row in ROWS if key in row]
+    values = {row["step"]: math.nan if row[key] is None else row[key] for row in rows}
+    return pytest.approx(values, nan_ok=True)
+
+
+def test_tensorboard_has_the_numbers_of_the_file(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    assert train(folder, "tensorboard") is None
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["tensors"]) == {"tokens_seen", "loss", "val_loss"}
+    for key in events.Tags()["tensors"]:
+        tensors = {x.step: make_ndarray(x.tensor_proto).item() for x in events.Tensors(key)}
+        assert tensors == curve(key)
+
+
+def test_mlflow_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parent}/mlflow.db")
+    assert train(folder, "mlflow") is None
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("roses").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run-001", "FINISHED")
+    assert (run.data.params["seq_len"], run.data.params["model.layers"]) == ("64", "2")
+    for key in ("tokens_seen", "loss", "val_loss"):
+        history = client.get_metric_history(run.info.run_id, key)
+        assert {metric.step: metric.value for metric in history} == curve(key)
+
+
+def test_trackio_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
+    assert train(folder, "trackio") is None
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs("roses", "run-001")
+    for key in ("tokens_seen", "loss", "val_loss"):
+        assert {row["step"]: float(row[key]) for row in logs if key in row} == curve(key)
+
+
+PLUGIN = """
+import json
+from longctx.runs.trackers import Rows, TrackerTraits, register
+
+def copy(request, commands):
+    with open(f"{request['folder']}/own.jsonl", "a") as file:
+        for step, numbers in Rows(request, commands):
+            print(json.dumps({"step": step} | numbers), file=file)
+
+def fail(request, commands):
+    print("noise")
+    raise OSError("no room")
+
+register("own", TrackerTraits(copy, None, lambda config, folder: ["own.jsonl"]))
+register("failing", TrackerTraits(fail, None, lambda config, folder: ["nowhere"]))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[str]:
+    """A plugin with two trackers, of which one fails."""
+    file = tmp_path / "trackers.py"
+    file.write_text(PLUGIN)
+    plugins.load([str(file)])
+    yield str(file)
+    TRACKERS.remove("own")
+    TRACKERS.remove("failing")
+
+
+def test_a_tracker_that_fails_stops_no_other(folder: Path, own: str) -> None:
+    problem = train(folder, "failing", "own", "none", plugins=[own])
+    assert problem == "failing is off: no room; metrics.jsonl has every row"
+    lines = (folder / "own.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines][:4] == ROWS[:4] and len(lines) == 5
+    assert metrics_file.read(folder) == [*LEGS[0], *LEGS[1]]
+    opening = str(Tracker(folder, WandbConfig(mode="disabled"), ["wandb", "own"]).opening())
+    assert opening == "own        own.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("log_every=1", ["wandb"]),
+        ("tracker=none", ["none"]),
+        ("tracker=[wandb,tensorboard]", ["wandb", "tensorboard"]),
+    ],
+)
+def test_several_trackers_are_a_list(override: str, names: list[str]) -> None:
+    assert cli.compose("train", [override]).config.tracker == names
+
+
+def test_a_tracker_that_cannot_be_used_is_refused(refused: Callable[[int, str], str]) -> None:
+    assert "tensorboard" in refused(cli.main(["train", "tracker=tensorbord"]), "tracker=tensorbord")
+    TRACKERS.register(
+        "absent", TrackerTraits(TRACKERS["none"].copy, "no_such_package", lambda *_: [])
+    )
+    refused(cli.main(["train", "tracker=absent"]), "pip install no_such_package")
+    TRACKERS.remove("absent")
