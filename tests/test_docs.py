@@ -138,5 +138,6 @@ def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
         text=True,
     )
     assert process.returncode == 0, process.stderr
+    assert (tmp_path / f"runs/run{len(jobs) - 4}" / "losses.csv").read_text().count(",") == 2
     rows = metrics_file.read(next(tmp_path.glob(f"runs/run{len(jobs) - 3}")))
     assert "host_load" in rows[-2] or "host_load" in rows[-1]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ def test_mlflow_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_trackio_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))  # read at import
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))
     assert train(folder, "trackio") is None
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -104,6 +105,11 @@ def fail(request, commands):
     print("noise")
     raise OSError("no room")
 
+def hang(request, commands):
+    for command in commands:
+        pass
+
+register("hanging", TrackerTraits(hang, None, lambda config, folder: ["nowhere"], "sync {folder}"))
 register("own", TrackerTraits(copy, None, lambda config, folder: ["own.jsonl"]))
 register("failing", TrackerTraits(fail, None, lambda config, folder: ["nowhere"]))
 """
@@ -111,13 +117,13 @@ register("failing", TrackerTraits(fail, None, lambda config, folder: ["nowhere"]
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[str]:
-    """A plugin with two trackers, of which one fails."""
+    """A plugin with three trackers, of which one fails and one never ends."""
     file = tmp_path / "trackers.py"
     file.write_text(PLUGIN)
     plugins.load([str(file)])
     yield str(file)
-    TRACKERS.remove("own")
-    TRACKERS.remove("failing")
+    for name in ("hanging", "own", "failing"):
+        TRACKERS.remove(name)
 
 
 def test_a_tracker_that_fails_stops_no_other(folder: Path, own: str) -> None:
@@ -128,6 +134,31 @@ def test_a_tracker_that_fails_stops_no_other(folder: Path, own: str) -> None:
     assert metrics_file.read(folder) == [*LEGS[0], *LEGS[1]]
     opening = str(Tracker(folder, WandbConfig(mode="disabled"), ["wandb", "own"]).opening())
     assert opening == "own        own.jsonl"
+
+
+def test_trackers_that_hang_share_the_time_of_an_end(
+    folder: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, wait = list[float](), subprocess.Popen.wait
+
+    def noted(process: subprocess.Popen[bytes], timeout: float) -> int:
+        limits.append(timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
+    TRACKERS.register("second", TRACKERS["hanging"])
+    tracker = Tracker(folder, WandbConfig(), ["hanging", "second"], [own])
+    tracker.start_copies(FACTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", noted)
+        tracker.finish(0)
+    TRACKERS.remove("second")
+    assert len(limits) == 2 and sum(limits) < 1.5
+    assert f"not there later: sync {folder}" in str(tracker.problem())
+    for copy in tracker._copies:
+        assert copy.process is not None
+        copy.process.kill()
+        copy.process.wait()
 
 
 @pytest.mark.parametrize(
