@@ -109,20 +109,21 @@ def hang(request, commands):
     for command in commands:
         pass
 
-register("hanging", TrackerTraits(hang, None, lambda config, folder: ["nowhere"], "sync {folder}"))
+for name in ("hanging", "idle"):
+    register(name, TrackerTraits(hang, None, lambda config, folder: ["nowhere"], "sync {folder}"))
 register("own", TrackerTraits(copy, None, lambda config, folder: ["own.jsonl"]))
 register("failing", TrackerTraits(fail, None, lambda config, folder: ["nowhere"]))
 """
 
 
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[str]:
-    """A plugin with three trackers, of which one fails and one never ends."""
-    file = tmp_path / "trackers.py"
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A plugin with four trackers, of which one fails and two never end."""
+    file = tmp_path_factory.mktemp("plugins") / "trackers.py"
     file.write_text(PLUGIN)
     plugins.load([str(file)])
     yield str(file)
-    for name in ("hanging", "own", "failing"):
+    for name in ("hanging", "idle", "own", "failing"):
         TRACKERS.remove(name)
 
 
@@ -146,13 +147,11 @@ def test_trackers_that_hang_share_the_time_of_an_end(
         return wait(process, timeout)
 
     monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
-    TRACKERS.register("second", TRACKERS["hanging"])
-    tracker = Tracker(folder, WandbConfig(), ["hanging", "second"], [own])
+    tracker = Tracker(folder, WandbConfig(), ["hanging", "idle"], [own])
     tracker.start_copies(FACTS)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "wait", noted)
         tracker.finish(0)
-    TRACKERS.remove("second")
     assert len(limits) == 2 and sum(limits) < 1.5
     assert f"not there later: sync {folder}" in str(tracker.problem())
     for copy in tracker._copies:
