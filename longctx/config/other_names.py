@@ -92,6 +92,7 @@ NOTES = {
     "data.path": ", with data=text or data=hub",
     "val_every": ", a number of steps",
     "checkpoint_every": ", a number of steps",
+    "tracker": "=wandb, tensorboard, mlflow, trackio or none",
     "wandb.mode": "=auto, or disabled",
     "precision": "=bf16, fp32 or fp8",
     "memory.recompute": "=block, mlp or none",

@@ -14,7 +14,7 @@ from longctx.report.page import described, headings
 from longctx.report.run_view import read
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures
-from longctx.runs.wandb_process import define_metrics
+from longctx.runs.wandb_copy import define_metrics
 from longctx.training.console import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
 
