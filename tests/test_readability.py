@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 203,
-    "lines": 41429,
+    "files": 205,
+    "lines": 41707,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 28892
+TEST_LINES = 29074
 
 
 @pytest.fixture(scope="module")
