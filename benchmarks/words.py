@@ -34,6 +34,7 @@ BENCHMARKS = {
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",
     "preferences": "DPO at length beside TRL, by LoRA on 8B, and LoRA on nf4 and fp8",
+    "preference_curve": "a small model that learns to quote by DPO, before, after and on the way",
     "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 
@@ -62,7 +63,7 @@ def help_text(argv: list[str]) -> str:
     """List the benchmarks, or the keys of the one that `argv` names."""
     named = [name for name in BENCHMARKS if name in argv]
     if not named:
-        lines = [f"  python -m benchmarks {name:<11} {BENCHMARKS[name]}" for name in BENCHMARKS]
+        lines = [f"  python -m benchmarks {name:<16} {BENCHMARKS[name]}" for name in BENCHMARKS]
         return "\n".join(["Measure, beside others in the same run.", "", *lines, "", MORE])
     module = importlib.import_module(f"benchmarks.{named[0]}")
     lines = [f"Measure {BENCHMARKS[named[0]]}.", "", *cli.key_lines(module.Options)]

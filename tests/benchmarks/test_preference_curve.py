@@ -1,0 +1,48 @@
+"""The curve of a model that learns to quote: what counts as quoted, and all of it, tiny."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.preference_curve import questions, quoted_share
+from benchmarks.words import main
+from tests.data.chat_templates import CHATML, write, write_tokenizer
+
+
+def test_questions_are_answered_by_their_text() -> None:
+    for question, answer in questions(30):
+        assert answer.startswith("The text says: “")
+        assert quoted_share(answer, question) > 0.6
+
+
+def test_words_in_runs_of_five_are_quoted() -> None:
+    text = "One two three four five six, seven."
+    shares = {"": 0, "one two three four": 0, "He says: TWO three, four five six": 5 / 7, text: 1}
+    assert {answer: quoted_share(answer, text) for answer in shares} == pytest.approx(shares)
+
+
+@pytest.mark.slow
+def test_a_model_is_drawn_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    folder, out = tmp_path / "model", tmp_path / "out"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 1024}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, **heads))
+    model.lm_head.weight.data[:3] = 0  # so that it writes none of the special tokens
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    write(folder, CHATML)
+    words = [f"init={folder}", "texts=24", "steps=2", "device=cpu", f"out={out}"]
+    assert main(["preference_curve", *words]) == 0
+    result = json.loads((out / "result.json").read_text())
+    validations = [row["step"] for row in result["curve"] if "val_rewards/margins" in row]
+    assert validations == [0, 1, 2]
+    assert len(result["samples"]) == result["pairs"]["held_out"] > 0
+    for figure in ("likelier", "quoted"):
+        assert all(0 <= result[figure][when] <= 1 for when in ("before", "after"))
+    assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["preference_curve", *words]) == 2
