@@ -4,8 +4,8 @@ The texts are paragraphs of Python's own documentation, so nothing is downloaded
 question. The chosen answer quotes the sentence that is asked about. The rejected one is what the
 model answers by itself, if that is no quotation; of every second text it quotes another text, so
 that a quotation's form is not enough. Some texts are held out, with near-duplicates on one side.
-They tell in how many pairs the chosen answer has the larger reward while the model learns, in how
-many it is the likelier answer before and after, and how much of what the model writes is quoted.
+They tell in how many pairs the chosen answer has the larger reward while the model learns, and how
+much of what it writes is quoted before and after.
 
     python -m benchmarks.real_weights smollm2 weights/smollm2
     python -m benchmarks preference_curve init=weights/smollm2
@@ -25,18 +25,13 @@ from pydoc_data.topics import topics
 from statistics import fmean
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
-from longctx.attention.description import AttentionConfig
 from longctx.config.fields import key
 from longctx.data import DataConfig, load
-from longctx.data.answers import CHOSEN, REJECTED
-from longctx.evaluation.load import build_model, open_model
 from longctx.runs import metrics_file
-from longctx.training.objectives import answers as log_p
 
 LENGTH = 512  # tokens of a sequence
 HELD_OUT = 0.15  # of the pairs
@@ -82,7 +77,6 @@ def run(options: Options, command: str) -> None:
         "versions": machine(),
         "options": vars(options),
         "pairs": {"train": len(rows) - len(samples), "held_out": len(samples)},
-        "likelier": {"before": likelier(data, options.init), "after": likelier(data, trained)},
         "quoted": {
             when: fmean(quoted_share(row[when], row["prompt"]) for row in samples)
             for when in ("before", "after")
@@ -169,14 +163,6 @@ def training(options: Options) -> list[str]:
     ]
 
 
-def likelier(data: Any, checkpoint: str) -> float:
-    """Return the share of held-out pairs whose chosen answer is the likelier one, by token."""
-    model = build_model(open_model(checkpoint).file, AttentionConfig("flash"), "cpu").eval()
-    with torch.no_grad():
-        means = [log_p.answers(model, log_p.collate([sequence])).mean[0] for sequence in data.val]
-    return float(torch.cat([x[:, CHOSEN] > x[:, REJECTED] for x in means]).float().mean())
-
-
 def quoted_share(answer: str, text: str) -> float:
     """Return the share of the answer's words that are in runs of QUOTED words of the text."""
     words, source = (re.findall(r"\w+", each.lower()) for each in (answer, text))
@@ -195,12 +181,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.plot(*zip(*found, strict=True), style, label=label)
         axes.set(xlabel="step", title=title)
         axes.legend(frameon=False)
-    names = {"likelier": "quotation is\nthe likelier answer", "quoted": "words quoted\nby itself"}
-    for offset, when in ((-0.2, "before"), (0.2, "after")):
-        heights = [result[name][when] for name in names]
-        bars = right.bar([n + offset for n in range(len(names))], heights, 0.38, label=when)
-        right.bar_label(bars, [f"{height:.0%}" for height in heights])
-    right.set_xticks(range(len(names)), names.values())
-    right.set(ylim=(0, 1.2), title="held-out texts")
-    right.legend(frameon=False)
+    bars = right.bar(list(result["quoted"]), list(result["quoted"].values()), 0.5)
+    right.bar_label(bars, [f"{share:.0%}" for share in result["quoted"].values()])
+    right.set(ylim=(0, 1.05), title="words quoted in held-out answers")
     save_figure(figure, path)
