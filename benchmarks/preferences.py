@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +46,7 @@ from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.planner.workload import Workload
+    from longctx.training.dry_run import DryRun
     from longctx.training.run import Run
 
 SHOWN = (
@@ -197,11 +200,15 @@ def fitted(workload: Workload, options: Options) -> Workload:
     return found or fitting.policies(workload)[-1]
 
 
-def stepped(run: Run, workload: Workload, steps: int, case: str) -> Row:
-    """Return what `steps` steps of `workload` take, the last one's speed."""
-    from longctx.training.dry_run import dry_run
+def stepped(run: Run, workload: Workload, steps: int, case: str, gib: float) -> Row:
+    """Return what `steps` steps of `workload` take within `gib` GiB, the last one's speed.
 
-    found = dry_run(replace(run, workload=workload), steps)
+    A child process takes them: in one process compiled code of earlier runs keeps memory of theirs.
+    """
+    run = replace(run, workload=workload)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        found = pool.submit(stepped_here, run, steps, gib).result()
     row: Row = {
         "case": case,
         "side": workload.seq_len // (1 if run.config.objective.traits.data is None else 2),
@@ -216,6 +223,14 @@ def stepped(run: Run, workload: Workload, steps: int, case: str) -> Row:
     if found.failed is None:
         return row | {"tokens_per_second": 1e3 * found.tokens / found.ms[-1]}
     return row | {"failed": found.failed}
+
+
+def stepped_here(run: Run, steps: int, gib: float) -> DryRun:
+    """Return `steps` steps of `run` in this process."""
+    from longctx.training.dry_run import dry_run
+
+    with capped(gib):
+        return dry_run(run, steps)
 
 
 def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterator[Row]:
@@ -233,7 +248,7 @@ def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterat
         )
         if workload is None:
             raise ValueError(f"{case}: no length is predicted to fit {gib} GiB")
-        row = stepped(run, workload, 1, case)
+        row = stepped(run, workload, 1, case, gib)
         yield row
         if "failed" not in row:
             return
@@ -242,10 +257,10 @@ def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterat
 def speed(options: Options) -> Iterator[Row]:
     """Yield steps of gemma-3-1b at equal lengths: ours, and TRL's with each attention."""
     run = run_of_shape("gemma-3-1b", options, "dpo", [])
+    for side in options.lengths:
+        workload = fitted(replace(run.workload, seq_len=2 * side), options)
+        yield stepped(run, workload, options.steps + 1, "longctx", options.gib)
     with capped(options.gib):
-        for side in options.lengths:
-            workload = fitted(replace(run.workload, seq_len=2 * side), options)
-            yield stepped(run, workload, options.steps + 1, "longctx")
         for attention in options.attentions:
             yield from of_trl(options, attention, timed)
 
@@ -260,8 +275,7 @@ def longest_of_trl(options: Options) -> Iterator[Row]:
 def longest_ours(options: Options) -> Iterator[Row]:
     """Yield our longest pair of gemma-3-1b."""
     run = run_of_shape("gemma-3-1b", options, "dpo", [])
-    with capped(options.gib):
-        yield from longest_of_ours(run, options, options.gib, "longctx")
+    yield from longest_of_ours(run, options, options.gib, "longctx")
 
 
 def of_trl(
@@ -396,31 +410,28 @@ def by_lora(options: Options) -> Iterator[Row]:
     lora, side = [f"lora.rank={options.rank}"], options.side
     longest = run_of_shape("qwen3-8b", options, "dpo cached", lora).workload
     policy = fitted(replace(longest, seq_len=2 * side), options).memory.policy
-    with capped(options.gib):
-        for objective in ("dpo cached", "cross_entropy", "dpo step"):
-            run = run_of_shape("qwen3-8b", options, objective, lora, options.layers)
-            sizes = {"seq_len": 2 * side}
-            if objective == "cross_entropy":
-                sizes = {"seq_len": side, "accumulate": 2}
-            workload = fitting.with_policy(replace(run.workload, **sizes), policy)
-            yield stepped(run, workload, options.steps, objective)
+    for objective in ("dpo cached", "cross_entropy", "dpo step"):
+        run = run_of_shape("qwen3-8b", options, objective, lora, options.layers)
+        sizes = {"seq_len": 2 * side}
+        if objective == "cross_entropy":
+            sizes = {"seq_len": side, "accumulate": 2}
+        workload = fitting.with_policy(replace(run.workload, **sizes), policy)
+        yield stepped(run, workload, options.steps, objective, options.gib)
 
 
 def whole(options: Options) -> Iterator[Row]:
     """Yield a step of DPO by LoRA on all layers."""
     run = run_of_shape("qwen3-8b", options, "dpo cached", [f"lora.rank={options.rank}"])
     workload = fitted(replace(run.workload, seq_len=2 * options.side), options)
-    with capped(options.gib):
-        yield stepped(run, workload, max(1, options.steps - 1), "dpo cached")
+    yield stepped(run, workload, max(1, options.steps - 1), "dpo cached", options.gib)
 
 
 def on_few_bits(options: Options) -> Iterator[Row]:
     """Yield the longest sequence of LoRA on each base within packed_gib."""
-    with capped(options.packed_gib):
-        for base in ("nf4", "fp8"):
-            given = [f"lora.rank={options.rank}", f"lora.base={base}"]
-            run = run_of_shape("qwen3-8b", options, "cross_entropy", given)
-            yield from longest_of_ours(run, options, options.packed_gib, base)
+    for base in ("nf4", "fp8"):
+        given = [f"lora.rank={options.rank}", f"lora.base={base}"]
+        run = run_of_shape("qwen3-8b", options, "cross_entropy", given)
+        yield from longest_of_ours(run, options, options.packed_gib, base)
 
 
 def losses(options: Options) -> Iterator[Row]:
