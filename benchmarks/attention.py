@@ -34,6 +34,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {}),
     "flash-deterministic": ("flash", {}),
     "flash-portable": ("flash", {"kernel": "portable"}),
+    "flash-ampere": ("flash", {"kernel": "ampere"}),
     "flash-hopper": ("flash", {"kernel": "hopper"}),
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
     "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
