@@ -50,7 +50,7 @@ def check_training(config: TrainConfig) -> None:
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
             check_init(Path(config.init).expanduser(), config.transformers)
-    data = config.data
+    data = replace(config.data, preferences=config.objective.traits.data)
     # A resumed run has its tokenizer in its own folder
     if config.resume is not None and config.init is not None:
         data = replace(data, tokenizer=None)

@@ -24,11 +24,11 @@ from longctx.kernels.elementwise import (
 STRIDES = [f"stride_{x}{of}" for x in "kv" for of in "bth"]
 # type → the arguments that have it; all others are pointers to the dtype under test
 TYPES = {
-    "*fp32": "loss scale p grad factor rates weight r dw by cos sin part_out part_lse amax",
+    "*fp32": "loss squares scale p grad factor rates weight r dw by cos sin part_out part_lse amax",
     "*i32": "first last owners",
     "*i64": "target places",
     "*fp8e4nv": "rows columns",
-    "fp32": "beta1 beta2 eps scale_log2",
+    "fp32": "beta1 beta2 eps scale_log2 z_loss",
     "i32": " ".join(["V N C H G width stride_z Hkv parts R padded numel", *STRIDES]),
 }
 KINDS = {name: kind for kind, names in TYPES.items() for name in names.split()}

@@ -184,7 +184,7 @@ def test_a_lost_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
     checkpoint.mkdir(parents=True)
     (checkpoint / checkpoint_index.INDEX).write_text('{"steps_done": 5}')
-    assert f"resume={tmp_path} goes on" in go_on(tmp_path)
+    assert f"resume {tmp_path} goes on" in go_on(tmp_path)
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def check_ends(processes: Processes, pid: int, folder: Path) -> None:
     assert len(errors) == 1, errors
     assert str(pid) in errors[0], errors
     saved = run_folder.checkpoints(folder)
-    assert (f"resume={folder} goes on" if saved else "start it anew") in errors[0]
+    assert (f"resume {folder} goes on" if saved else "start it anew") in errors[0]
     while any(map(is_alive, everyone)):
         time.sleep(0.1)
 

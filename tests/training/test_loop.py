@@ -63,7 +63,7 @@ def test_a_run_leaves_what_others_read(
 
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
-    assert f"longctx eval checkpoint={folder}" in printed.out
+    assert f"longctx eval {folder}" in printed.out
     assert "flash: " in printed.out
     assert "Tip" not in printed.err + printed.out
 
