@@ -1,4 +1,4 @@
-"""Names that other projects give to our keys and values, so that a key of theirs is answered.
+"""Names of our keys and values in other projects: a key of theirs is answered with ours.
 
 From nanoGPT, transformers, TRL, peft, axolotl, torchtitan and Lightning, on 2026-11-26. One line of
 `NAMES` is a key of ours and their names of it. A name in several lines means the first key that the

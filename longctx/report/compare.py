@@ -20,7 +20,7 @@ from longctx.tables import console, show
 POINTS = 250_000  # in all curves of a page together: 7 MB
 # The place of a run and of its caches changes none of its results
 NOT_COMPARED = {"name", "runs", "resume", "data.cache", "dry_run"}
-# Keys whose default another key decides: they are left out if that one tells the runs apart too
+# key → the key that decides its default; left out if that one tells the runs apart too
 FOLLOWS = {
     "warmup_steps": "max_steps",
     "val_every": "max_steps",

@@ -1,8 +1,8 @@
 """Trackers: `tracker=NAME`, which copies a run's rows to wandb, TensorBoard, MLflow or Trackio.
 
 A tracker is a function that follows a run, in a process of its own, and a call of `register`. It
-imports its package there and writes the numbers of each row at their step. Servers and keys are
-those of the environment variables that its package reads.
+imports its package there and writes the numbers of each row at their step. Servers and keys come
+from the environment, as its package reads them.
 """
 
 from __future__ import annotations

@@ -103,10 +103,9 @@ def dry_run(
     """Measure `steps` optimizer steps of `run` on sequences of random tokens.
 
     Each sequence is one document, or a pair of answers if the objective compares them, or documents
-    of `document` tokens. `validate` adds one batch of
-    validation. `after` is called with the number of each step once the device has it. Memory is
-    that of this call on a GPU, of the process on a CPU. Running out of memory is an answer, not an
-    error.
+    of `document` tokens. `validate` adds one batch of validation. `after` is called with the number
+    of each step once the device has it. Memory is that of this call on a GPU, of the process on a
+    CPU. Running out of memory is an answer, not an error.
     """
     run = dataclasses.replace(run, max_steps=steps)
     workload = run.workload

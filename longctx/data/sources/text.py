@@ -50,7 +50,7 @@ OF_LINES = (".jsonl", ".ndjson")
 OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
 LINES_UNPACKED = [(ending, "") for ending in OF_LINES]
-# Rows of files that are read before torch is imported, so that a broken file is told at once
+# Read before torch is imported: a broken file is told at once
 FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
 FORMATS = (".txt", ".md", *OF_ROWS)
 

@@ -14,9 +14,8 @@ all query heads of the group. It makes five products where portable.py's two ker
     s = q·kᵀ,  dp = do·vᵀ,  dv += pᵀ·do,  dk += dsᵀ·q,  dq = ds·k, added to fp32 sums atomically
 
 p and ds go through shared memory, since their products need them transposed, or by other warps. The
-sums of dq lie in the order in which products leave them in registers, so that a warp adds 128 bytes
-side by side; the last kernel sorts, scales and rounds them. They add up in any order: dq may differ
-in its last bits from run to run.
+sums of dq lie in the order of registers: a warp adds 128 bytes side by side. The last kernel sorts,
+scales and rounds them. They add up in any order: dq may differ in its last bits from run to run.
 
 Heads of 96 have two parts, 64 + 32 channels: tiles have sides that are powers of two.
 """
@@ -44,6 +43,7 @@ from longctx.kernels.attention.portable import (
     preprocess,
     scheduled_tile,
     softcapped,
+    strides_of,
     visible_tiles,
 )
 from longctx.kernels.attention.relaunch import on_device
@@ -471,7 +471,7 @@ def forward(
     with on_device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(q, k, v, out, lse, intervals.first, intervals.last, scale * LOG2E.value),
-            *(*_strides(q), *_strides(k), *_strides(v), batch_stride(intervals.first)),
+            *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, softcap),
             num_warps=c.warps,
@@ -500,7 +500,7 @@ def backward(
     with on_device(q):
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
             *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals, scale, scale * LOG2E.value),
-            *(*_strides(q), *_strides(k), *_strides(v), *_strides(do)),
+            *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),
             *(batch_stride(intervals.first), batch_stride(intervals.qfirst)),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
             *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, softcap),
@@ -523,7 +523,3 @@ def _addressable(x: Tensor) -> Tensor:
     *strides, last = x.stride()
     aligned = last == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in strides)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)

@@ -503,7 +503,7 @@ def forward(
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
             *(out, lse, intervals.first, intervals.last, scale * LOG2E.value),
-            *(*_strides(q), *_strides(k), *_strides(v), batch_stride(intervals.first)),
+            *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
             **_constants(q, k, c, tma, softcap),
         )
@@ -529,7 +529,13 @@ def backward(
 
     def launch(kernel, c, tiles, heads, l2_heads, outputs, ends):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
-        strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(do), batch_stride(ends[0]))
+        strides = (
+            *strides_of(q),
+            *strides_of(k),
+            *strides_of(v),
+            *strides_of(do),
+            batch_stride(ends[0]),
+        )
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
             *(lse2, delta, *outputs, *ends, scale, scale * LOG2E.value),
@@ -575,7 +581,7 @@ def preprocess_into(
     B, Tq, Hq, D = out.shape
     dlse = None if dlse is None else dlse.contiguous()
     pointers = out, do, lse, lse if dlse is None else dlse, lse2, delta
-    scalars = *_strides(out), *_strides(do), Tq, Hq
+    scalars = *strides_of(out), *strides_of(do), Tq, Hq
     constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
     programs = triton.cdiv(Tq, ROW.value) * B * Hq
     return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=4)
@@ -630,5 +636,6 @@ def _operand(x: Tensor, rows: int, tma: bool) -> Tensor | TensorDescriptor:
     return TensorDescriptor(x, [B * T, (H - 1) * x.stride(2) + D], [x.stride(1), 1], [rows, D])
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
+def strides_of(x: Tensor) -> tuple[int, int, int]:
+    """Return the strides of rows, tokens and heads of x (B, T, H, D)."""
     return x.stride(0), x.stride(1), x.stride(2)

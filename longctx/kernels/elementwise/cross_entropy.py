@@ -108,8 +108,8 @@ def cross_entropy_(
     """Write loss (n,) fp32 of the logits z (n, V), fp32 or 16 bits, against target (n,) int64.
 
     A target of -100 is not scored; others outside 0 .. V-1 are not checked. Given `scale`, an fp32
-    scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z. Given `squares`, (n,) of
-    zeros that become lse², it is that of `scale` · Σ (loss + `z_loss` · lse²).
+    scalar on the device, dz, the gradient of `scale` · Σ loss, replaces z. `squares`, (n,) zeros,
+    become lse²; then dz is the gradient of `scale` · Σ (loss + `z_loss` · lse²).
     """
     n, V = z.shape
     block, warps = launch_config(V)
