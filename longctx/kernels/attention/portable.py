@@ -529,13 +529,7 @@ def backward(
 
     def launch(kernel, c, tiles, heads, l2_heads, outputs, ends):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
-        strides = (
-            *strides_of(q),
-            *strides_of(k),
-            *strides_of(v),
-            *strides_of(do),
-            batch_stride(ends[0]),
-        )
+        strides = *(n for x in (q, k, v, do) for n in strides_of(x)), batch_stride(ends[0])
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
             *(lse2, delta, *outputs, *ends, scale, scale * LOG2E.value),
