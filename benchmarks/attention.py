@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def measure(
     """
     import torch
 
-    from benchmarks.timing import medians
+    from benchmarks.timing import samples, spread
 
     B, H = max(1, options.row_tokens // length), options.channels // head_dim
     case = {
@@ -226,11 +227,14 @@ def measure(
             continue
         ran = row["kernel"] if name == "flash" else ran
         calls[name, "forward"], calls[name, "backward"] = forward, backward
-    times: dict[Any, float] = {}
+    times: dict[Any, list[float]] = {}
     if calls:
-        times = medians(calls, options.repeats, seconds - (time.perf_counter() - started))
+        times = samples(calls, options.repeats, seconds - (time.perf_counter() - started))
+    middle = {call: median(of_call) for call, of_call in times.items()}
     for name in dict.fromkeys(name for name, _ in calls):
-        fill(rows[name], times, options.reference, flops, ceiling)
+        fill(rows[name], middle, options.reference, flops, ceiling)
+        spreads = {f"{part}_spread": spread(times[name, part]) for part in ("forward", "backward")}
+        rows[name] |= {key: round(share, 3) for key, share in spreads.items()}
     return list(rows.values())
 
 
@@ -362,14 +366,13 @@ def packed_rows(B: int, length: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def matmul_tflops() -> float:
+def matmul_tflops(device: str = "cuda", n: int = 8192) -> float:
     """This GPU's rate for a bf16 matrix product of random data, in TFLOP/s."""
     import torch
 
     from benchmarks.timing import medians
 
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
 
 

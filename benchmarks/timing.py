@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
@@ -21,12 +21,26 @@ LONGEST_SLEEP = 0.05  # seconds
 
 
 def medians(
+    calls: Mapping[Key, Callable[[], Any]], repeats: int, seconds: float = float("inf")
+) -> dict[Key, float]:
+    """Median milliseconds of each call on the current device; see `samples`."""
+    return {key: median(times) for key, times in samples(calls, repeats, seconds).items()}
+
+
+def spread(times: Sequence[float]) -> float:
+    """Return the distance from the first to the last tenth of `times`, as a share of the median."""
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return (ordered[-1 - tenth] - ordered[tenth]) / median(ordered)
+
+
+def samples(
     calls: Mapping[Key, Callable[[], Any]],
     repeats: int,
     seconds: float = float("inf"),
     least: int = 3,
-) -> dict[Key, float]:
-    """Median milliseconds of each call on the current device.
+) -> dict[Key, list[float]]:
+    """Return the milliseconds of each call on the current device, one for each round.
 
     There are `repeats` rounds, or fewer if those last longer than `seconds`, but `least`.
     """
@@ -57,12 +71,9 @@ def medians(
     if on_gpu:
         torch.cuda.synchronize()
         return {
-            key: median(start.elapsed_time(end) for start, end in pairs)
-            for key, pairs in spans.items()
+            key: [start.elapsed_time(end) for start, end in pairs] for key, pairs in spans.items()
         }
-    return {
-        key: median((end - start) * 1e3 for start, end in pairs) for key, pairs in spans.items()
-    }
+    return {key: [(end - start) * 1e3 for start, end in pairs] for key, pairs in spans.items()}
 
 
 def _round(

@@ -8,12 +8,14 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
 from longctx import attention
 from longctx.attention import Mask
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config.command_config import SampleConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
@@ -71,6 +73,16 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
         deterministic=isinstance(config, TrainConfig) and config.deterministic,
         **model.block(0).attention.required(),
     )
+
+
+def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> list[str]:
+    """Return the backends that compute `config` exactly on `device`."""
+    able = []
+    for name in DESCRIPTIONS:
+        with suppress(ValueError):
+            check_attention(replace(config, attention=AttentionConfig(name)), model, device)
+            able.append(name)
+    return able
 
 
 @contextmanager

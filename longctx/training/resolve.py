@@ -12,12 +12,10 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
@@ -25,7 +23,7 @@ from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import Data, load, sources
 from longctx.model import packed
 from longctx.model.context_extension import extended
-from longctx.parallel.devices import check_attention, choose_device
+from longctx.parallel.devices import able_backends, check_attention, choose_device
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
@@ -93,7 +91,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     check_validation(data, run, request.overrides)
     wait_for_compilers()
     if machine.gpu is not None and choice.device == "cuda":
-        able = able_backends(choice.config, choice.model)
+        able = able_backends(choice.config, choice.model, "cuda")
         if line := fitting.faster_backend(workload, able, machine.gpu):
             say(line)
     run = replace(run, model_source=choice.source, layout_note=layout_note, data=data)
@@ -198,16 +196,6 @@ def open_data(choice: Choice, seq_len: int) -> Data:
             f"data.val_fraction={config.data.val_fraction}"
         )
     return data
-
-
-def able_backends(config: TrainConfig, model: GPTConfig) -> list[str]:
-    """Return the backends that compute the run of `config` exactly, on the GPU here."""
-    able = []
-    for name in DESCRIPTIONS:
-        with suppress(ValueError):
-            check_attention(replace(config, attention=AttentionConfig(name)), model, "cuda")
-            able.append(name)
-    return able
 
 
 def choose_workload(

@@ -18,6 +18,7 @@ MISTAKES = {
     "attention reference=cudnn": "reference=cudnn: ",
     "attention channels=100": "channels=100: ",
     "attention group=5": "group=5",
+    "card attention=flash": "attention=flash: is set for each point",
     "devices gpus=0,x": "gpus=0,x: ",
     "devices cases=1b-64k-4 gpus=0": "4 GPUs",
     "devices devices=2": "devices=2: is set for each point",

@@ -1,0 +1,44 @@
+"""A card's file: every backend that runs here has a row of attention and of steps."""
+
+import json
+
+import pytest
+
+from benchmarks.card import Options, attention_cases, table
+from benchmarks.words import main
+
+TINY = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
+
+
+def test_packed_and_windowed_attention_have_one_case_each() -> None:
+    cases = attention_cases(Options())
+    assert len(cases) == len(set(cases)) == 6
+    assert [mask for mask, *_ in cases[4:]] == ["documents", "window"]
+    assert cases[4][1:] == cases[5][1:] == (128, 16384)
+
+
+def test_a_line_of_the_table_is_a_case() -> None:
+    case = {"mask": "full", "head_size": 64, "tokens": 8}
+    rates = [{"both_tflops": 200.0, "both_ratio": 2.0}, {"both_tflops": 100.0}]
+    rows = [case | {"backend": name} | rate for name, rate in zip("ab", rates, strict=True)]
+    columns, lines = table([*rows, case | {"backend": "c", "skipped": "x"}])
+    assert columns == [*case, "a", "b"]
+    assert lines == [case | {"a": "200.0 (2.00 ×)", "b": "100.0"}]
+
+
+@pytest.mark.slow
+@pytest.mark.no_gpu
+def test_a_small_card_is_measured(tmp_path) -> None:
+    own = ["lengths=32,64", "tokens=64", "head_sizes=16", "channels=32", "minutes=1"]
+    assert main(["card", *own, f"out={tmp_path}", *TINY]) == 0
+    result = json.loads((tmp_path / "cpu.json").read_text())
+    assert len({row["mask"] for row in result["attention"]}) == 3
+    ran = [row for row in result["attention"] if "skipped" not in row]
+    assert {row["backend"] for row in ran} == {"flash", "sdpa-flash"}
+    assert all(row["forward_spread"] >= 0 for row in ran)
+    points = [(row["tokens"], row["backend"]) for row in result["steps"]]
+    assert points == [(n, name) for n in (32, 64) for name in ("flash", "sdpa", "naive")]
+    for row in result["steps"]:
+        tokens_per_second = 64e3 / row["ms"]
+        assert row["failed"] is None
+        assert row["tokens_per_second"] == pytest.approx(tokens_per_second)
