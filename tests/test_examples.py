@@ -1,0 +1,109 @@
+"""The recipes of examples/: headers tell how to run them and what they need, and each trains."""
+
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Starcoder2Config
+
+from longctx import cli
+from longctx.cli import parse
+from longctx.config.train_config import TrainConfig
+from longctx.runs import metrics_file, run_folder
+from tests.model.families.parity import write_tokenizer
+from tests.processes import ROOT, finished
+
+EXAMPLES = ROOT / "examples"
+RECIPES = sorted(EXAMPLES.glob("*.yaml"), key=lambda path: path.stem)
+FIELD = re.compile(r"^# (Command|Hardware|Minutes|Memory|Numbers|Then): +(.*)$", re.MULTILINE)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SIZES = {
+    **{"vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None},
+}
+# The model that takes the place of a recipe's own
+MODELS = {
+    "stretch-to-128k": functools.partial(Qwen3Config, head_dim=16),
+    "conversations": LlamaConfig,
+    "dpo": LlamaConfig,
+    "transformers-model": functools.partial(Starcoder2Config, sliding_window=32),
+}
+SMALL = ["seq_len=128", "max_steps=2", "val_rows=2", "workers=0", "tracker=none", "device=cpu"]
+SHAPE = ["model.layers=1", "model.channels=64", "model.heads=4", "model.kv_heads=2", "model.ffn=64"]
+SHAPE += ["model.vocab_size=null", "data.vocab_size=300", "data.documents=40"]
+OWN = {
+    "conversations": ["seq_len=512"],
+    "dpo": ["seq_len=1024"],
+    "fp8-1b": ["precision=fp32"],
+    "stretch-to-128k": ["data.mix.facts.length=600", "data.documents=20"],
+    "transformers-model": ["data.documents=40"],
+    "two-gpus-256k": ["data.length=600"],
+}
+
+
+def fields(recipe: Path) -> dict[str, str]:
+    return dict(FIELD.findall(recipe.read_text()))
+
+
+def jobs(recipe: Path) -> list[list[str]]:
+    """Return the arguments of each run that the recipe's command starts."""
+    program, script, *words = shlex.split(fields(recipe)["Command"])
+    assert (program, script) == ("python", "train.py")
+    is_sweep = words[0] == "-m"
+    assert words[is_sweep] == str(recipe.relative_to(ROOT))
+    return cli.jobs(words[is_sweep:]) if is_sweep else [words]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_header_tells_command_and_cost(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert fields(recipe).keys() == {"Command", "Hardware", "Minutes", "Memory", "Numbers", "Then"}
+    assert recipe.name in (EXAMPLES / "README.md").read_text()
+    keys = run_folder.flat(yaml.safe_load(recipe.read_text()))
+    written = {parse.full_key(TrainConfig, name) for name in keys}
+    for words in jobs(recipe):
+        typed = {word.partition("=")[0] for word in words if "=" in word}
+        request = cli.compose("train", words)
+        assert request.overrides.keys() == written | typed
+        assert all(Path(path).exists() for path in [request.config.data.path] if path)
+
+
+def small_model(name: str, folder: Path) -> list[str]:
+    """Return the arguments that put a small model in the place of the recipe's own."""
+    if name not in MODELS:
+        return SHAPE
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODELS[name](**SIZES)).save_pretrained(folder)
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return [f"init={folder}"]
+
+
+@pytest.mark.slow  # half a minute for all, of which the two processes take half
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_trains_two_steps(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    own = OWN.get(recipe.stem, [])
+    replaced = {word.partition("=")[0] for word in own}
+    sizes = [word for word in SMALL if word.partition("=")[0] not in replaced] + own
+    sizes += [f"runs={tmp_path / 'runs'}", *small_model(recipe.stem, tmp_path / "model")]
+    named = {word.partition("=")[0] for word in sizes}
+    for job in jobs(recipe):
+        words = [word for word in job if word.partition("=")[0] not in named] + sizes
+        if recipe.stem.startswith("two-gpus"):
+            process = finished("train.py", words, ROOT)
+            assert process.returncode == 0, process.stderr
+        else:
+            assert cli.main(["train", *words]) == 0
+    runs = list((tmp_path / "runs").iterdir())
+    assert len(runs) == len(jobs(recipe))
+    for run in runs:
+        assert any("loss" in row and row["step"] == 2 for row in metrics_file.read(run))
