@@ -72,7 +72,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     path = Path(options.out) / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
     end = time.monotonic() + 60 * options.minutes
     result: Row = {"command": command, **about, "memory_gib": memory_gib()}
-    result |= {"options": asdict(options), "matmul_tflops": ceiling, "attention": [], "steps": []}
+    result |= {"options": asdict(options), "overrides": with_model(overrides)}
+    result |= {"matmul_tflops": ceiling, "attention": [], "steps": []}
     print(f"{name}, bf16 matrix product {ceiling:.1f} TFLOP/s", flush=True)
 
     of_attention = attention.Options(
@@ -132,14 +133,19 @@ def memory_gib() -> float:
     return float(torch.cuda.get_device_properties(0).total_memory) / GIB
 
 
+def with_model(overrides: list[str]) -> list[str]:
+    """Return `overrides`, with model=124m if they name no model."""
+    names_model = any(override.startswith("model=") for override in overrides)
+    return overrides if names_model else ["model=124m", *overrides]
+
+
 def steps(options: Options, length: int, overrides: list[str], device: str) -> dict[str, Run]:
     """Return backend → a run with it, for all that compute the model exactly on this device."""
     from longctx.parallel.devices import able_backends
 
     batch_size = max(1, options.tokens // length)
-    given = [f"seq_len={length}", f"batch_size={batch_size}", "accumulate=1", *overrides]
-    if not any(override.startswith("model=") for override in overrides):
-        given.append("model=124m")
+    given = [f"seq_len={length}", f"batch_size={batch_size}", "accumulate=1"]
+    given += with_model(overrides)
     run = training_run(given, device)
     able = able_backends(run.config, run.workload.model, device)
     return {

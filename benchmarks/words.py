@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "card": "attention and steps with every backend, in five minutes: a file to send in",
+    "cards": "docs/cards.md: what fits which card, predicted, beside the files that came in",
+    "caps": "real steps at the longest lengths of docs/cards.md, on a GPU with capped memory",
     "outgrown": "how often a trained model's scores outgrow the maximum that flash keeps on Hopper",
     "traffic": "bytes that attention moves through HBM, in closed form and as counted",
     "step": "where a training step's time goes, and what flash can gain at each length",

@@ -18,6 +18,7 @@ MISTAKES = {
     "attention reference=cudnn": "reference=cudnn: ",
     "attention channels=100": "channels=100: ",
     "attention group=5": "group=5",
+    "caps caps=7": "caps=7: ",
     "card attention=flash": "attention=flash: is set for each point",
     "devices gpus=0,x": "gpus=0,x: ",
     "devices cases=1b-64k-4 gpus=0": "4 GPUs",
@@ -51,7 +52,7 @@ def test_a_mistake_writes_nothing(name: str, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("name", ["attention", "context", "memory", "tune"])
+@pytest.mark.parametrize("name", ["attention", "caps", "context", "memory", "tune"])
 def test_no_gpu_is_refused(name: str, refused: Callable[[int, str], str]) -> None:
     refused(main([name]), "no CUDA GPU")
 
