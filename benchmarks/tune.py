@@ -50,7 +50,7 @@ class Options:
         ("portable", "hopper"), "portable | hopper, where it runs", choices=("portable", "hopper")
     )
     head_sizes: tuple[int, ...] = key(
-        (64, 128), "head sizes; a table serves up to the next power of two", between=(16, 256)
+        (64, 128), "head sizes; a table serves up to the next power of two", between=(16, 512)
     )
     lengths: tuple[int, ...] = key(
         (4096, 16384),

@@ -65,7 +65,7 @@ if ON_GPU:
     GRID += [Case(2, 799, 799, Hq=4, Hkv=2, mask="documents"), Case(1, 1023, 1023, window=100)]
 FREE = [Case(2, 39, 47, mask="intervals"), Case(1, 129, 65, Hq=4, Hkv=2, mask="intervals")]
 FREE = FREE if ON_GPU else FREE[:1]
-HEAD_SIZES = [Case(1, 33 * SIZE, 33 * SIZE, D=D) for D in (16, 24, 64, 80, 96, 128, 192, 256)]
+HEAD_SIZES = [Case(1, 33 * SIZE, 33 * SIZE, D=D) for D in (16, 24, 64, 80, 96, 128, 192, 256, 512)]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

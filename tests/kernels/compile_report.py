@@ -1,6 +1,6 @@
-"""Compile kernels for GPUs that need not be there, and print what the compiler says as JSON.
+"""Compile Hopper's kernels for a GPU that need not be there; print as JSON what the compiler says.
 
-    compile_report.py NAME ...     names of HOPPER, or architectures of launch.json
+    compile_report.py NAME ...     names of HOPPER
 
 A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run
 in Triton's interpreter.
@@ -23,10 +23,8 @@ from longctx.kernels.attention import (
     hopper_backward_wide,
     hopper_forward,
     hopper_primitives,
-    portable,
 )
 from longctx.kernels.attention.hopper_primitives import shared_layout
-from longctx.kernels.attention.launch import table
 
 # a cached kernel comes without what ptxas said of it
 triton.knobs.compilation.always_compile = True
@@ -131,56 +129,6 @@ def wide_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     return ptxas(hopper_backward_wide.wide_backward_kernel, constants, descriptors)
 
 
-def shipped(arch, capability, tma):
-    """Shared memory of the portable kernels with every launch config of `arch` for the usual head
-    sizes.
-    """
-    sizes = {}
-    kernels = {
-        "forward": portable.forward_kernel,
-        "dkv": portable.dkv_kernel,
-        "dq": portable.dq_kernel,
-    }
-    for name, kernel in kernels.items():
-        for head_dim in (64, 128, 256):
-            for BM, BN, warps, stages in table()[arch][name][str(head_dim)].values():
-                constants = dict(
-                    GROUP=1,
-                    D=head_dim,
-                    PAD=head_dim,
-                    BM=BM,
-                    BN=BN,
-                    STAGES=stages,
-                    TMA=tma,
-                    PRECISION="ieee",
-                    SOFTCAP=None,
-                )
-                rows = {"q": BM, "do": BM, "k": BN, "v": BN}
-                types = SCALARS | {"lse2": "*fp32", "delta": "*fp32"}
-                types |= dict.fromkeys(("out", "dq_out", "dk_out", "dv_out"), "*bf16")
-                types |= {
-                    x: f"tensordesc<bf16[{n}, {head_dim}]>" if tma else "*bf16"
-                    for x, n in rows.items()
-                }
-                signature = {
-                    x: "constexpr"
-                    if x in constants
-                    else types.get(x) or ("fp32" if x.startswith("scale") else "i32")
-                    for x in kernel.arg_names
-                }
-                aligned = {
-                    (i,): [["tt.divisibility", 16]]
-                    for i, x in enumerate(kernel.arg_names)
-                    if signature[x].startswith("*")
-                    or (x.startswith("stride_") and x != "stride_ib")
-                }
-                source = ASTSource(kernel, signature, constants, aligned)
-                compiled, _ = build(source, capability, num_warps=warps, num_stages=stages)
-                key = f"{arch} {name} {head_dim} {[BM, BN, warps, stages]}"
-                sizes[key] = compiled.metadata.shared
-    return sizes
-
-
 HOPPER = {
     f"{name} {head_dim}": (function, head_dim, options)
     for head_dim in (64, 128)
@@ -230,14 +178,10 @@ HOPPER |= {
     f"unpack {head_dim}": (unpack, head_dim, {"size": size})
     for head_dim, size in ((64, 64), (88, 96), (128, 128), (184, 192), (256, 256))
 }
-SHIPPED = {"any": (86, False), "sm90": (90, True)}  # architecture → capability, tensor maps
 
 if __name__ == "__main__":
     report = {}
     for name in sys.argv[1:]:
-        if name in SHIPPED:
-            report[name] = shipped(name, *SHIPPED[name])
-        else:
-            function, head_dim, options = HOPPER[name]
-            report[name] = function(head_dim, **options)
+        function, head_dim, options = HOPPER[name]
+        report[name] = function(head_dim, **options)
     json.dump(report, sys.stdout)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
     from torch import Tensor
 
-HEAD_SIZES = range(16, 257)  # that the Triton kernels compute
+HEAD_SIZES = range(16, 513)  # that the Triton kernels compute
 HOPPER_HEAD_SIZES = range(64, 257, 8)  # that Hopper's take, padded to the next of HOPPER_SIZES
 AMPERE_HEAD_SIZES = (64, 96, 128, 256)  # that the kernels for mma.sync take
 HOPPER_SIZES = (64, 96, 128, 192, 256)

@@ -3,11 +3,11 @@
 Nothing is timed at run time.
 
 launch.json maps architecture → kernel → head size (padded to a power of two) → shortest length →
-[BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory; "any-fp32" is for
-32-bit inputs. Measurements of `python -m benchmarks tune` on this very model of GPU go before
-it, for 16-bit inputs: the file that LONGCTX_LAUNCH names (empty: none), else
-~/.config/longctx/launch.json, in the same form with the GPU's name for the architecture. It may
-configure the Hopper kernels too.
+[BM, BN, warps, stages]. "any" fits every chip with 99 KiB of shared memory, and serves the sizes
+that another part lacks; "any-fp32" is for 32-bit inputs. Measurements of `python -m benchmarks
+tune` on this very model of GPU go before it, for 16-bit inputs: the file that LONGCTX_LAUNCH names
+(empty: none), else ~/.config/longctx/launch.json, in the same form with the GPU's name for the
+architecture. It may configure the Hopper kernels too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def rows_of(kernel: str, q: Tensor) -> dict[str, list[Any]]:
         rows: dict[str, list[Any]] | None = measured(_name(q.device)).get(kernel, {}).get(size)
         if rows is not None:
             return rows
-    return table()[architecture(q.device, q.element_size())][kernel][size]
+    shipped = table()
+    own = shipped[architecture(q.device, q.element_size())][kernel]
+    return own.get(size) or shipped["any"][kernel][size]
 
 
 @functools.cache
@@ -80,9 +82,10 @@ def architecture(device: torch.device, itemsize: int) -> str:
     """Return the part of the shipped table that serves `device`."""
     if itemsize == 4:
         return "any-fp32"
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    hopper = nvidia and torch.cuda.get_device_capability(device)[0] == 9
-    return "sm90" if hopper else "any"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "any"
+    capability = torch.cuda.get_device_capability(device)
+    return "sm90" if capability[0] == 9 else "sm80" if capability == (8, 0) else "any"
 
 
 @functools.cache

@@ -295,10 +295,10 @@ def _dkv_tile(
     k, v, dk, dv,
     q, q_row, q_col, do, do_row, do_col, lse2, delta,
     m0, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr,
+    D: tl.constexpr, PAD: tl.constexpr, BM: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return dk, dv of a tile of keys after one more tile of queries, from m0 on.
+    """Return dk, if DK, and dv, if DV, of a tile of keys after more queries, from m0 on.
 
     Scores are transposed, so that p and ds are register operands.
     """
@@ -319,13 +319,15 @@ def _dkv_tile(
         visible = (i[None, :] >= qfirst_j[:, None]) & (i[None, :] <= qlast_j[:, None])
         p = tl.where(visible, p + 0.0 * delta_i[None, :], 0.0)
     # dv += pᵀ·do, dk += dsᵀ·q
-    dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
-    ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
-    if SOFTCAP is not None:
-        ds *= slope
-    if MASKED:
-        ds = tl.where(visible, ds, 0.0)
-    dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
+    if DV:
+        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision=PRECISION)
+    if DK:
+        ds = p * (tl.dot(v, do_i.T, input_precision=PRECISION) - delta_i[None, :])
+        if SOFTCAP is not None:
+            ds *= slope
+        if MASKED:
+            ds = tl.where(visible, ds, 0.0)
+        dk = tl.dot(ds.to(qi.dtype), qi, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -339,7 +341,7 @@ def dkv_kernel(
     stride_ib,
     Tq, Tk, Hq, heads, l2_heads,
     GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv (B, Tk, Hkv, D) contiguous, for BN keys of one key-value head."""
@@ -375,7 +377,7 @@ def dkv_kernel(
                 kj, vj, dk, dv,
                 qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
                 t * BM, Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, TMA, PRECISION, SOFTCAP, False,
+                D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, False,
             )  # fmt: skip
 
         # masked tiles
@@ -385,13 +387,15 @@ def dkv_kernel(
                 qh, q_row, q_col, doh, do_row, do_col, lse2 + row, delta + row,
                 masked_tile(t, lo, full_lo, full_hi) * BM,
                 Tq, stride_qt, stride_gt, qfirst_j, qlast_j, scale_log2,
-                D, PAD, BM, TMA, PRECISION, SOFTCAP, True,
+                D, PAD, BM, DK, DV, TMA, PRECISION, SOFTCAP, True,
             )  # fmt: skip
 
     # epilogue
     offset = (b.to(tl.int64) * Tk * Hkv + hk) * D
-    _store(dv_out + offset, dv, n0, Tk, Hkv * D, D, PAD, BN)
-    _store(dk_out + offset, dk * scale, n0, Tk, Hkv * D, D, PAD, BN)
+    if DV:
+        _store(dv_out + offset, dv, n0, Tk, Hkv * D, D, PAD, BN)
+    if DK:
+        _store(dk_out + offset, dk * scale, n0, Tk, Hkv * D, D, PAD, BN)
 
 
 @triton.jit
@@ -520,14 +524,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     q, k, v, out, lse = saved
-    B, Tq, Hq, _ = q.shape
+    B, Tq, Hq, D = q.shape
     Tk, Hkv = k.shape[1:3]
     tma = _use_tma(q)
     q, k, v, do = (_addressable(x, tma) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, delta = preprocess(do, dlse, out, lse)
 
-    def launch(kernel, c, tiles, heads, l2_heads, outputs, ends):
+    def launch(kernel, c, tiles, heads, l2_heads, outputs, ends, **constants):
         operands = (q, c.BM), (k, c.BN), (v, c.BN), (do, c.BM)
         strides = *(n for x in (q, k, v, do) for n in strides_of(x)), batch_stride(ends[0])
         kernel[(tiles * heads,)](
@@ -536,13 +540,17 @@ def backward(
             *strides,
             *(Tq, Tk, Hq, heads, l2_heads),
             **_constants(q, k, c, tma, softcap),
+            **constants,
         )
 
     with on_device(q):
         # a program owns keys and goes over queries: it adds up dk and dv without atomics
         c, heads = launch_config("dkv", q, Tk), B * Hkv
         tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
-        launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), intervals[2:])
+        # the registers of a multiprocessor hold two sums of 256 channels, or one of 512
+        for DK, DV in ((True, True),) if D <= 256 else ((True, False), (False, True)):
+            ends = intervals[2:]
+            launch(dkv_kernel, c, tiles, heads, l2_heads, (dk, dv), ends, DK=DK, DV=DV)
 
         # a program owns queries and goes over keys: it adds up dq
         c, heads = launch_config("dq", q, Tk), B * Hq
@@ -578,7 +586,9 @@ def preprocess_into(
     scalars = *strides_of(out), *strides_of(do), Tq, Hq
     constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
     programs = triton.cdiv(Tq, ROW.value) * B * Hq
-    return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=4)
+    return first_launch(
+        delta_kernel, programs, (), pointers, scalars, constants, num_warps=4 if D <= 256 else 16
+    )
 
 
 def _constants(
