@@ -39,6 +39,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash-hopper": ("flash", {"kernel": "hopper"}),
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
     "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
+    "sdpa-efficient": ("", {}),  # of torch, causal, for heads of any size; no backend here
     "flex": ("flex", {}),
     **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
 }
@@ -247,12 +248,15 @@ def prepared(
     from longctx.attention import attention, kernels_run
 
     backend, extra = PEERS[name]
-    forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
+    if not backend:
+        forward = partial(memory_efficient, q, k, v, mask)
+    else:
+        forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
     strict = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
     try:
         out = forward()  # which decides what backward will run
-        ran = kernels_run()[backend]
+        ran = kernels_run()[backend] if backend else "torch memory-efficient"
     finally:
         torch.use_deterministic_algorithms(strict)
     backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
@@ -260,6 +264,20 @@ def prepared(
     if q.is_cuda:
         torch.cuda.synchronize()
     return ran, forward, backward
+
+
+def memory_efficient(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Return attention by torch's memory-efficient kernels; ValueError but for plain causal."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if mask.kind != "causal" or mask.window is not None:
+        raise ValueError("sdpa-efficient is for masks=causal")
+    group = q.shape[2] // k.shape[2]  # it takes no groups of heads
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v)) if group > 1 else (k, v)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def failure(error: Exception) -> str:
