@@ -1,15 +1,20 @@
 """What tests of several processes share: starting them, alone or by torchrun, and finding them."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Of processes that a test starts: the repository before what the tests themselves were given.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+TOGETHER = ROOT / "tests" / "training" / "together.py"
 
 
 def run_on(ranks: int, script: Path, *arguments: object) -> None:
@@ -24,6 +29,31 @@ def run_on(ranks: int, script: Path, *arguments: object) -> None:
         text=True,
     )
     assert process.returncode == 0, process.stderr[-4000:]
+
+
+def train_together(ranks: int, commands: Sequence[Sequence[str]], cwd: Path) -> None:
+    """Train each of `commands` on the same processes, one after another; all must succeed."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in commands]
+        ports = [server.getsockname()[1] for server in servers]
+    runs = json.dumps(list(zip(ports, commands, strict=True)))
+    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
+    processes = []
+    for rank in range(ranks):
+        variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(TOGETHER), runs],
+                cwd=cwd,
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    ends = [(process.communicate()[1], process.returncode) for process in processes]
+    assert all(code == 0 for _, code in ends), ends
 
 
 def finished(

@@ -40,6 +40,12 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [path for path in paths if not (page.parent / path).exists()] == []
 
 
+def test_faults_name_files_that_exist() -> None:
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "tests" / "README.md").read_text())
+    paths = [ROOT / "tests" / name for name in named if not name.startswith(("longctx", "docs"))]
+    assert [path for path in paths if not path.exists()] == []
+
+
 def test_forms_and_workflows_are_those_of_github() -> None:
     for form in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir():
         body = yaml.safe_load(form.read_text())["body"]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ ABSENT = Path(__file__).parent / "absent.py"
 HERE = Arrival(0, 100, "node1", 0, "cuda", 2, "2.13.0", "")
 OverridesIn = Callable[..., list[str]]
 Processes = list[subprocess.Popen[str]]
+# train.py, whose processes wait 2 s for the exit of one that does not answer
+IMPATIENT = """
+import sys, train
+from longctx.parallel import launch, mesh
+launch.EXIT = mesh.EXIT = 2.0
+sys.exit(train.main(sys.argv[1:]))
+"""
 VICTIMS = ["rank 1", "rank 0", "data worker"]
 
 
@@ -189,15 +196,19 @@ def test_a_lost_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
 
 @contextmanager
 def running(
-    overrides_in: OverridesIn, base: Path, nodes: int = 0, **changes: Any
+    overrides_in: OverridesIn,
+    base: Path,
+    nodes: int = 0,
+    program: Sequence[str] = (str(SCRIPT),),
+    **changes: Any,
 ) -> Iterator[Processes]:
     """Yield a run of two processes in base/runs/r after its first step: that of torchrun on each of
     `nodes`, or our own.
     """
     shape: dict[str, Any] = {"name": "r", "max_steps": 100_000, "accumulate": 1, "workers": 1}
     shape |= {} if nodes else {"devices": 2}
-    command = [str(SCRIPT), *overrides_in(base / "runs", **shape | changes)]
-    seconds = {"LONGCTX_COLLECTIVE_SECONDS": "20"}
+    command = [*program, *overrides_in(base / "runs", **shape | changes)]
+    seconds = {"LONGCTX_COLLECTIVE_SECONDS": "10"}
     launchers = torchrun(nodes) if nodes else [[]]
     processes = [begin([*launcher, *command], base, **seconds) for launcher in launchers]
     try:
@@ -248,7 +259,7 @@ def test_a_killed_process_ends_the_run_with_one_line(
 def test_a_stopped_process_ends_the_run_in_time(overrides_in: OverridesIn, tmp_path: Path) -> None:
     """A run of which all processes are stopped goes on; one stops when a collective times out."""
     folder = tmp_path / "runs" / "r"
-    with running(overrides_in, tmp_path) as [process]:
+    with running(overrides_in, tmp_path, program=("-c", IMPATIENT)) as [process]:
         os.killpg(process.pid, signal.SIGSTOP)
         while any(state_of(pid) != "T" for pid in [process.pid, *descendants(process.pid)]):
             time.sleep(0.01)

@@ -3,8 +3,6 @@ also of a model that transformers computes, and with several processes.
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from longctx import cli, files
 from longctx.config.parts import BASES
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
+from tests.processes import train_together
 from tests.training.initial.conftest import saved_model
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
 
@@ -101,20 +100,19 @@ def test_transformers_computes_with_it(tuned: Trained, tmp_path: Path) -> None:
     assert all(x.dtype == torch.bfloat16 for x in written.parameters())
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
-def test_several_processes_train_the_same(
-    tuned: Trained, start: Overrides, tmp_path: Path, strategy: str
-) -> None:
-    steps = LORA | {"lora__base": "nf4", "accumulate": 2, "batch_size": 1}
-    one = tuned("one", **steps)
-    keys = steps | {"accumulate": 1, "devices": 2, "strategy": strategy, "name": "two"}
-    command = [sys.executable, "train.py", *start(**keys)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    two = one.with_name("two")
-    for (name, x), y in zip(weights(one).items(), weights(two).values(), strict=True):
-        if x.dtype == torch.uint8:
-            assert torch.equal(x, y), name
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
+def test_several_processes_train_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
+    steps = LORA | {"lora__base": "nf4", "batch_size": 1}
+    one = weights(tuned("one", accumulate=2, **steps))
+    strategies = ("ddp", "fsdp")
+    train_together(
+        2, [start(name=x, strategy=x, accumulate=1, **steps) for x in strategies], tmp_path
+    )
+    for strategy in strategies:
+        two = weights(tmp_path / "runs" / strategy)
+        for (name, x), y in zip(one.items(), two.values(), strict=True):
+            if x.dtype == torch.uint8:
+                assert torch.equal(x, y), (strategy, name)
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
 
 
 def test_it_is_refused_where_it_cannot_be(

@@ -15,7 +15,7 @@ from longctx.cli import main as longctx
 from longctx.data import tokenizer as bpe
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file
-from tests.processes import ROOT, finished
+from tests.processes import train_together
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses
 
 
@@ -71,26 +71,20 @@ def test_it_is_evaluated_samples_and_is_exported(
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"strategy": "fsdp", "memory": "balanced"},
-        {"context": 2},
-        {"context": 2, "context__method": "allgather"},
-        {"lora__rank": 2, "strategy": "fsdp"},
-    ],
-    ids=["fsdp", "ulysses", "allgather", "lora"],
-)
-def test_two_processes_compute_the_same(
-    tuned: Trained, start: Overrides, tmp_path: Path, changes: dict[str, object]
-) -> None:
-    common = {"max_steps": 3, "lora__rank": changes.get("lora__rank")}
-    alone = tuned("alone", **common)
-    size = 2 if "context" in changes else 1
-    words = start(**common | changes, devices=2, batch_size=size, name="both", runs=tmp_path)
-    process = finished(ROOT / "train.py", words, tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert losses(tmp_path / "both") == pytest.approx(losses(alone), rel=1e-5)
+def test_two_processes_compute_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
+    layouts: dict[str, dict[str, object]] = {
+        "fsdp": {"strategy": "fsdp", "memory": "balanced", "batch_size": 1},
+        "ulysses": {"context": 2},
+        "allgather": {"context": 2, "context__method": "allgather"},
+        "lora": {"lora__rank": 2, "strategy": "fsdp", "batch_size": 1},
+    }
+    train_together(
+        2, [start(name=name, max_steps=3, **keys) for name, keys in layouts.items()], tmp_path
+    )
+    alone = {rank: tuned(f"rank-{rank}", max_steps=3, lora__rank=rank) for rank in (None, 2)}
+    for name, keys in layouts.items():
+        expected = losses(alone[keys.get("lora__rank")])
+        assert losses(tmp_path / "runs" / name) == pytest.approx(expected, rel=1e-5), name
 
 
 def test_a_family_of_ours_may_be_left_to_transformers(

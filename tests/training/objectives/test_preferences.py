@@ -1,8 +1,6 @@
 """Runs that learn preferences: one process and several, resumed, by LoRA, and what is refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import train
 from longctx import files
 from longctx.data.cache import described
 from longctx.runs import metrics_file, run_folder
+from tests.processes import train_together
 from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses, steps
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
@@ -52,37 +51,34 @@ def test_a_run_learns_and_resumes_exactly(objective: str, rows: Path, tuned: Tra
     check_equal_weights(straight, cut)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"context__degree": 2},
-        pytest.param({"strategy": "fsdp", "accumulate": 1}, marks=pytest.mark.slow),
-        pytest.param({"strategy": "ddp", "accumulate": 1}, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one(
-    objective: str,
-    layout: dict[str, Any],
-    rows: Path,
-    tuned: Trained,
-    start: Overrides,
+    rows: Path, tuned: Trained, start: Overrides, tmp_path: Path
 ) -> None:
-    keys = keys_of(objective, rows)
     # KTO's mean of unrelated answers is over the micro-batches of all ranks
-    keys |= {"accumulate": 1} if objective == "kto" and "strategy" not in layout else {}
-    if objective == "kto" and "strategy" in layout:
-        keys |= {"batch_size": 4, "accumulate": 1}
-        layout = layout | {"batch_size": 2}
-    one = tuned("one", **keys)
-    command = [sys.executable, "train.py", *start(**keys | layout, devices=2, name="two")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    two = one.with_name("two")
-    for here, there in zip(steps(one), steps(two), strict=True):
-        for key in FIGURES:
-            assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-5), key
-    for here, there in zip(validations(one), validations(two), strict=True):
-        assert there["val_loss"] == pytest.approx(here["val_loss"], rel=1e-4)
+    shapes: dict[str, dict[str, Any]] = {
+        "dpo": keys_of("dpo", rows),
+        "kto": keys_of("kto", rows) | {"accumulate": 1},
+        "kto-ranks": keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1},
+    }
+    sharded = {"strategy": "fsdp", "accumulate": 1}
+    runs: dict[str, tuple[str, dict[str, Any]]] = {
+        "dpo-context": ("dpo", {"context__degree": 2}),
+        "dpo-fsdp": ("dpo", sharded),
+        "kto-context": ("kto", {"context__degree": 2}),
+        "kto-ddp": ("kto-ranks", {"strategy": "ddp", "batch_size": 2}),
+    }
+    commands = [
+        start(**shapes[shape] | layout, name=name) for name, (shape, layout) in runs.items()
+    ]
+    train_together(2, commands, tmp_path)
+    alone = {shape: tuned(shape, **keys) for shape, keys in shapes.items()}
+    for name, (shape, _) in runs.items():
+        one, two = alone[shape], tmp_path / "runs" / name
+        for here, there in zip(steps(one), steps(two), strict=True):
+            for key in FIGURES:
+                assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-5), (name, key)
+        for here, there in zip(validations(one), validations(two), strict=True):
+            assert there["val_loss"] == pytest.approx(here["val_loss"], rel=1e-4), name
 
 
 def test_lora_off_is_the_cached_reference(rows: Path, tuned: Trained) -> None:
