@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longctx
 from longctx import cli
 from longctx.runs import metrics_file
+from tests.model.families import parity
 from tests.processes import PYTHONPATH, ROOT
 
 
@@ -101,6 +105,40 @@ def test_commands_of_the_tutorial_run_in_order(
     assert (tmp_path / "compare.html").is_file()
     assert "def forward(self" in written["generate"]
     assert (tmp_path / "my-model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow  # 10 s: a run and an evaluation
+def test_pdfs_become_a_model_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (tmp_path / "pdfs" / "deeper").mkdir(parents=True)
+    for name in list(topics)[:12]:
+        page = Figure((8, 12))
+        page.text(0, 0.1, topics[name].replace("$", "")[:4000], family="monospace")
+        page.savefig(tmp_path / "pdfs" / "deeper" / f"{name}.pdf")
+    Figure().savefig(tmp_path / "pdfs" / "scanned.pdf")
+    (code,) = blocks("pdf-to-server.md", "python")
+    exec(compile(code, "docs/pdf-to-server.md", "exec"), {})
+    config = LlamaConfig(**parity.SIZES, **parity.SPECIAL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "Qwen" / "Qwen3-1.7B")
+    parity.write_tokenizer(tmp_path / "Qwen" / "Qwen3-1.7B")
+
+    small = ["device=cpu", "seq_len=512"]
+    written = []
+    for command, *arguments in commands("pdf-to-server.md"):
+        words = [word for word in arguments if not word.startswith("seq_len")]
+        words += ["max_steps=2", "workers=0"] if command == "train" else []
+        words += [] if command == "export" else small
+        assert cli.main([command, *words]) == 0, f"{words}\n{capsys.readouterr().err}"
+        written.append(capsys.readouterr().out)
+    assert "nothing is trained" in written[0]
+    assert (tmp_path / "manuals-model" / "model.safetensors").is_file()
+    rows = map(json.loads, (tmp_path / "pdfs.jsonl").read_text().splitlines())
+    texts = {Path(row["file"]).stem: row["text"] for row in rows}
+    assert texts["scanned"] == "" and "AssertionError" in texts["assert"]
 
 
 TINY = [
