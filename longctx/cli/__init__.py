@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import longctx
 from longctx import files, plugins, system
-from longctx.attention.description import AttentionConfig
+from longctx.attention.description import AUTO, AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
 from longctx.config import fields, presets
@@ -368,7 +368,7 @@ def _plan(argv: list[str]) -> None:
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
     attention = request.overrides.get("attention")
-    backends = chosen.backends if attention is None else (attention,)
+    backends = chosen.backends if attention in (None, AUTO) else (attention,)
     from longctx.planner.overview import run
 
     run(chosen, {backend: with_backend(request, backend) for backend in backends})

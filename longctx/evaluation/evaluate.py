@@ -17,7 +17,7 @@ import torch
 
 from longctx import files
 from longctx.attention import kernels_run
-from longctx.attention.description import AttentionConfig
+from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest, default_lengths
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.forward_memory import choose_strategy, largest_forward, text_lengths
@@ -27,6 +27,7 @@ from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import stride_of
 from longctx.parallel.devices import (
     check_attention,
+    choose_attention,
     dtype_of,
     is_out_of_memory,
     this_machine,
@@ -164,6 +165,12 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             transformers_model.prove(*proof, packing=False)
             packs = False
             print("each document has a sequence of its own: this model's layers would mix them")
+    if config.attention.backend == AUTO:
+        length = config.seq_len or model.seq_len
+        chosen, line = choose_attention(config, model.model, device, machine, length)
+        config = replace(config, attention=chosen)
+        request = request._replace(config=config)
+        print(line)
     check_attention(config, model.model, device)
     # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)
@@ -199,6 +206,7 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
             "precision": setup.precision,
             "strategy": setup.strategy,
             "heads": setup.model.model.heads,
+            "attention": asdict(setup.config.attention),
         }
     decided = parallel.broadcast(decided)
     config = request.config
@@ -206,12 +214,13 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
     assert isinstance(degree, int)
     method = config.context.method_for(decided["heads"])
     data_ranks = config.devices // degree
-    layout = Layout(decided["strategy"], data_ranks, degree, method, config.attention)
+    attention = AttentionConfig(**decided["attention"])
+    layout = Layout(decided["strategy"], data_ranks, degree, method, attention)
     parallel.init_mesh(layout)
     dtype = dtype_of(decided["precision"])
     model = build_model(
         Path(decided["file"]),
-        config.attention,
+        attention,
         parallel.device,
         dtype,
         lambda model: parallel.shard(model, cast=False),

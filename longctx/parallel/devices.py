@@ -16,13 +16,15 @@ import torch
 from longctx import attention
 from longctx.attention import Mask
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
+from longctx.config import presets
 from longctx.config.command_config import SampleConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
+from longctx.config.parallel_config import ContextConfig
 from longctx.config.train_config import TrainConfig
-from longctx.planner import hardware
+from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import precision_of
+from longctx.planner.workload import precision_of, with_vocabulary, workload_of
 
 
 def this_machine() -> Machine:
@@ -83,6 +85,33 @@ def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: st
             check_attention(replace(config, attention=AttentionConfig(name)), model, device)
             able.append(name)
     return able
+
+
+def choose_attention(
+    config: TrainConfig | EvalConfig, model: GPTConfig, device: str, machine: Machine, seq_len: int
+) -> tuple[AttentionConfig, str]:
+    """Return the backend for attention=auto, and a line that tells which and why.
+
+    It is the fastest that computes `config` exactly on `device`: predicted for a GPU, as measured
+    on a CPU. An evaluation is taken for training at the same length.
+    """
+    able = able_backends(config, model, device)
+    if device == "cpu" or machine.gpu is None:
+        name = max(able, key=lambda name: DESCRIPTIONS[name].on_cpu)
+        reason = "the fastest on a CPU that computes this exactly"
+    else:
+        training = TrainConfig(precision=config.precision)
+        if isinstance(config, TrainConfig):
+            training = config
+        # Layouts are still open, and attention is divided alike in each
+        training = replace(training, attention=AttentionConfig(), context=ContextConfig())
+        step = workload_of(training, device, seq_len, model)
+        step = with_vocabulary(step, training.data.vocab_size)
+        merge = training.batch_size is None and training.accumulate is None
+        step = fitting.decide(step, machine.gpu, machine.host_memory, merge)
+        name, reason = fitting.fastest_backend(step, able, machine.gpu)
+    chosen = AttentionConfig(**presets.read("attention", name))
+    return chosen, f"attention=auto: {name}, {reason}"
 
 
 @contextmanager

@@ -7,10 +7,10 @@ computation that hides them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from longctx.attention.description import AttentionConfig
+from longctx.attention.description import AttentionConfig, capturable_backends
 from longctx.config.memory_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW
 from longctx.planner import links, optimizer_cost
@@ -180,16 +180,38 @@ def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> s
     own = seconds(workload, chip)
     if own is None:
         return ""
-    times = {
-        name: time.total
-        for name in backends
-        if (time := seconds(replace(workload, attention=AttentionConfig(name)), chip))
-    }
+    times = backend_seconds(workload, backends, chip)
     name = min(times, key=times.__getitem__, default="")
     if not name or own.total < CLEARLY_FASTER * times[name]:
         return ""
     share = own.total / times[name] - 1
     return f"attention={name} is predicted {share:.0%} faster on this GPU"
+
+
+def backend_seconds(workload: Workload, backends: Iterable[str], chip: Chip) -> dict[str, float]:
+    """Return the predicted time of a step with each of `backends`; none for an unknown chip."""
+    return {
+        name: time.total
+        for name in backends
+        if (time := seconds(replace(workload, attention=AttentionConfig(name)), chip))
+    }
+
+
+def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> tuple[str, str]:
+    """Return the one of `backends` that is predicted fastest for `workload`, and why."""
+    # Graphs save the time of launches, which is not in the prediction
+    on = chip.name
+    if replace(workload, attention=AttentionConfig()).captured:
+        backends = [name for name in backends if name in capturable_backends()] or backends
+        on += " in CUDA graphs"
+    times = backend_seconds(workload, backends, chip)
+    if not times:
+        return backends[0], f"since nothing is predicted for {chip.name}"
+    name, *slower = sorted(times, key=times.__getitem__)
+    if not slower:
+        return name, f"the only one for this step on {on}"
+    share = times[slower[0]] / times[name] - 1
+    return name, f"predicted {share:.0%} faster than {slower[0]} on {on}"
 
 
 @dataclass(frozen=True)

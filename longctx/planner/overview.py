@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longctx.attention.description import AttentionConfig
+from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, layouts
@@ -64,6 +64,10 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     rows = [row(backend, config, chip, host) for backend, config in configs]
     layout = f" on {configs[0][1].devices:,} GPUs" if configs[0][1].devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
+
+    if len(requests) > 1:
+        name, reason = fitting.fastest_backend(configs[0][1], list(requests), chip)
+        print(f"attention=auto: {name}, {reason}\n")
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
     rows = [longest(backend, config, chip, host) for backend, config in configs]
@@ -158,6 +162,8 @@ def without_data(request: TrainConfig, device: str) -> Workload:
         raise ValueError(f"resume={request.resume}: nothing is resumed here; give init= instead")
     if isinstance(request.context.degree, str):
         raise ValueError("context=auto: a run chooses that; here give a number")
+    if request.attention.backend == AUTO:
+        raise ValueError("attention=auto: a run chooses that; here name a backend")
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     request.check_fp8(request.model)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from longctx.attention.description import AUTO
 from longctx.config import presets
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
@@ -23,7 +24,12 @@ from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import Data, load, sources
 from longctx.model import packed
 from longctx.model.context_extension import extended
-from longctx.parallel.devices import able_backends, check_attention, choose_device
+from longctx.parallel.devices import (
+    able_backends,
+    check_attention,
+    choose_attention,
+    choose_device,
+)
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
@@ -70,7 +76,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     a remedy, for whatever is wrong with the request.
     """
     # Machine → model → layouts → length
-    choice = choose_model(request, choose_device(request.config, machine))
+    choice = choose_model(request, choose_device(request.config, machine), machine, say)
     seq_len = choose_length(choice, machine, say)
     choice = stretched(choice, seq_len)
     is_probed = choice.config.seq_len == "max"
@@ -98,12 +104,14 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     if run.config.resume:
         return resume.continued(run)
     choices = request.choices | {"model": choice.model_name}
+    if choices["attention"] == AUTO:
+        choices["attention"] = choice.config.attention.backend
     return begun(run, choices, request.overrides)
 
 
-def choose_model(request: Request[TrainConfig], device: str) -> Choice:
-    """Choose the model: a preset, the weights of a folder, or the model of a resumed run; and the
-    layouts that are open to it.
+def choose_model(request: Request[TrainConfig], device: str, machine: Machine, say: Say) -> Choice:
+    """Choose the model: a preset, the weights of a folder, or the model of a resumed run; the
+    backend of attention=auto; and the layouts that are open to them.
     """
     config, overrides = request.config, request.overrides
     model, name = config.model, request.choices.get("model", "")
@@ -138,6 +146,11 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     config.lora.check_base(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
+    if config.attention.backend == AUTO:
+        length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
+        chosen, line = choose_attention(config, model, device, machine, length)
+        config = replace(config, attention=chosen)
+        say(line)
     check_attention(config, model, device)
     open_layouts = layouts.each(config, model)
     if config.resume:

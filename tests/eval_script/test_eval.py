@@ -86,15 +86,16 @@ def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> No
     file = run / "checkpoints" / "last.ckpt"
     file.symlink_to(run_folder.checkpoint_path(run, 3).name)
     scores = {}
-    for attention in ("naive", "flash"):
+    for attention in ("naive", "flash", "auto"):
         overrides = ["seq_len=200", "stride=50", "split=train", "documents=4"]
         content, output = evaluate(*overrides, f"attention={attention}", checkpoint=file)
         assert "seq_len=200" in output
         assert content["checkpoint"].endswith("step-00000003.ckpt")
         assert (content["context"], content["stride"]) == (200, 50)
         assert len(content["documents"]) == 4
+        assert content["attention"] == attention.replace("auto", "sdpa")
         scores[attention] = content["total"]["nats"]
-    assert scores["naive"] == pytest.approx(scores["flash"], rel=1e-5)
+    assert list(scores.values()) == pytest.approx([scores["naive"]] * 3, rel=1e-5)
 
 
 OWN_TEXT = ["data=text", "data.path={docs}"]

@@ -1,5 +1,6 @@
 """What is decided about a run, on machines of which only the description exists."""
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -121,9 +122,55 @@ def test_fp8_is_refused_for_sizes_that_do_not_fit(
 def test_model_auto_is_the_preset_of_the_device() -> None:
     request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
-        choice = resolve.choose_model(request, device)
+        choice = resolve.choose_model(request, device, H200, say=print)
         assert (choice.model.layers, choice.model.channels) == (3, channels)
         assert choice.source.endswith("(model=auto)")
+
+
+WIDE = ["model=1b", "model.head_dim=128", "model.heads=16", "seq_len=32768"]
+NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "backend"),
+    [
+        (WIDE, "H200", "flash"),
+        (WIDE, "A100", "flash"),
+        (NARROW, "RTX 4090", "sdpa"),
+        ([*NARROW, "precision=fp32"], "RTX 4090", "flash"),
+        (["model=124m", "seq_len=1024", "batch_size=4"], "A100", "flash"),
+        ([*NARROW, "graphs=true"], "RTX 4090", "flash"),
+        (NARROW, "Toaster", "flash"),
+        (["model=1b", "seq_len=max"], "L40S", "flash"),
+        (["model=tiny"], None, "sdpa"),
+        (["model=tiny", "model.softcap=30"], None, "flash"),
+    ],
+)
+def test_attention_auto_is_the_fastest_exact_one(
+    overrides: list[str], gpu: str | None, backend: str
+) -> None:
+    request = cli.compose("train", ["attention=auto", *overrides])
+    machine = CPU if gpu is None else replace(H200, gpu=hardware.chip(gpu, 79 * GIB))
+    lines: list[str] = []
+    device = "cpu" if gpu is None else "cuda"
+    choice = resolve.choose_model(request, device, machine, lines.append)
+    as_typed = cli.compose("train", [f"attention={backend}"]).config.attention
+    assert choice.config.attention == as_typed
+    assert all(layout.attention == as_typed for layout in choice.layouts)
+    (line,) = lines
+    assert line.startswith(f"attention=auto: {backend}, ")
+
+
+def test_the_word_for_attention_auto_is_written_down(overrides: Overrides, tmp_path: Path) -> None:
+    assert train.main(overrides(attention="auto", max_steps=2)) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("tiny-sdpa-64")
+    assert run_folder.read_config(folder)["attention.backend"] == "sdpa"
+    assert json.loads((folder / "kernel.lock.json").read_text())["backend"] == "sdpa"
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+    assert run_folder.read_config(folder)["attention.backend"] == "sdpa"
+    with pytest.raises(ValueError, match="not an option of auto"):
+        cli.compose("train", ["attention=auto", "attention.options.kernel=portable"])
 
 
 HOST_OF_EIGHT = 1536 * GIB
