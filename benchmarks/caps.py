@@ -61,14 +61,18 @@ def run(options: Options, command: str) -> None:
         raise ValueError("caps: measures a GPU's memory, and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
     rows: list[Row] = []
-    result: Row = {"command": command, **machine(), "options": asdict(options), "rows": rows}
+    # By a child: torch would take memory of the GPU for this process
+    with child() as pool:
+        about = pool.submit(machine).result()
+    result: Row = {"command": command, **about, "options": asdict(options), "rows": rows}
     end = time.monotonic() + 60 * options.minutes
-    # From the driver: torch would take memory of the GPU for this process
     there = hardware.here()
     assert there is not None
     room = Room(there.memory)
-    with ThreadPoolExecutor(options.parallel) as pool:
-        for row in pool.map(lambda each: point(*each, options.steps, end, room), points(options)):
+    with ThreadPoolExecutor(options.parallel) as threads:
+        for row in threads.map(
+            lambda each: point(*each, options.steps, end, room), points(options)
+        ):
             rows += [row] if row else []
             write_json(Path(f"{options.out}.json"), result)
     grid("Steps under caps", SHOWN, [row | {"off": off(row["error"])} for row in rows])
@@ -85,7 +89,8 @@ def points(options: Options) -> list[tuple[cards.Case, int, Workload]]:
 def points_under(cap: int, options: Options) -> Iterator[tuple[cards.Case, int, Workload]]:
     """Yield the points of a cap: an 8b model by LoRA, on nf4 under the smallest."""
     way = "LoRA on nf4" if cap == min(cards.CARDS) else "LoRA"
-    for case in cards.CASES:
+    # The models that take longest come first: time may run short
+    for case in reversed(cards.CASES):
         if case.model not in options.models or (case.model == "8b" and case.way != way):
             continue
         if (step := cards.longest_step(case, cap)) is not None:
@@ -98,14 +103,13 @@ def point(
     """Return prediction and measurement of a step; None if the clock is past `end`."""
     gib = hardware.CHIPS[cards.CARDS[cap]].memory - OF_CUDA
     training = replace(cards.run_of(case), workload=step, val_rows=1)
-    spawn = multiprocessing.get_context("spawn")
     with room.reserved(gib * GIB + CONTEXT):
         began = time.monotonic()
         if began > end:
             print(f"left out: {case.name} under {cap} GB; give more minutes=", flush=True)
             return None
         # A child process: compiled code of earlier points would keep memory of theirs
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        with child() as pool:
             row = answered(pool, training, steps, gib)
     predicted = predict(step)
     measured = row["measured_gib"]
@@ -119,6 +123,11 @@ def point(
     }
     print(f"{case.name} under {cap} GB: {off(row['error']) or row['failed']}", flush=True)
     return row
+
+
+def child() -> ProcessPoolExecutor:
+    """Return a process of its own, without anything of this one."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def answered(pool: ProcessPoolExecutor, training: Run, steps: int, gib: float) -> Row:
