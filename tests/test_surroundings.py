@@ -47,9 +47,9 @@ LONG = "t" * 100  # the path of a socket has at most 108 letters
 @pytest.mark.parametrize(
     ("surroundings", "workers", "variables"),
     [
-        (with_shared_memory("size=64k"), 2, {}),  # less than a step's batch
+        # less than a step's batch
+        (with_shared_memory("size=64k"), 2, {"TMPDIR": LONG}),
         (with_shared_memory("ro,size=64k"), 0, {}),
-        ([], 2, {"TMPDIR": LONG}),
         (STRANGER, 0, {"HOME": "."}),
     ],
 )

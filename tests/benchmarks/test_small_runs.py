@@ -29,7 +29,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
-    sizes = ["short=512", "long=1024", "layers=1", "channels=64", "vocab=512", "tokens=1024"]
+    sizes = ["short=256", "long=512", "layers=1", "channels=64", "vocab=512", "tokens=1024"]
     own = ["steps=2", "tune_steps=1", "documents=40", "samples=1", "device=cpu"]
     out = tmp_path / "out"
     assert main(["extension", *sizes, *own, f"path={texts}", f"out={out}"]) == 0
@@ -37,20 +37,20 @@ def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
     assert list(report["models"]) == ["as pretrained", "YaRN, not trained", "YaRN, fine-tuned"]
     for model in report["models"].values():
         grid = model["recall"]["passkey"]
-        assert (grid["lengths"], len(grid["depths"])) == ([512, 1024], 11)
+        assert (grid["lengths"], len(grid["depths"])) == ([256, 512], 11)
         assert model["by_position"][0]["first"] == 1
-    assert report["options"]["long"] == 1024
+    assert report["options"]["long"] == 512
     assert (out / "extension.png").read_bytes().startswith(PNG)
     rope = json.loads((out / "long" / "config.json").read_text())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 2.0)
-    assert rope["original_max_position_embeddings"] == 512
+    assert rope["original_max_position_embeddings"] == 256
     draw(report, tmp_path / "again.png")
     assert main(["extension", f"out={out}"]) == 2
-    given = [f"init={out / 'short'}", "lora=2", "long=1024", "tokens=1024", *own[1:]]
+    given = [f"init={out / 'short'}", "lora=2", "long=512", "tokens=1024", *own[1:]]
     again = tmp_path / "again"
     assert main(["extension", *given, f"path={texts}", f"out={again}"]) == 0
     report = json.loads((again / "extension.json").read_text())
-    assert report["options"]["short"] == 512 and "pretraining" not in report["seconds"]
+    assert report["options"]["short"] == 256 and "pretraining" not in report["seconds"]
     assert (again / "long" / "model.safetensors").exists()
 
 

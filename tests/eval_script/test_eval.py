@@ -23,11 +23,11 @@ from tests.written import write
 
 
 def test_heads_that_ranks_cannot_share_are_refused(run: Path) -> None:
-    keys = [f"checkpoint={run}", "devices=4", "context=4", "context.method=ulysses", "device=cpu"]
+    keys = [f"checkpoint={run}", "devices=3", "context=3", "context.method=ulysses", "device=cpu"]
     process = finished(SCRIPT, keys, ROOT, LONGCTX_ARRIVAL_SECONDS=500)
     assert process.returncode == 2
     errors = [line for line in process.stderr.splitlines() if "error: " in line]
-    assert len(errors) == 1 and errors[0].startswith("error: context=4")
+    assert len(errors) == 1 and errors[0].startswith("error: context=3")
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:

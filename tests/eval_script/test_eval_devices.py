@@ -82,15 +82,6 @@ def flat(content: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_mistake_on_several_ranks_is_one_line(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    overrides = ["data=text", f"data.path={tmp_path / 'empty.jsonl'}", "devices=2"]
-    process = on_devices(run, *overrides)
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None:
     words = [f"checkpoint={run}", "device=cpu", "devices=2", "documents=2"]
     process = finished(MARKED, words, tmp_path, MARKS=tmp_path, FULL=1)

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("several_devices.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases", "seed"), [(2, 12, 0), (4, 10, 1000)])
+@pytest.mark.parametrize(("ranks", "cases", "seed"), [(2, 8, 0), (4, 6, 1000)])
 def test_several_devices_score_as_one(ranks: int, cases: int, seed: int, tmp_path: Path) -> None:
     run_on(ranks, SCRIPT, cases, seed, tmp_path)
     results = json.loads((tmp_path / "differences.json").read_text())

@@ -51,4 +51,7 @@ def test_heads_of_512_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CARDS)
 def test_every_head_size_fits(target: str) -> None:
-    check_fits(target, *(SIZES if target != "gfx1100" else SIZES[:1]))
+    # the portable kernels take the tiles of 128 channels for 96
+    portable = [size for size in SIZES if size != "96"]
+    sizes = SIZES if target in AMPERE else portable
+    check_fits(target, *(sizes if target != "gfx1100" else SIZES[:1]))

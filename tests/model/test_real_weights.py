@@ -51,7 +51,8 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
     assert ids[0].tolist() == AutoTokenizer.from_pretrained(folder)(PROSE[0])["input_ids"][:640]
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     expected = theirs.eval()(ids).logits
-    for by_transformers in ("never", "always"):
+    # Gemma's windows by transformers: see test_transformers.py, with small weights
+    for by_transformers in ("never", "always") if "smollm2" in folder.name else ("never",):
         with torch.device("meta"):
             model = build(read_config(folder, by_transformers), "flash")
         load_weights(model.to_empty(device="cpu"), folder)
@@ -62,14 +63,14 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "chat"),
-    [("smollm2", False), ("smollm2", True), ("gemma3", False)],
+    [("smollm2", True), ("gemma3", False)],
     indirect=["folder"],
 )
 def test_greedy_text_is_that_of_transformers(
     folder: Path, chat: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompt = "The sun is"
-    words = [f"prompt={prompt}", f"chat={chat}".lower(), "max_new_tokens=48", "temperature=0"]
+    words = [f"prompt={prompt}", f"chat={chat}".lower(), "max_new_tokens=24", "temperature=0"]
     assert cli.main(["generate", str(folder), "device=cpu", *words]) == 0
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = prompt
@@ -78,16 +79,16 @@ def test_greedy_text_is_that_of_transformers(
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = model.generate(ids, do_sample=False, max_new_tokens=48)[0, ids.shape[1] :]
-    assert len(tokens) == 48
+    tokens = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
+    assert len(tokens) == 24
     shown = "" if chat else prompt
     assert capfd.readouterr().out == f"{shown}{tokenizer.decode(tokens)}\n"
 
 
 def results(folder: Path, tmp_path: Path, *words: str, documents: int = 3) -> dict:
-    """Return the JSON of an evaluation on PROSE, a little more than 2,048 tokens of each."""
+    """Return the JSON of an evaluation on PROSE, a little more than 1,024 tokens of each."""
     (tmp_path / "prose.jsonl").write_text(
-        "".join(json.dumps({"text": text[:9600]}) + "\n" for text in PROSE[:documents])
+        "".join(json.dumps({"text": text[:4800]}) + "\n" for text in PROSE[:documents])
     )
     data = ["device=cpu", "data=text", f"data.path={tmp_path / 'prose.jsonl'}"]
     assert evaluate.main([f"checkpoint={folder}", *data, *words]) == 0
@@ -99,10 +100,10 @@ def test_perplexity_of_prose_falls_with_context(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["seq_len=4096", "contexts=[128,512,2048]"]
+    words = ["seq_len=2048", "contexts=[64,256,1024]"]
     content = results(folder, tmp_path, *words, documents=1)
     rows = content["by_context"]
-    assert [row["context"] for row in rows] == [128, 512, 2048]
+    assert [row["context"] for row in rows] == [64, 256, 1024]
     short, middle, long = (row["perplexity"] for row in rows)
     assert 40 > short > middle > long > 3 and short > 1.2 * long
 
@@ -112,6 +113,6 @@ def test_pass_keys_are_found_at_every_depth(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["passkey=true", "passkey.lengths=[1024]", "passkey.kinds=[passkey]"]
+    words = ["passkey=true", "passkey.lengths=[512]", "passkey.kinds=[passkey]"]
     found = results(folder, tmp_path, *words, "passkey.samples=1", "passkey.depths=[0,0.5,1]")
     assert found["kinds"]["passkey"]["accuracy"] == [[1.0, 1.0, 1.0]]

@@ -133,8 +133,8 @@ def test_processes_that_have_begun_end_with_a_mistake(
     [
         (2, 8, 0),
         pytest.param(1, 40, 1000, marks=pytest.mark.slow),
-        pytest.param(2, 100, 2000, marks=pytest.mark.slow),
-        pytest.param(4, 30, 3000, marks=pytest.mark.slow),
+        pytest.param(2, 60, 2000, marks=pytest.mark.slow),
+        pytest.param(4, 20, 3000, marks=pytest.mark.slow),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(

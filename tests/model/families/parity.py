@@ -224,7 +224,7 @@ class FamilyTests:
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.cases))
         if "seed" in metafunc.fixturenames:
-            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20)]
+            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]
             metafunc.parametrize("seed", [0, 1, *slow])
         if "rope" in metafunc.fixturenames:
             ropes = [
