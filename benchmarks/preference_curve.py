@@ -96,11 +96,7 @@ def questions(count: int) -> Iterator[tuple[str, str]]:
     """Yield `count` questions about paragraphs of the language reference and of the standard
     library's docstrings, each with an answer that quotes a sentence.
     """
-    pages = list(topics.values())
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        nodes = ast.walk(ast.parse(file.read_bytes()))
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-        pages += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
+    pages = [*topics.values(), *docstrings()]
     texts = (" ".join(part.split()) for page in pages for part in page.split("\n\n"))
     found = [text for text in dict.fromkeys(texts) if 180 < len(text) < 480]
     random.Random(1).shuffle(found)
@@ -113,6 +109,14 @@ def questions(count: int) -> Iterator[tuple[str, str]]:
             count -= 1
             _, term, quote = max(once)
             yield f"{text}\n\nWhat does this text say about “{term}”?", f"The text says: “{quote}”"
+
+
+def docstrings() -> Iterator[str]:
+    """Yield the docstrings of the standard library's modules."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        nodes = ast.walk(ast.parse(file.read_bytes()))
+        yield from (ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds))
 
 
 def message(role: str, content: str) -> list[dict[str, str]]:

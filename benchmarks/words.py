@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from longctx.training.run import Run
 
 BENCHMARKS = {
+    "demo": "a real model that reads beyond its length, before and after YaRN and LoRA",
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "card": "attention and steps with every backend, in five minutes: a file to send in",
     "cards": "docs/cards.md: what fits which card, predicted, beside the files that came in",

@@ -4,20 +4,17 @@ A test is skipped only if pip reaches no index. The converted folders stay in lo
 """
 
 import json
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eval as evaluate
 from benchmarks import real_weights
 from longctx import cli
-from longctx.data import DataConfig, Tokenizer
+from longctx.data import Tokenizer
 from longctx.model.gpt import build
 from longctx.model.huggingface import load_weights, read_config
 
@@ -29,19 +26,10 @@ pytestmark = pytest.mark.slow  # downloads 350 MB once; 4 minutes on 2 cores
 @pytest.fixture(params=["smollm2", "gemma3"])
 def folder(request: pytest.FixtureRequest) -> Path:
     """Return the Hugging Face folder of a model, downloaded and converted by the first test."""
-    cache = DataConfig().cache_folder() / "real-weights"
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = cache / f"{request.param}-{real_weights.RELEASES[request.param].sha256[:8]}"
-    with FileLock(f"{folder}.lock"), TemporaryDirectory(dir=cache) as parts:
-        if not folder.exists():
-            gguf, converted = Path(parts, "model.gguf"), Path(parts, "converted")
-            try:
-                real_weights.download(request.param, gguf)
-            except ConnectionError as error:
-                pytest.skip(str(error))
-            real_weights.convert(gguf, converted)
-            os.replace(converted, folder)
-    return folder
+    try:
+        return real_weights.folder(request.param)
+    except ConnectionError as error:
+        pytest.skip(str(error))
 
 
 @torch.no_grad()
