@@ -12,7 +12,6 @@ downloaded.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import random
@@ -41,13 +40,13 @@ from longctx.tables import show
 
 CHARACTERS = 6  # of prose that are set aside for a token: SmolLM2's tokens have about 4
 EVERY = 4  # tokens from one scored prediction to the next
-BINS = 12  # of the positions in the longest text
+BINS = 16  # of the positions in the longest text
 ENDINGS = (".txt", ".md", ".rst")
 WHEN = ("before", "after")
 # What a machine does in minutes; tokens of a training sequence, steps, tokens of texts, depths
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 10},
-    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 12288], "depths": 2},
+    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 10240], "depths": 2},
 }
 
 
@@ -62,7 +61,7 @@ class Options:
     seq_len: int | None = key(None, "tokens of a training sequence; null: 32,768, on a CPU 2,048")
     steps: int | None = key(None, "of training; null: 120, on a CPU 8", between=(1, 10**6))
     lengths: list[int] | None = key(
-        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 12,288"
+        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 10,240"
     )
     depths: int | None = key(None, "of a pass key in each; null: 10, on a CPU 2", between=(1, 100))
     lr: float = key(0.0005, "peak learning rate of LoRA")
