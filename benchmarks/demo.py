@@ -92,7 +92,7 @@ def run(options: Options, command: str) -> None:
     factor = options.context / measured["before"]["context"]
     call("train", *training(options, model, factor))
     print("\n3. The trained model reads the same texts")
-    measured["after"] = measure(options, f"{out}/runs/demo", text)
+    measured["after"] = measure(options, f"{out}/trained", text)
 
     seconds = round(time.perf_counter() - began)
     result = {"command": command, "processor": where, "versions": machine()}
@@ -101,8 +101,8 @@ def run(options: Options, command: str) -> None:
     draw(result, out / "result.png")
     report(result)
     print(f"\n{out}/result.png, {out}/result.json: {seconds / 60:.1f} minutes in all\n\nNext:")
-    print(f"  longctx chat {out}/runs/demo")
-    print(f"  longctx export {out}/runs/demo my-model")
+    print(f"  longctx chat {out}/trained")
+    print(f"  longctx export {out}/trained my-model")
     print(f"  python train.py init={options.init or model} data=text data.path=MY_FOLDER rope=yarn")
 
 
@@ -178,7 +178,7 @@ def training(options: Options, model: str, factor: float) -> list[str]:
         *(f"data.mix.facts.documents={options.steps + 8}", "data.val_fraction=0.1"),
         *(f"val_every={options.steps}", "val_rows=2", "log_every=1", "workers=0"),
         *(f"device={options.device}", f"precision={options.precision}"),
-        *("name=demo", f"runs={options.out}/runs", "wandb.mode=disabled"),
+        *("name=trained", f"runs={options.out}", "wandb.mode=disabled"),
     ]
 
 

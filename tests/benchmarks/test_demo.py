@@ -56,10 +56,7 @@ def test_too_little_prose_is_refused(
 
 
 @pytest.mark.slow  # pip asks its index three times
-def test_without_an_index_init_is_advised(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_without_an_index_init_is_advised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
