@@ -103,7 +103,9 @@ def run(options: Options, command: str) -> None:
     print(f"\n{out}/result.png, {out}/result.json: {seconds / 60:.1f} minutes in all\n\nNext:")
     print(f"  longctx chat {out}/trained")
     print(f"  longctx export {out}/trained my-model")
-    print(f"  python train.py init={options.init or model} data=text data.path=MY_FOLDER rope=yarn")
+    own_text = "data=text data.path=MY_FOLDER"
+    stretched = f"rope=yarn seq_len={options.context} lora.rank=16"
+    print(f"  python train.py init={model} {own_text} {stretched}")
 
 
 def sized(options: Options) -> Options:
