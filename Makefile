@@ -1,4 +1,4 @@
-# make demo | make train | make test | make test-all | make lint. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
+# make demo | make train | make test | make test-all | make lint | make docs. Each creates .venv and installs when needed; PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -6,7 +6,7 @@ ARGS ?=
 # Where it is set, as in many images, each process would compile all that it imports, 9 s of it torch's.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo train test test-all lint clean
+.PHONY: demo train test test-all lint docs clean
 
 demo: .venv/demo
 	$(BIN)/python -m benchmarks demo $(ARGS)
@@ -22,6 +22,9 @@ test-all: .venv/tested
 
 lint: .venv/tested
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: .venv/tested
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 define install
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"longctx needs Python 3.11 to 3.13, not {v.major}.{v.minor}: make PYTHON=python3.12")'
