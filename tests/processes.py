@@ -1,4 +1,4 @@
-"""What tests of several processes share: starting them, alone or by torchrun, and finding them."""
+"""What tests of several processes share: starting them and finding them."""
 
 import json
 import os
@@ -17,43 +17,38 @@ PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH
 TOGETHER = ROOT / "tests" / "training" / "together.py"
 
 
+def free_ports(count: int) -> list[int]:
+    """Return as many ports that nobody listens on."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
+
+
 def run_on(ranks: int, script: Path, *arguments: object) -> None:
     """Run `script` with `arguments` on so many processes, one thread each; all must succeed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    port = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    process = subprocess.run(
-        [*launcher, *port, str(script), *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-
-
-def train_together(ranks: int, commands: Sequence[Sequence[str]], cwd: Path) -> None:
-    """Train each of `commands` on the same processes, one after another; all must succeed."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in commands]
-        ports = [server.getsockname()[1] for server in servers]
-    runs = json.dumps(list(zip(ports, commands, strict=True)))
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
+    shared |= {"MASTER_PORT": free_ports(1)[0], "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
     processes = []
     for rank in range(ranks):
         variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(TOGETHER), runs],
-                cwd=cwd,
+                [sys.executable, str(script), *map(str, arguments)],
+                cwd=ROOT,
                 env=os.environ | {name: str(value) for name, value in variables.items()},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
         )
-    ends = [(process.communicate()[1], process.returncode) for process in processes]
-    assert all(code == 0 for _, code in ends), ends
+    errors = [process.communicate()[1][-4000:] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(errors)
+
+
+def train_together(ranks: int, commands: Sequence[Sequence[str]]) -> None:
+    """Train each of `commands` on the same processes, one after another; all must succeed."""
+    ports = free_ports(len(commands))
+    run_on(ranks, TOGETHER, json.dumps(list(zip(ports, commands, strict=True))))
 
 
 def finished(

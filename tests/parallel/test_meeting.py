@@ -20,7 +20,15 @@ import torch
 import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
-from tests.processes import PYTHONPATH, children, descendants, environment, is_alive, state_of
+from tests.processes import (
+    PYTHONPATH,
+    children,
+    descendants,
+    environment,
+    free_ports,
+    is_alive,
+    state_of,
+)
 from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, wait_for_step
 
@@ -38,15 +46,9 @@ sys.exit(train.main(sys.argv[1:]))
 VICTIMS = ["rank 1", "rank 0", "data worker"]
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def torchrun(nodes: int) -> list[list[str]]:
     """Return the command of torchrun on each of `nodes`, two processes in all."""
-    port = free_port()
+    port = free_ports(1)[0]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
     command += ["--nproc-per-node", str(2 // nodes), "--master-port", str(port)]
     return [[*command, "--node-rank", str(node)] for node in range(nodes)]
@@ -100,8 +102,8 @@ def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (of_torchrun(0, 3, free_port()), "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
-        (of_srun(1, 2, free_port()), "process 0 of 2 is not there"),
+        (of_torchrun(0, 3, free_ports(1)[0]), "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
+        (of_srun(1, 2, free_ports(1)[0]), "process 0 of 2 is not there"),
     ],
     ids=["others", "rank 0"],
 )
@@ -135,7 +137,7 @@ def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) 
     """Each on a node of its own."""
     shape: dict[str, Any] = {"batch_size": 1, "max_steps": 3}
     assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
-    port = free_port()
+    port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", accumulate=2, **shape)]
     tasks = [begin(command, tmp_path, **of_srun(rank, 2, port, 2)) for rank in range(2)]
     assert [errors_of(task, code=0) for task in tasks] == [[], []]
@@ -156,7 +158,7 @@ def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) 
 def test_only_rank_0_prints_what_is_wrong(
     changes: dict[str, Any], message: str, overrides: Overrides, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", **changes)]
     first, second = (begin(command, tmp_path, **of_srun(rank, 2, port)) for rank in range(2))
     [error] = errors_of(first)

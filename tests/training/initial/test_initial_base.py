@@ -104,9 +104,7 @@ def test_several_processes_train_the_same(tuned: Trained, start: Overrides, tmp_
     steps = LORA | {"lora__base": "nf4", "batch_size": 1}
     one = weights(tuned("one", accumulate=2, **steps))
     strategies = ("ddp", "fsdp")
-    train_together(
-        2, [start(name=x, strategy=x, accumulate=1, **steps) for x in strategies], tmp_path
-    )
+    train_together(2, [start(name=x, strategy=x, accumulate=1, **steps) for x in strategies])
     for strategy in strategies:
         two = weights(tmp_path / "runs" / strategy)
         for (name, x), y in zip(one.items(), two.values(), strict=True):

@@ -78,9 +78,7 @@ def test_two_processes_compute_the_same(tuned: Trained, start: Overrides, tmp_pa
         "allgather": {"context": 2, "context__method": "allgather"},
         "lora": {"lora__rank": 2, "strategy": "fsdp", "batch_size": 1},
     }
-    train_together(
-        2, [start(name=name, max_steps=3, **keys) for name, keys in layouts.items()], tmp_path
-    )
+    train_together(2, [start(name=name, max_steps=3, **keys) for name, keys in layouts.items()])
     alone = {rank: tuned(f"rank-{rank}", max_steps=3, lora__rank=rank) for rank in (None, 2)}
     for name, keys in layouts.items():
         expected = losses(alone[keys.get("lora__rank")])

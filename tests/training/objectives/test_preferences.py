@@ -70,7 +70,7 @@ def test_two_processes_train_as_one(
     commands = [
         start(**shapes[shape] | layout, name=name) for name, (shape, layout) in runs.items()
     ]
-    train_together(2, commands, tmp_path)
+    train_together(2, commands)
     alone = {shape: tuned(shape, **keys) for shape, keys in shapes.items()}
     for name, (shape, _) in runs.items():
         one, two = alone[shape], tmp_path / "runs" / name
