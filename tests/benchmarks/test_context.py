@@ -15,8 +15,6 @@ from longctx.planner.peak_memory import predict
 from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
-FOUND = (9, "predicted"), (1, "given"), (2, "given")
-
 
 @pytest.mark.parametrize(
     ("longest", "lengths"),

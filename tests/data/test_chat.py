@@ -51,7 +51,6 @@ CALLING = [
     says("a2", thinking="t2"),
 ]
 ALL = ["a1", "a2"]
-LAST = ["a2"]
 
 
 TALK = [

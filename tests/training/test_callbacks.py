@@ -15,7 +15,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import loop
 from longctx.training.callbacks import FEWEST_VALUES, WINDOW, Spikes, is_outlier
-from tests.processes import finished
+from tests.processes import finished, train_together
 from tests.training.sample_run import (
     FAULTY,
     Overrides,
@@ -26,7 +26,6 @@ from tests.training.sample_run import (
     weights,
     write_checkpoint,
 )
-from tests.training.test_processes import start
 
 NAN, INF = float("nan"), float("inf")
 EVERY = {"val_every": 1, "checkpoint_every": 3, "keep_checkpoints": 1}
@@ -228,12 +227,12 @@ def test_samples_leave_training_as_it_is(
 
 
 @pytest.mark.slow
-def test_sharded_ranks_write_the_sample_of_one(overrides: Overrides, tmp_path: Path) -> None:
-    layouts = {"one": {"devices": 1}, "sharded": {"devices": 2, "strategy": "fsdp", "context": 2}}
-    for name, layout in layouts.items():  # a rate of 0: the weights stay what the seed makes them
-        run = overrides(name=name, lr=0, max_steps=1, accumulate=1, sample_every=1, **layout)
-        process = start([*run, "sample_prompt=a row"], tmp_path)
-        assert process.wait() == 0, process.stderr and process.stderr.read()
-    one, sharded = (samples(tmp_path / "runs" / name) for name in layouts)
+def test_sharded_ranks_write_the_sample_of_one(
+    trained: Trained, overrides: Overrides, tmp_path: Path
+) -> None:
+    # a rate of 0: the weights stay what the seed makes them
+    keys = {"lr": 0, "max_steps": 1, "accumulate": 1, "sample_every": 1, "sample_prompt": "a row"}
+    train_together(2, [overrides(name="sharded", strategy="fsdp", context=2, **keys)])
+    one, sharded = samples(trained("one", **keys)), samples(tmp_path / "runs" / "sharded")
     assert one == sharded
     assert len(one[1]) > len("a row")
