@@ -36,6 +36,7 @@ BENCHMARKS = {
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
+    "reference": "docs/keys.md and docs/combinations.md, by asking the code",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",
     "preferences": "DPO at length beside TRL, by LoRA on 8B, and LoRA on nf4 and fp8",
     "preference_curve": "a small model that learns to quote by DPO, before, after and on the way",
