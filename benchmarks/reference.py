@@ -76,7 +76,7 @@ def pages() -> dict[str, str]:
 
 
 def section(title: str, schema: Any, seen: set[type] | None = None) -> Iterator[str]:
-    """Yield a table of keys for each group; of groups in `seen`, or shared with train.py, a link."""
+    """Yield a table of keys for each group, a link for one in `seen` or shared with train.py."""
     known = fields.keys(schema)
     groups = {name: key.type for name, key in known.items() if key.is_group}
     shared = {key.type for key in fields.keys(TrainConfig).values()} if seen is None else seen
