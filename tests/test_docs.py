@@ -1,5 +1,6 @@
 """The Python and the commands that the documentation shows run as they stand."""
 
+import ast
 import json
 import os
 import re
@@ -185,3 +186,18 @@ def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
     assert (tmp_path / f"runs/run{len(jobs) - 4}" / "losses.csv").read_text().count(",") == 2
     rows = metrics_file.read(next(tmp_path.glob(f"runs/run{len(jobs) - 3}")))
     assert "host_load" in rows[-2] or "host_load" in rows[-1]
+
+
+def test_messages_of_troubleshooting_are_in_the_code() -> None:
+    texts = set()
+    for path in (ROOT / "longctx").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                ]
+                texts.add(re.sub("…+", "…", "".join(map(str, parts))))
+            elif isinstance(node, ast.Constant):
+                texts.add(str(node.value))
+    lines = [line for block in blocks("troubleshooting.md", "text") for line in block.splitlines()]
+    assert lines and [line for line in lines if not any(line in text for text in texts)] == []
