@@ -46,7 +46,7 @@ WHEN = ("before", "after")
 # What a machine does in minutes; tokens of a training sequence, steps, tokens of texts, depths
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 10},
-    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 10240], "depths": 2},
+    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 16384], "depths": 1},
 }
 
 
@@ -61,9 +61,9 @@ class Options:
     seq_len: int | None = key(None, "tokens of a training sequence; null: 32,768, on a CPU 2,048")
     steps: int | None = key(None, "of training; null: 120, on a CPU 8", between=(1, 10**6))
     lengths: list[int] | None = key(
-        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 10,240"
+        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 16,384"
     )
-    depths: int | None = key(None, "of a pass key in each; null: 10, on a CPU 2", between=(1, 100))
+    depths: int | None = key(None, "of a pass key in each; null: 10, on a CPU 1", between=(1, 100))
     lr: float = key(0.0005, "peak learning rate of LoRA")
     device: str = key("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", "auto: the faster one | bf16 | fp32")
