@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-PATTERNS = ["*.md", "examples/*", "tests/README.md", "results/*.png", "results/*.json"]
+PATTERNS = ["*.md", "tests/README.md", "examples/*", "notebooks/*", "results/**/*"]
 LINK = re.compile(r"\[([^\[\]]*(?:\[[^\]]*\]\([^)]*\))?)\]\((?!\w+:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
