@@ -251,8 +251,8 @@ def bytes_of(key: str, text: str) -> float:
 def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return one line of the table of terms."""
     memory = predict(config)
-    fit = "yes" if fitting.fits(config, chip.usable, host) else "no"
-    if fit == "no" and fitting.fits(config, chip.usable, math.inf):
+    fit = "yes" if fitting.fits(config, fitting.room(chip), host) else "no"
+    if fit == "no" and fitting.fits(config, fitting.room(chip), math.inf):
         fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
     sizes = _sizes(config, host) | _speed(config, chip)
@@ -261,7 +261,7 @@ def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, An
 
 def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return one line of the table of longest contexts."""
-    step = fitting.longest(fitting.one_row(config), chip.usable, host)
+    step = fitting.longest(fitting.one_row(config), fitting.room(chip), host)
     if step is None:
         return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
     tokens = {"tokens": step.seq_len}
