@@ -182,7 +182,7 @@ def training(options: Options, model: str, factor: float) -> list[str]:
         *(f"data.mix.facts.documents={options.steps + 8}", "data.val_fraction=0.1"),
         *(f"val_every={options.steps}", "val_rows=2", "log_every=1", "workers=0"),
         *(f"device={options.device}", f"precision={options.precision}"),
-        *("name=trained", f"runs={options.out}", "wandb.mode=disabled"),
+        *("name=trained", f"runs={options.out}", "tracker=none"),
     ]
 
 

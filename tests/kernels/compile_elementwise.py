@@ -1,14 +1,13 @@
 """Compile the kernels between the matmuls and of decoding, and print the bytes that each spills.
 
-compile_elementwise.py CAPABILITY ...     such as 80 90
+compile_elementwise.py TARGET ...     such as 80 90 gfx942
 """
 
 import json
-import re
 import sys
 
 import triton.language as tl
-from compile_report import build
+from compile_report import build, spilled_bytes
 from triton.compiler import ASTSource
 
 from longctx.kernels.attention import decoding
@@ -35,7 +34,7 @@ KINDS = {name: kind for kind, names in TYPES.items() for name in names.split()}
 DTYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 
 
-def spilled_bytes(kernel, capability, warps, dtype, aligned=(), **constants):
+def spilled(kernel, target, warps, dtype, aligned=(), **constants):
     signature = {
         name: "constexpr" if name in constants else KINDS.get(name) or f"*{dtype}"
         for name in kernel.arg_names
@@ -43,11 +42,10 @@ def spilled_bytes(kernel, capability, warps, dtype, aligned=(), **constants):
     numbers = [i for i, name in enumerate(kernel.arg_names) if name in aligned]
     attributes = {(i,): [["tt.divisibility", 16]] for i in numbers}
     source = ASTSource(kernel, signature, constants, attributes)
-    _, log = build(source, capability, num_warps=warps)
-    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    return spilled_bytes(*build(source, target, num_warps=warps))
 
 
-def of_one_dtype(capability, dtype):
+def of_one_dtype(target, dtype):
     """Yield (name, kernel, warps, aligned, constants) of kernels that take fp32 too."""
     for V in (300, 50304, 128256):
         block, warps = cross_entropy.launch_config(V)
@@ -55,8 +53,8 @@ def of_one_dtype(capability, dtype):
         yield f"cross entropy {V}", kernel, warps, (), {"GRADIENT": True, "BLOCK": block}
     tile = {"BLOCK": quantize.REDUCED, "TILES": quantize.TILES}
     yield "amax", quantize.amax_kernel, quantize.REDUCING, (), tile
-    # GPUs before 8.9 have no FP8
-    if capability >= 89:
+    # GPUs before 8.9 have no FP8, AMD's another one
+    if isinstance(target, int) and target >= 89:
         tile = {"ROWS": True, "COLUMNS": True, "LARGEST": 448.0, "SCALED": False}
         tile = tile | dict(zip(("BR", "BC"), quantize.TILE, strict=True))
         aligned = ("x", "rows", "columns", "R", "C", "padded")
@@ -87,25 +85,26 @@ def in_16_bits():
     yield "multiply", cross_entropy.multiply_kernel, 4, (), tile
 
 
-def of_decoding(D, itemsize):
+def of_decoding(target, D, itemsize):
     rows, pad, tile = decoding.launch_config(4, D, itemsize)
+    precision = decoding.PRECISION if isinstance(target, int) else decoding.PRECISION_ON_AMD
     sizes = {"GROUP": 4, "ROWS": rows, "D": D, "PAD": pad, "BN": tile}
-    sizes |= {"STAGES": decoding.STAGES, "PRECISION": decoding.PRECISION}
+    sizes |= {"STAGES": decoding.STAGES, "PRECISION": precision}
     yield f"decode {D}", decoding.part_kernel, 4, ("q", "k", "v", *STRIDES), sizes
     yield f"combine {D}", decoding.combine_kernel, 2, (), {"D": D, "PAD": pad}
 
 
 if __name__ == "__main__":
-    spilled = {}
-    for capability in map(int, sys.argv[1:]):
+    found = {}
+    for target in (int(text) if text.isdigit() else text for text in sys.argv[1:]):
         cases = {
-            "bf16": [*of_one_dtype(capability, "bf16"), *in_16_bits()],
-            "fp32": [*of_one_dtype(capability, "fp32"), *of_decoding(128, 4)],
+            "bf16": [*of_one_dtype(target, "bf16"), *in_16_bits()],
+            "fp32": [*of_one_dtype(target, "fp32"), *of_decoding(target, 128, 4)],
         }
         for D in (64, 128, 256):
-            cases["bf16"] += of_decoding(D, 2)
+            cases["bf16"] += of_decoding(target, D, 2)
         for dtype, kernels in cases.items():
             for name, kernel, warps, aligned, constants in kernels:
-                key = f"{name} {capability} {dtype}"
-                spilled[key] = spilled_bytes(kernel, capability, warps, dtype, aligned, **constants)
-    json.dump(spilled, sys.stdout)
+                key = f"{name} {target} {dtype}"
+                found[key] = spilled(kernel, target, warps, dtype, aligned, **constants)
+    json.dump(found, sys.stdout)

@@ -5,11 +5,10 @@ JSON the shared memory that each takes and the bytes that it spills.
 """
 
 import json
-import re
 import sys
 
 import triton
-from compile_report import SCALARS, build
+from compile_report import SCALARS, build, spilled_bytes
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -81,11 +80,7 @@ def compiled_report(source_type, kernel, types, constants, target, warps, stages
     }
     source = source_type(kernel, signature, constants, aligned)
     compiled, log = build(source, target, num_warps=warps, num_stages=stages)
-    if isinstance(target, str):
-        spilled = re.findall(r"ScratchSize: (\d+)", compiled.asm["amdgcn"])
-    else:
-        spilled = re.findall(r"(\d+) bytes spill stores", log)
-    return {"shared": compiled.metadata.shared, "spilled": sum(map(int, spilled))}
+    return {"shared": compiled.metadata.shared, "spilled": spilled_bytes(compiled, log)}
 
 
 if __name__ == "__main__":

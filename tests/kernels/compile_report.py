@@ -61,6 +61,13 @@ def build(source, capability, **options):
     return compiled, log.getvalue()
 
 
+def spilled_bytes(compiled, log):
+    """Bytes that a compiled kernel spills, by ptxas or by AMD's assembly."""
+    if "amdgcn" in compiled.asm:
+        return sum(map(int, re.findall(r"ScratchSize: (\d+)", compiled.asm["amdgcn"])))
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+
+
 def ptxas(kernel, constants, descriptors):
     """Spilled bytes, registers and warnings of one kernel."""
     signature = {

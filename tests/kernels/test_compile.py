@@ -62,7 +62,9 @@ def test_hopper_products_stay_asynchronous(kernels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["90", "80"])
-def test_nothing_spills_between_the_matmuls(capability):
-    spilled = compile_all([capability], "compile_elementwise.py")
-    assert spilled and set(spilled.values()) == {0}
+@pytest.mark.parametrize("target", ["80", "86", "90", "100", "120", "gfx942", "gfx1100"])
+def test_little_spills_between_the_matmuls(target):
+    spilled = compile_all([target], "compile_elementwise.py")
+    # RDNA 3 has no matrix units for fp32, which decodes in six products of bf16
+    most = {"120": 4, "gfx1100": 3700}.get(target, 0)
+    assert spilled and max(spilled.values()) <= most

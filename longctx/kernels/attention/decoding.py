@@ -33,8 +33,9 @@ TILE = 1 << 14  # bytes of a tile of keys; with STAGES of keys and values under 
 STAGES = 3
 PROGRAMS = 2  # of one multiprocessor at a time, by that memory
 TOGETHER = tl.constexpr(16)  # parts that are combined at a time
-# of fp32, to which a product in three parts comes as close; one in fp32 compiles for minutes
-PRECISION = "tf32x3"
+# Of fp32, to which a product in parts comes as close; one in fp32 compiles for minutes. AMD's GPUs
+# have no parts in tf32.
+PRECISION, PRECISION_ON_AMD = "tf32x3", "bf16x6"
 
 
 @triton.jit(do_not_specialize=["Hkv", "parts"])
@@ -163,7 +164,8 @@ def decode(
         part_kernel[(B * Hkv * parts,)](
             q, k, v, first, last, part_out, part_lse, scale * LOG2E.value,
             *k.stride()[:3], *v.stride()[:3], Hkv, parts,
-            group, rows, D, pad, tile, STAGES, PRECISION, num_warps=4,
+            group, rows, D, pad, tile, STAGES,
+            PRECISION_ON_AMD if torch.version.hip else PRECISION, num_warps=4,
         )  # fmt: skip
         combine_kernel[(B * Hq,)](part_out, part_lse, out, parts, D, pad, num_warps=2)
     return out
