@@ -1,8 +1,7 @@
 """The attention kernels, but those of Hopper, compile for cards that people own, and fit them.
 
 sm_89 runs the code of sm_86. RDNA 3 is compiled for heads of 64 alone: its compiler takes a minute
-for the wide ones. Those between the matmuls and of decoding have
-a test in test_compile.py.
+for the wide ones. Kernels between the matmuls and of decoding have a test in test_compile.py.
 """
 
 import pytest
