@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
@@ -166,6 +167,10 @@ def empty_model(settings: Mapping[str, Any]) -> Any:
         refuse(
             (error.args == (NAME,), f"model_type={kind}: {NOT_REPLACED}"),
             (error.args == (NOT_TEXT,), f"model_type={kind}: {NOT_TEXT}"),
+            (
+                kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+                f"model_type={kind}: it is no causal language model",
+            ),
         )
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"model_type={kind}: transformers cannot build it: {reason}") from error

@@ -112,6 +112,7 @@ def test_attention_of_another_kind_is_refused(kind: str) -> None:
         ({"model_type": "llama4_text"}, "attention_chunk_size"),
         ({"model_type": "deepseek_v32"}, "index_topk"),
         ({"model_type": "gptj"}, "its attention cannot be replaced"),
+        ({"model_type": "t5"}, "no causal language model"),
         ({"num_attention_heads": "four"}, "transformers cannot build it"),
     ],
 )
