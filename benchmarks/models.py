@@ -151,7 +151,10 @@ def opened(folder: Path, memory: str = "fast", attention: str = "flash") -> Any:
     config = huggingface.read_config(folder, "always")
     with torch.device("meta"):
         model: GPT = build(config, attention, memory)
+    # Memory that nothing fills has NaN then
+    torch.use_deterministic_algorithms(True)
     model.to_empty(device="cpu")
+    torch.use_deterministic_algorithms(False)
     huggingface.load_weights(model, folder)
     return model.train()
 

@@ -280,7 +280,8 @@ class TransformersModel(GPT):
         # An initialization may draw weights too, so the random state is set back
         with self.random_state_kept():
             for module in self.backbone.modules():
-                if module._non_persistent_buffers_set:
+                # Falcon-H1 computes the buffers of its layers as a whole
+                if any(part._non_persistent_buffers_set for part in module.modules()):
                     self.backbone._init_weights(module)
         return self
 
