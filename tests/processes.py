@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 
 ROOT = Path(__file__).parents[1]
 # Of processes that a test starts: the repository before what the tests themselves were given.
@@ -28,21 +29,25 @@ def run_on(ranks: int, script: Path, *arguments: object) -> None:
     """Run `script` with `arguments` on so many processes, one thread each; all must succeed."""
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": free_ports(1)[0], "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1}
-    processes = []
-    for rank in range(ranks):
-        variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *map(str, arguments)],
-                cwd=ROOT,
-                env=os.environ | {name: str(value) for name, value in variables.items()},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+    with ExitStack() as stack:
+        # Files: a pipe that nobody reads yet would stop its rank, and with it all others
+        files = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
+        processes = []
+        for rank, errors in enumerate(files):
+            variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *map(str, arguments)],
+                    cwd=ROOT,
+                    env=os.environ | {name: str(value) for name, value in variables.items()},
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
             )
-        )
-    errors = [process.communicate()[1][-4000:] for process in processes]
-    assert not any(process.returncode for process in processes), "\n".join(errors)
+        codes = [process.wait() for process in processes]
+        for errors in files:
+            errors.seek(0)
+        assert not any(codes), "\n".join(errors.read()[-4000:] for errors in files)
 
 
 def train_together(ranks: int, commands: Sequence[Sequence[str]]) -> None:

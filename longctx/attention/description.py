@@ -284,7 +284,7 @@ DESCRIPTIONS: dict[str, Description] = {
 }
 UNKNOWN = Description()  # of a backend that no imported module has registered
 AUTO = "auto"  # the fastest backend that is exact here; a run decides it before anything else
-# What attention= may name. Until it is decided, auto is taken to do all that a backend can.
+# Words of attention=. An undecided auto passes each check that a backend could pass.
 CHOICES = ChainMap(DESCRIPTIONS, {AUTO: Description(capturable=True)})
 
 

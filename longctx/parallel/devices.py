@@ -90,7 +90,7 @@ def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: st
 def choose_attention(
     config: TrainConfig | EvalConfig, model: GPTConfig, device: str, machine: Machine, seq_len: int
 ) -> tuple[AttentionConfig, str]:
-    """Return the backend for attention=auto, and a line that tells which and why.
+    """Return the backend for attention=auto, and a line with its name and the reason.
 
     It is the fastest that computes `config` exactly on `device`: predicted for a GPU, as measured
     on a CPU. An evaluation is taken for training at the same length.

@@ -2,8 +2,8 @@
 
 import json
 import os
-import threading
-import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,24 +13,22 @@ from tests.report.run_files import make, step
 
 
 def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "PAUSE", 0.02)
     folder = make(tmp_path / "a", [step(1), step(2)], tail='{"step": 3, ')
-    locked = threading.Event()
 
-    def train() -> None:
+    def train() -> Iterator[None]:
         with run_folder.locked(folder), open(folder / "metrics.jsonl", "a") as file:
-            locked.set()
-            time.sleep(0.2)
+            yield
             file.write(json.dumps(step(3)).removeprefix('{"step": 3, ') + "\n")
             file.flush()
-            time.sleep(0.1)
+            yield
             file.write("".join(json.dumps(step(n)) + "\n" for n in range(4, 21)))
+        yield
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert locked.wait(300)
+    training = train()
+    next(training)
+    # Each pause of watch is a part of the run
+    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=lambda _: next(training)))
     watch.watch(folder)
-    thread.join()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
     assert "loss 0.2500" in lines[-2]

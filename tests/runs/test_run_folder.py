@@ -68,15 +68,14 @@ def test_another_process_cannot_train_the_same_run(tmp_path: Path) -> None:
 def test_lock_ends_despite_a_living_worker(tmp_path: Path) -> None:
     """A killed run can be resumed at once, also while its data workers are still there."""
     code = f"""
-import os, time
+import os, signal
 from pathlib import Path
 from longctx.runs import run_folder
 with run_folder.locked(Path({str(tmp_path)!r})):
     if os.fork() == 0:
         print(os.getpid(), flush=True)  # by the child, which has left the lock by then
-        time.sleep(60)
-        os._exit(0)
-    time.sleep(60)
+        signal.pause()
+    signal.pause()
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
