@@ -181,8 +181,8 @@ def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> No
         + (f", frozen weights in {config.lora.base}" if config.lora.base else "")
     )
     print(
-        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors; "
-        f"host {host / GIB:,.0f} GiB{of_host}"
+        f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors, "
+        f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"
     )
     if config.devices > 1:
         print(
