@@ -127,6 +127,7 @@ def answer(
     # An arrow must not end a run whose terminal is latin-1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    system.let_segments_grow()
     with system.caught() as stop:
         try:
             for argument in argv:

@@ -57,7 +57,8 @@ def rounded(value, unit, LARGEST: tl.constexpr, to):
     return value.to(to.dtype.element_ty)
 
 
-@triton.jit
+# A constant R = 1 makes the compiler write registers that nothing has set into the padding
+@triton.jit(do_not_specialize=["R"])
 def quantize_kernel(
     x, amax, rows, columns, scale, R, C, padded, LARGEST: tl.constexpr, SCALED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
