@@ -263,16 +263,14 @@ class Template:
     def _read(self, row: Mapping[str, Any]) -> tuple[list[Message], Any]:
         """Return messages and tools of `row`, without special tokens in them."""
         messages, tools = read(row)
-        for number, message in enumerate(messages, start=1):
-            self._refuse_special(f"message {number}", message)
-        self._refuse_special("tools", tools)
+        places = [*(f"message {number}" for number in range(1, len(messages) + 1)), "tools"]
+        for place, content in zip(places, [*messages, tools], strict=True):
+            # A Hub data set has dates, which JSON does not know.
+            text = json.dumps(content, ensure_ascii=False, default=str)
+            # As text of a user it would end the turn, and open one of the assistant's.
+            for token in self.special:
+                refuse((token in text, f"{place} contains the special token {token}; take it out"))
         return messages, tools
-
-    def _refuse_special(self, place: str, content: Any) -> None:
-        text = json.dumps(content, ensure_ascii=False, default=str)  # a Hub data set has dates
-        # As text of a user it would end the turn, and open one of the assistant's.
-        for token in self.special:
-            refuse((token in text, f"{place} contains the special token {token}; take it out"))
 
     def _write(self, name: str, messages: Sequence[Message], tools: Any) -> Document:
         whole = self.render(messages, tools)

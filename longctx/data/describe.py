@@ -43,20 +43,19 @@ def tables(data: Data) -> list[Table]:
     """Return the tables of a data set: an overview, its splits, its sources, document lengths."""
     counts = data.summary()
     result = [_overview(data, counts)]
-    numbers = ("documents", "tokens", "rows")
     splits = []
     for split in ("train", "val"):
+        numbers = [counts[f"{split}_{name}"] for name in ("documents", "tokens", "rows")]
         filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
-        splits.append([split, *(f"{counts[f'{split}_{name}']:,}" for name in numbers), filled])
+        splits.append([split, *map("{:,}".format, numbers), filled])
     title = f"Sequences of {counts['seq_len']:,} tokens"
     result.append(_table(title, ["split", "documents", "tokens", "sequences", "filled"], splits))
     if "mix" in counts:
         names = ["name", "weight", "documents", "tokens", "sequences to train on"]
-        sources = [
-            [name, f"{part['weight']:g}"]
-            + [f"{part[key]:,}" for key in ("documents", "tokens", "train_rows")]
-            for name, part in counts["mix"].items()
-        ]
+        sources = []
+        for name, part in counts["mix"].items():
+            numbers = [part[key] for key in ("documents", "tokens", "train_rows")]
+            sources.append([name, f"{part['weight']:g}", *map("{:,}".format, numbers)])
         result.append(_table("Sources", names, sources))
     bins = histogram(data)
     limit = max(part.tokens for part in bins)

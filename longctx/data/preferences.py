@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain, islice, pairwise, takewhile
+from operator import eq
+from typing import TYPE_CHECKING, Any
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
@@ -29,17 +31,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 # (name, prompt, answer, tools) → the whole, of which the answer is learned
 Write = Callable[[str, Any, Any, Any], Document]
-
-
-class Labelled(NamedTuple):
-    """A row of data.preferences=labels."""
-
-    name: str
-    place: str
-    prompt: Any
-    answer: Any
-    tools: Any
-    side: int
 
 
 def documents(
@@ -61,27 +52,28 @@ def documents(
 
 def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     """Return the row without what is null, its texts encodable and each of type `kind`."""
-    answers = ("chosen", "rejected") if config.preferences == "pairs" else ("completion",)
+    has_pairs = config.preferences == "pairs"
+    answers = ("chosen", "rejected") if has_pairs else ("completion",)
     row = {key: value for key, value in row.items() if value is not None}
-    needed = answers if config.preferences == "pairs" else ("prompt", *answers, "label")
     found = ", ".join(list(row)[:8])
-    for key in needed:
+    for key in answers if has_pairs else ("prompt", *answers, "label"):
         refuse((key not in row, f"{place}: no field '{key}' (found {found})"))
-    for key in [key for key in ("prompt", *answers) if key in row]:
-        what = (
-            "a string; conversations need data.chat=true" if kind is str else "a list of messages"
-        )
-        refuse((not isinstance(row[key], kind), f"{place}: '{key}' must be {what}"))
-    refuse((not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"))
-    is_labelled = config.preferences == "pairs" or row["label"] in (True, False)
-    refuse((not is_labelled, f"{place}: 'label' must be true or false"))
-    whole: Row = json.loads(
-        encodable(json.dumps(row, ensure_ascii=False, default=str), place, config)
+    texts = "a string; conversations need data.chat=true"
+    expected = texts if kind is str else "a list of messages"
+    for key in ("prompt", *answers):
+        is_wrong = key in row and not isinstance(row[key], kind)
+        refuse((is_wrong, f"{place}: '{key}' must be {expected}"))
+    is_labelled = has_pairs or row["label"] in (True, False)
+    refuse(
+        (not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"),
+        (not is_labelled, f"{place}: 'label' must be true or false"),
     )
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    whole: Row = json.loads(encodable(text, place, config))
     return whole
 
 
-def _pairs(rows: Iterable[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
+def _pairs(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
     for name, place, row in rows:
         with named(place):
             prompt, chosen, rejected = _with_prompt(row)
@@ -96,41 +88,27 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
     chosen, rejected = row["chosen"], row["rejected"]
     if "prompt" in row:
         return row["prompt"], chosen, rejected
-    same = zip(chosen, rejected, strict=False)
-    shared = next((n for n, (a, b) in enumerate(same) if a != b), min(len(chosen), len(rejected)))
+    shared = sum(takewhile(bool, map(eq, chosen, rejected)))
     # Words carry the space before them, as TRL's extract_prompt does it
     if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
         shared -= 1
     advice = "give it as 'prompt'"
     refuse((not shared, f"'chosen' and 'rejected' begin with no common prompt; {advice}"))
-    is_whole = shared < min(len(chosen), len(rejected))
-    refuse(
-        (not is_whole, f"one of 'chosen' and 'rejected' is the beginning of the other; {advice}")
-    )
+    is_beginning = shared == min(len(chosen), len(rejected))
+    problem = "one of 'chosen' and 'rejected' is the beginning of the other"
+    refuse((is_beginning, f"{problem}; {advice}"))
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _labels(rows: Iterable[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
+def _labels(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
     """Write each answer beside the one of the row before; the first one's is of the second row."""
-    first: Labelled | None = None
-    before: Any = None
-    for name, place, row in rows:
+    first = list(islice(rows, 2))
+    if len(first) == 1:
+        _, place, _ = first[0]
+        raise ValueError(f"{place}: the only answer; KTO compares it with another, give more")
+    for (*_, before), (name, place, row) in pairwise(chain(first[1:], first, rows)):
+        with named(place):
+            own = write(name, row["prompt"], row["completion"], row.get("tools"))
+            other = write(name, row["prompt"], before["completion"], row.get("tools"))
         side = CHOSEN if row["label"] else REJECTED
-        this = Labelled(name, place, row["prompt"], row["completion"], row.get("tools"), side)
-        if first is None and before is None:
-            first, before = this, this.answer
-            continue
-        if first is not None:
-            yield _labelled(first, this.answer, write)
-            first = None
-        yield _labelled(this, before, write)
-        before = this.answer
-    if first is not None:
-        raise ValueError(f"{first.place}: the only answer; KTO compares it with another, give more")
-
-
-def _labelled(row: Labelled, unrelated: Any, write: Write) -> Document:
-    with named(row.place):
-        own = write(row.name, row.prompt, row.answer, row.tools)
-        other = write(row.name, row.prompt, unrelated, row.tools)
-    return own._replace(side=row.side, others=(other._replace(side=UNRELATED),))
+        yield own._replace(side=side, others=(other._replace(side=UNRELATED),))

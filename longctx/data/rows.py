@@ -62,64 +62,52 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         if row >= len(self):
             raise IndexError(row)
-        tokens = torch.full((self.seq_len,), self.pad_id)
-        targets = torch.full((self.seq_len,), IGNORED)
-        doc_ids = torch.empty(self.seq_len, dtype=torch.int64)
+        tokens = np.full(self.seq_len, self.pad_id)
+        targets = np.full(self.seq_len, IGNORED)
+        doc_ids = np.empty(self.seq_len, np.int64)
         first, last = self.packing.row_starts[row : row + 2].tolist()
-        position, sides = 0, SIDES if self.store.has_sides else 1
+        sides = SIDES if self.store.has_sides else 1
+        filled = 0
         for number, piece in enumerate(range(first, last)):
-            document = int(self.packing.document[piece])
-            start = int(self.packing.start[piece])
-            length = int(self.packing.length[piece])
-            if self.store.has_sides:
-                # All of a pair stays in one sequence, shortened if need be
-                own = slice(position, position + length)
-                self._fill(tokens[own], targets[own], doc_ids[own], document, number)
-                position += length
-                continue
-            # One token more than the piece shows: it is the target of the last one.
-            following = self.store.tokens(document, start, start + length + 1)
-            ids = torch.from_numpy(following.astype(np.int64))
-            tokens[position : position + length] = ids[:length]
-            predicted = targets[position : position + len(ids) - 1]  # a view
-            predicted[:] = ids[1:]
-            scored = self.store.scored(document, start + 1, start + length + 1)
-            if scored is not None:
-                targets[position : position + len(ids) - 1][~torch.from_numpy(scored.copy())] = (
-                    IGNORED
-                )
-            doc_ids[position : position + length] = number
-            position += length
-        doc_ids[position:] = sides * (last - first) + padding_ids(self.seq_len - position)
+            own = slice(filled, filled + int(self.packing.length[piece]))
+            tokens[own], targets[own], side = self._piece(piece)
+            doc_ids[own] = sides * number + side
+            filled = own.stop
+        padding = self.seq_len - filled
+        doc_ids[filled:] = sides * (last - first) + padding_ids(padding).numpy()
         sequence = {
-            "tokens": tokens,
-            "targets": targets,
-            "doc_ids": doc_ids,
-            "padding": torch.tensor(self.seq_len - position),
+            "tokens": torch.from_numpy(tokens),
+            "targets": torch.from_numpy(targets),
+            "doc_ids": torch.from_numpy(doc_ids),
+            "padding": torch.tensor(padding),
         }
         # By these, objectives find what belongs to an answer
+        documents = self.packing.document[first:last]
         if self.store.has_sides:
-            sequence["documents"] = torch.from_numpy(self.packing.document[first:last])
+            sequence["documents"] = torch.from_numpy(documents)
         if self.reference is not None:
-            of_row = self.reference[self.packing.document[first:last]]
-            sequence["reference"] = torch.from_numpy(of_row)
+            sequence["reference"] = torch.from_numpy(self.reference[documents])
         return sequence
 
-    def _fill(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor,
-        doc_ids: torch.Tensor,
-        document: int,
-        number: int,
-    ) -> None:
-        """Write the answers of `document`, the sequence's piece `number`, to (length,) each."""
-        ids, marks = shortened(self.store, document, len(tokens), self.bos_id)
-        tokens[:] = torch.from_numpy(ids.astype(np.int64))
-        # The last token of a side predicts none: the next one is never learned
-        is_learned = torch.from_numpy(marks[1:] & 1 > 0)
-        targets[:-1] = tokens[1:].where(is_learned, IGNORED)
-        doc_ids[:] = SIDES * number + torch.from_numpy(marks.astype(np.int64) >> 1)
+    def _piece(self, piece: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, targets and sides of a piece, (length,) each."""
+        document = int(self.packing.document[piece])
+        start, length = int(self.packing.start[piece]), int(self.packing.length[piece])
+        targets = np.full(length, IGNORED)
+        if self.store.has_sides:
+            # All of a pair stays in one sequence, shortened if need be. The last token of a side
+            # predicts none, since the first of the next one is never learned.
+            ids, marks = shortened(self.store, document, length, self.bos_id)
+            targets[:-1] = ids[1:]
+            targets[:-1][marks[1:] & 1 == 0] = IGNORED
+            return ids, targets, marks.astype(np.int64) >> 1
+        # One token more than the piece shows: it is the target of the last one.
+        ids = self.store.tokens(document, start, start + length + 1)
+        targets[: len(ids) - 1] = ids[1:]
+        scored = self.store.scored(document, start + 1, start + length + 1)
+        if scored is not None:
+            targets[: len(scored)][~scored] = IGNORED
+        return ids[:length], targets, np.zeros(length, np.int64)
 
 
 def padding_ids(padding: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -78,18 +79,13 @@ class Tokenizer:
 
         A document is begin-of-text (if the tokenizer has one), the text, end-of-text.
         """
-        parts: list[str] = []
-        ends = []
-        for text in texts:
-            parts += self._segments(text)
-            ends.append(len(parts))
-        encoded = self._encode_parts(parts)
+        parts = [self._segments(text) for text in texts]
+        # All at once, so that every core tokenizes.
+        encoded = iter(self._encode_parts([part for of_text in parts for part in of_text]))
         documents = []
-        first = 0
-        for end in ends:
-            lists = (self.begin, *encoded[first:end], [self.eos_id])
+        for of_text in parts:
+            lists = (self.begin, *islice(encoded, len(of_text)), [self.eos_id])
             documents.append(np.concatenate([np.asarray(ids, np.int32) for ids in lists]))
-            first = end
         return documents
 
     def encode_conversation(

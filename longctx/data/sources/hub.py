@@ -100,13 +100,12 @@ class _Dataset(NamedTuple):
         patterns = self.files or [f"{glob.escape(self.path)}/**"]
         found: list[str] = []
         for pattern in patterns if self.is_local else []:
-            if "://" not in pattern:
-                matches = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-                if not matches:
-                    raise FileNotFoundError(
-                        f"data.files={pattern}: no such file; give one that exists"
-                    )
-                found += matches
+            if "://" in pattern:
+                continue
+            matches = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+            if not matches:
+                raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
+            found += matches
         return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
 
 

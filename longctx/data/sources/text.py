@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # packs to a third or a tenth of its size, a bomb to a thousandth.
 UNPACKED = 128 << 20
 RATIO = 20
-BATCH = 256  # rows of a Parquet file that are decoded together
+BATCH = 64  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
@@ -327,47 +327,35 @@ def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
 def _parquet(
     name: str, file: Path, stream: IO[bytes], config: DataConfig
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, text by its column) for every row; the whole row of
-    answers.
-    """
+    """Yield (name, place for messages, row) for every row: its text, or all fields of answers."""
     import pyarrow  # 0.2 s
     import pyarrow.parquet
 
-    column, number = config.text_column, 0
-    left = _limit(file)
+    column, left, number = config.text_column, _limit(file), 0
     errors = (pyarrow.ArrowException, UnicodeDecodeError)
     with untrusted.named(file, "not a readable .parquet file ({})", errors):
         table = pyarrow.parquet.ParquetFile(stream)
-        # Answers have several fields, and may be lists of messages
-        if config.preferences:
-            for batch in table.iter_batches(batch_size=BATCH, use_threads=False):
-                for row in batch.to_pylist():
-                    number += 1
-                    left -= len(str(row))
-                    _check_left(file, left)
-                    yield f"{name}:{number}", f"{file}: row {number}", row
-            return
-        names = table.schema_arrow.names
-        found = f"found {', '.join(names[:8])}"
-        problem = f"{file}: needs one field '{column}' ({found}); set data.text_column"
-        refuse((names.count(column) != 1, problem))
-        for batch in table.iter_batches(batch_size=BATCH, columns=[column], use_threads=False):
-            values = batch.column(0)
-            # Words of a dictionary are texts too
-            if pyarrow.types.is_dictionary(values.type):
-                values = values.dictionary_decode()
-            # Arrow does not check that a string is UTF-8, so its bytes are decoded here.
-            if values.type in (pyarrow.string(), pyarrow.large_string()):
-                values = values.cast(pyarrow.large_binary())
-            for value in values:
+        is_text = False
+        if not config.preferences:
+            names = table.schema_arrow.names
+            found = f"found {', '.join(names[:8])}"
+            problem = f"{file}: needs one field '{column}' ({found}); set data.text_column"
+            refuse((names.count(column) != 1, problem))
+            field_type = table.schema_arrow.field(column).type
+            is_text = "string" in str(field_type) and not pyarrow.types.is_nested(field_type)
+        columns = None if config.preferences else [column]
+        for batch in table.iter_batches(batch_size=BATCH, columns=columns, use_threads=False):
+            # Arrow does not check that a string is UTF-8, so its bytes are decoded below.
+            if is_text:
+                batch = batch.cast(pyarrow.schema({column: pyarrow.large_binary()}))
+            for row in batch.to_pylist():
                 number += 1
                 place = f"{file}: row {number}"
-                text = value.as_py()
-                if isinstance(text, bytes):
-                    text = _decode(text, place, config, "utf-8")
-                left -= len(text) if isinstance(text, str) else 0
+                if columns and isinstance(row[column], bytes):
+                    row[column] = _decode(row[column], place, config, "utf-8")
+                left -= len(str(row))
                 _check_left(file, left)
-                yield f"{name}:{number}", place, {column: text}
+                yield f"{name}:{number}", place, row
 
 
 def _decode(data: bytes, place: str, config: DataConfig, encoding: str = "utf-8-sig") -> str:
