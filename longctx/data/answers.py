@@ -24,9 +24,8 @@ def sides_of(store: Store, document: int) -> tuple[np.ndarray, np.ndarray, np.nd
     assert marks is not None
     side, scored = marks >> 1, marks & 1
     begins = np.flatnonzero(np.diff(side, prepend=-1))
-    ends = [*begins[1:], len(marks)]
-    prompts = [int(np.argmax(scored[a:b])) for a, b in zip(begins, ends, strict=True)]
-    return marks, begins, np.array(prompts)
+    sides = np.split(scored, begins[1:])
+    return marks, begins, np.array([int(np.argmax(of_side)) for of_side in sides])
 
 
 def first_side(store: Store, document: int) -> int:
@@ -43,11 +42,13 @@ def fitted(store: Store, documents: np.ndarray, seq_len: int, bos_id: int | None
     for number in np.flatnonzero(shown > seq_len).tolist():
         document = int(documents[number])
         _, begins, prompts = sides_of(store, document)
-        kept = [1 + (store.tokens(document, int(at), int(at) + 1)[0] == bos_id) for at in begins]
-        most = int((prompts - kept).min())
+        # The last token of a prompt predicts the first of its answer, and a model has seen no text
+        # without its begin-of-text: both stay.
+        stays = 1 + (store.tokens(document)[begins] == bos_id)
+        limit = int((prompts - stays).min())
         cut = -(-(int(shown[number]) - seq_len) // len(begins))
-        if cut > most:
-            needed = int(shown[number]) - max(0, most) * len(begins)
+        if cut > limit:
+            needed = int(shown[number]) - max(0, limit) * len(begins)
             raise ValueError(
                 f"{store.name(document)}: its answers, with the last token of each prompt, take "
                 f"{needed:,} tokens of one sequence; give seq_len={needed} or more, or leave it out"
@@ -67,7 +68,7 @@ def shortened(
     _, begins, _ = sides_of(store, document)
     cut = (len(ids) - length) // len(begins)
     stays = np.ones(len(ids), bool)
-    for at in begins.tolist():
-        first = at + int(ids[at] == bos_id)
+    for begin in begins.tolist():
+        first = begin + int(ids[begin] == bos_id)
         stays[first : first + cut] = False
     return ids[stays], marks[stays]

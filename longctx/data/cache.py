@@ -95,6 +95,7 @@ def described(file: Path) -> dict[str, Any]:
         descriptor = opened.fileno()
         size = os.fstat(descriptor).st_size
 
+        # pread: all threads share the descriptor, and with it the position that read() moves.
         def piece(start: int) -> bytes:
             return hashlib.sha256(os.pread(descriptor, _PIECE, start)).digest()
 

@@ -178,6 +178,7 @@ class Template:
         self.fingerprint = digest.hexdigest()[:32]
 
     def _compile(self, source: str, today: datetime) -> None:
+        # As transformers (utils/chat_template_utils.py): other white space would be other tokens.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Tracker]
         )

@@ -77,16 +77,15 @@ def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, 
     rooms: list[int] = []  # sorted keys of `with_room`
     shorter = order[full:]
     for piece, length in zip(shorter.tolist(), lengths[shorter].tolist(), strict=True):
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            row = rows
-            room = seq_len
+        tightest = bisect_left(rooms, length)
+        if tightest == len(rooms):
+            row, room = rows, seq_len
             rows += 1
         else:
-            room = rooms[at]
+            room = rooms[tightest]
             row = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[at]
+                del with_room[room], rooms[tightest]
         row_of[piece] = row
         room -= length
         if room in with_room:

@@ -41,6 +41,8 @@ _BAND = 4
 _SHINGLE = 5  # words
 SIMILAR = 0.6  # share of equal positions that makes two documents one group
 
+# h → h · odd + add permutes the 64-bit numbers, so each position orders the shingles anew: one hash
+# of a shingle is enough for all positions.
 _ODD = np.random.Generator(np.random.PCG64(20)).integers(
     0, 2**64, POSITIONS, dtype=np.uint64
 ) | np.uint64(1)

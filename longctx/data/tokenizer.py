@@ -42,6 +42,7 @@ class Tokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer, eos: str):
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        # Else a document that quotes <|endoftext|> would end there.
         tokenizer.encode_special_tokens = True
         eos_id = tokenizer.token_to_id(eos)
         assert eos_id is not None
@@ -54,6 +55,8 @@ class Tokenizer:
         self.begin: list[int] = [] if self.bos_id is None else [self.bos_id]  # of a document
         digest = hashlib.sha256(f"{tokenizer.to_str()} {eos}".encode())
         self.fingerprint: str = digest.hexdigest()[:32]
+        # A tokenizer that writes a mark at the start of a text (SentencePiece's ▁) would write one
+        # at the start of each part, so its texts stay whole.
         parts = [self.encode(part) for part in ("a b", "\nc", "\n\nd")]
         self._can_split = self.encode("a b\nc\n\nd") == [token for ids in parts for token in ids]
 
@@ -146,10 +149,10 @@ class Tokenizer:
         if self.folder is None:
             return {self.eos_id}
         paths = [self.folder / name for name in ("generation_config.json", "config.json")]
-        declared = (untrusted.read_settings(path).get("eos_token_id") for path in paths)
-        found = next((ids for ids in declared if ids is not None), None)
-        found = found if isinstance(found, list) else [found]
-        return {self.eos_id, *(token for token in found if type(token) is int)}
+        settings = (untrusted.read_settings(path).get("eos_token_id") for path in paths)
+        declared = next((ids for ids in settings if ids is not None), None)
+        declared = declared if isinstance(declared, list) else [declared]
+        return {self.eos_id, *(token for token in declared if type(token) is int)}
 
     @property
     def shortest(self) -> int:
@@ -190,9 +193,9 @@ class Tokenizer:
 
         Raises FileNotFoundError or ValueError if it is missing or broken, or no token ends a text.
         """
-        given = Path(path).expanduser()
-        file = given / "tokenizer.json" if given.is_dir() else given
-        within = given if given.is_dir() else None
+        path = Path(path).expanduser()
+        file = path / "tokenizer.json" if path.is_dir() else path
+        within = path if path.is_dir() else None
         if not os.path.lexists(file):
             raise FileNotFoundError(
                 f"tokenizer {file}: not there; give a tokenizer.json, or a Hugging Face folder"
@@ -209,6 +212,7 @@ class Tokenizer:
         return loaded
 
     def _find_bos(self) -> int | None:
+        # tokenizer.json has no name for it: its post-processor puts it before a text.
         (plain,) = self._encode_parts(["a"])
         (full,) = self._encode_parts(["a"], special=True)
         return full[0] if full != plain and full[1 : 1 + len(plain)] == plain else None

@@ -148,26 +148,26 @@ def document(filler: str, every: int, rng: random.Random) -> str:
     events: list[tuple[float, str]] = []
     for city in cities:
         answer = number(rng)
-        of_fact, of_question = sorted((_place(rng), _place(rng)))
+        of_fact, of_question = sorted((_position(rng), _position(rng)))
         events.append((of_fact, needle_fact(city, answer)))
         events.append((of_question, f"{needle_question(city)} {answer}.\n"))
     key = number(rng)
-    events.append((_place(rng), passkey_fact(key)))
+    events.append((_position(rng), passkey_fact(key)))
     return f"{_inserted(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
 
 
-def _place(rng: random.Random) -> float:
+def _position(rng: random.Random) -> float:
     """Return a share of the text, at times its very beginning or end."""
     return min(1.0, max(0.0, rng.uniform(-0.1, 1.05)))
 
 
 def _inserted(filler: str, events: Sequence[tuple[float, str]]) -> str:
-    """Insert each text of `events` after a line of `filler`; its place is a share of the length."""
+    """Insert each text of `events` after a line of `filler`, at a share of its length."""
     parts = []
-    at = 0
-    for place, text in events:
-        line = filler.find("\n", max(at, int(place * len(filler))))
+    written = 0  # characters of `filler`
+    for position, text in events:
+        line = filler.find("\n", max(written, int(position * len(filler))))
         end = len(filler) if line < 0 else line
-        parts += [filler[at:end], text]
-        at = end
-    return "".join([*parts, filler[at:]])
+        parts += [filler[written:end], text]
+        written = end
+    return "".join([*parts, filler[written:]])

@@ -49,7 +49,6 @@ BATCH = 64  # rows of a Parquet file that are decoded together
 OF_LINES = (".jsonl", ".ndjson")
 OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
 OF_ROWS = (*OF_LINES, ".parquet")
-LINES_UNPACKED = [(ending, "") for ending in OF_LINES]
 # Read before torch is imported: a broken file is told at once
 FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
 FORMATS = (".txt", ".md", *OF_ROWS)
@@ -151,8 +150,8 @@ class Text(Source):
         return "" if has_rows else "no file of data.path has rows with fields"
 
     def check_files(self, config: DataConfig) -> None:
-        found = _find_all(config)
-        for name, file in [x for x in found if _format(x[1]) in LINES_UNPACKED][:FILES_BEFORE]:
+        files = [(name, file) for name, file in _find_all(config) if _is_plain_lines(file)]
+        for name, file in files[:FILES_BEFORE]:
             with untrusted.open_file(file) as stream:
                 for _, place, row in islice(_lines(name, file, stream, config), ROWS_BEFORE):
                     if not (config.chat or config.preferences):
@@ -218,7 +217,7 @@ def _glob(pattern: Path) -> list[tuple[str, Path]]:
     from fsspec.utils import glob_translate  # 0.15 s
 
     parts = pattern.parts
-    wild = (at for at, part in enumerate(parts) if any(mark in part for mark in "*?["))
+    wild = (number for number, part in enumerate(parts) if any(mark in part for mark in "*?["))
     fixed = next(wild, len(parts))
     root = Path(*parts[:fixed])
     if not root.is_dir():
@@ -256,6 +255,10 @@ def _format(file: Path) -> tuple[str, str]:
     """Return (format, compression): the endings of the name in lower case, "" for none."""
     compression = file.suffix.lower() if file.suffix.lower() in _COMPRESSIONS else ""
     return Path(file.name[: len(file.name) - len(compression)]).suffix.lower(), compression
+
+
+def _is_plain_lines(file: Path) -> bool:
+    return _format(file) in [(ending, "") for ending in OF_LINES]
 
 
 def _read(
