@@ -1,11 +1,13 @@
-"""Chat templates that do what those of well-known models do, written anew and without the parts
-that no test reaches.
+"""Chat templates: of well-known models as TRL ships them, and what Mistral Nemo's does, written
+anew and without the parts that no test reaches.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 
 CHATML = (
@@ -22,61 +24,6 @@ INST = (
     "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-# Tools stand in the first question, the day in the system message
-LLAMA3 = """\
-{%- set day = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}
-{{- bos_token + '<|start|>system<|end|>\\n\\nToday: ' + day + '<|eot|>' }}
-{%- if tools is not none %}
-    {{- '<|start|>user<|end|>\\n\\n' + tools | tojson(indent=4) }}
-    {{- messages[0]['content'] | trim + '<|eot|>' }}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.tool_calls %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '<|start|>assistant<|end|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson + '}<|eot|>' }}
-    {%- else %}
-        {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim }}
-        {{- '<|eot|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start|>assistant<|end|>\\n\\n' }}
-{%- endif %}"""
-# Thinking only after the last question, and an empty one if there is none
-QWEN3 = """\
-{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}
-{%- set ns = namespace(searching=true, last_question=messages | length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.searching and message.role == 'user' %}
-        {%- set ns.searching = false %}
-        {%- set ns.last_question = messages | length - 1 - loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role != 'assistant' %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- else %}
-        {%- set thinking = message.reasoning_content or '' %}
-        {%- if '</think>' in content %}
-            {%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_question and (loop.last or thinking) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + thinking + '\\n</think>\\n\\n' + content }}
-        {%- else %}
-            {{- '<|im_start|>assistant\\n' + content }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 # The system message and the tools stand before the last question: of a prompt the system message
 NEMO = """\
 {%- if messages[0].role == 'system' %}
@@ -105,42 +52,19 @@ NEMO = """\
         {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
-# A loop over later messages inside of the loop, macros, another end for the last answer, a day
-GPT_OSS = """\
-{%- macro header(role) -%}{{- '<|start|>' + role -}}{%- endmacro -%}
-{{- header('system') + '<|message|>Today: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' and message.tool_calls %}
-        {%- set later = namespace(answered=false) %}
-        {%- for other in messages[loop.index:] %}
-            {%- if other.role == 'assistant' and not other.tool_calls %}
-                {%- set later.answered = true %}
-            {%- endif %}
-        {%- endfor %}
-        {%- if message.thinking and not later.answered %}
-            {{- header('assistant') + '<|channel|>analysis<|message|>' + message.thinking }}
-            {{- '<|end|>' }}
-        {%- endif %}
-        {{- header('assistant') + ' to=' + message.tool_calls[0].function.name }}
-        {{- '<|channel|>commentary<|message|>' }}
-        {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' }}
-    {%- elif message.role == 'assistant' %}
-        {%- if loop.last and message.thinking %}
-            {{- header('assistant') + '<|channel|>analysis<|message|>' + message.thinking }}
-            {{- '<|end|>' }}
-        {%- endif %}
-        {{- header('assistant') + '<|channel|>final<|message|>' + message.content }}
-        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
-    {%- else %}
-        {{- header(message.role) + '<|message|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 # A prompt that ends in a space, which the first token of an answer may take
 SPACE = (
     "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}"
     "\n{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
 )
+
+
+def shipped(name: str) -> str:
+    """Return the template of TRL by its name, such as qwen3 or qwen3_training."""
+    trl = find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("trl is not installed")
+    return Path(trl.origin).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
 
 
 def write_tokenizer(folder: Path) -> None:

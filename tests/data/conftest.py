@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from longctx.config.data_config import DataConfig
+from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 TEXT = "rain on the old stone bridge and light over a quiet river αβγ 水 été 😀"
 WORDS = TEXT.split()
@@ -43,3 +44,11 @@ def text_config(corpus: Path, tmp_path: Path) -> Callable[..., DataConfig]:
         return DataConfig(**{**values, "cache": str(tmp_path / "cache"), **changes})  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a tokenizer's folder with a chat template."""
+    write_tokenizer(tmp_path)
+    write(tmp_path, CHATML)
+    return tmp_path

@@ -17,10 +17,9 @@ from longctx.data.chat import Template
 from longctx.data.rows import IGNORED
 from longctx.data.tokenizer import train
 from longctx.training.run_log import learned_turns
-from tests.data import chat_templates
-from tests.data.chat_templates import CHATML, INST, QWEN3, write, write_tokenizer
+from tests.data.chat_templates import CHATML, INST, NEMO, SPACE, shipped, write
 
-MODELS = ("CHATML", "LLAMA3", "QWEN3", "NEMO", "GPT_OSS", "SPACE")
+Messages = list[dict[str, Any]]
 
 
 def asks(content: str) -> dict[str, Any]:
@@ -34,171 +33,194 @@ def says(content: str | None, **more: Any) -> dict[str, Any]:
 SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN = [asks("q1"), says("a1"), asks("q2"), says("a2")]
 THINKING = [
-    asks("q1"),
-    says("a1"),
-    asks("q2"),
-    says("<think>\nt2\n</think>\n\na2"),
-    asks("q3"),
-    says("a3", reasoning="t3"),
+    *(asks("q1"), says("a1", thinking="t1"), asks("q2")),
+    *(says("<think>\nt2\n</think>\n\na2"), asks("q3"), says("a3", reasoning="t3")),
 ]
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+FUNCTION = {"name": "f", "description": "Doubles.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "42"}
 CALLING = [
-    *PLAIN[:2],
-    asks("q2"),
-    says(None, tool_calls=[CALL], reasoning_content=None),
-    {"role": "tool", "content": "42", "tool_calls": None},
-    says("a2", thinking="t2"),
+    *(asks("q1"), says("a1"), asks("q2")),
+    *(says("", tool_calls=[CALL], thinking="t2", weight=None), RESULT, says("a2")),
 ]
-ALL = ["a1", "a2"]
-
-
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
 TALK = [
-    {"role": "user", "content": "What is a rose — 水?"},
-    {"role": "assistant", "content": "A rose is a rose. \u00e9t\u00e9 "},
-    {"role": "user", "content": "And again?"},
-    {"role": "assistant", "content": "is a rose"},
+    *(asks("What is a rose — 水?"), says("A rose is a rose. \u00e9t\u00e9 ")),
+    *(asks("And again?"), says("is a rose")),
 ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a tokenizer's folder with a chat template."""
-    write_tokenizer(tmp_path)
-    write(tmp_path, CHATML)
-    return tmp_path
+def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
+    return TOOLS if RESULT in messages else None
 
 
-def written(
-    folder: Path, template: str, messages: Any, tools: Any = None, learned: str = "auto"
-) -> Document:
+def written(folder: Path, template: str, messages: Messages, learned: str = "auto") -> Document:
     write(folder, template)
-    rows = [("name", "here", {"messages": messages, "tools": tools})]
+    rows = [("name", "here", {"messages": messages, "tools": tools_of(messages)})]
     (conversation,) = Template(folder, learned, datetime.now()).conversations(rows)
     return conversation
+
+
+def by_transformers(folder: Path, messages: Messages, **options: Any) -> Any:
+    """Return what transformers makes of messages with the template in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(
+        messages, **{"tools": tools_of(messages), "tokenize": False} | options
+    )
 
 
 def parts(conversation: Document) -> list[str]:
     return [conversation.text[first:end] for first, end in conversation.spans]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_text_is_that_of_transformers(folder: Path, name: str) -> None:
-    template = getattr(chat_templates, name)
-    for messages, tools in ((PLAIN, None), (PLAIN[:2], None), (THINKING, None), (CALLING, TOOLS)):
-        ours = written(folder, template, messages, tools)
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert ours.text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
-        row = {"messages": messages[:-1], "tools": tools}
-        prompt = theirs.apply_chat_template(
-            messages[:-1], tools=tools, tokenize=False, add_generation_prompt=True
-        )
-        assert Template(folder, today=datetime.now()).prompt("here", row) == prompt
-
-
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "learned"),
+    ("template", "messages", "learned"),
     [
-        ("CHATML", PLAIN, None, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
-        (
-            "LLAMA3",
-            CALLING,
-            TOOLS,
-            ["a1<|eot|>", '{"name": "f", "parameters": {"x": 1}}<|eot|>', "a2<|eot|>"],
-        ),
-        ("SPACE", PLAIN, None, [" a1\n", " a2\n"]),
-        ("NEMO", PLAIN, None, ["a1<|im_end|>", "a2<|im_end|>"]),
+        (CHATML, PLAIN, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
+        (CHATML, THINKING, [f"{x}<|im_end|>\n" for x in ("a1", THINKING[3]["content"], "a3")]),
+        (SPACE, PLAIN, [" a1\n", " a2\n"]),
+        (NEMO, PLAIN, ["a1<|im_end|>", "a2<|im_end|>"]),
         # Earlier turns are written differently than they were asked for
-        ("NEMO", [SYSTEM, *PLAIN], None, ["a2<|im_end|>"]),
-        ("QWEN3", PLAIN, None, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
-        ("QWEN3", THINKING, None, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
-        ("QWEN3", THINKING[:5], None, ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
+        ("qwen3", PLAIN, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
+        ("qwen3", THINKING, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
+        ("qwen3", THINKING[:4], ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
         (
-            "QWEN3",
-            CALLING,
-            TOOLS,
-            [
-                '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n',
-                "<think>\nt2\n</think>\n\na2<|im_end|>\n",
-            ],
+            *("qwen3", CALLING),
+            [f"<think>\nt2\n</think>\n\n{CALLED}", "<think>\n\n</think>\n\na2<|im_end|>\n"],
         ),
+        ("qwen3_instruct_2507", CALLING, ["a1<|im_end|>\n", CALLED, "a2<|im_end|>\n"]),
+        # The prompt ends in an empty thinking
+        ("qwen3_5_nothink", PLAIN, ["a2<|im_end|>\n"]),
+        # The day is in the system message, tools are in the first question
+        ("llama3_2", PLAIN, ["a1<|eot_id|>", "a2<|eot_id|>"]),
         (
-            "GPT_OSS",
-            CALLING,
-            TOOLS,
+            *("llama3_2", CALLING),
+            ["a1<|eot_id|>", '{"name": "f", "parameters": {"x": 1}}<|eot_id|>', "a2<|eot_id|>"],
+        ),
+        # Loops inside of the loop over messages, macros, another end for the last answer
+        (
+            *("gptoss", [*PLAIN[:3], says("a2", thinking="t2")]),
             [
-                ' to=f<|channel|>commentary<|message|>{"x": 1}<|call|>',
                 "<|channel|>analysis<|message|>t2<|end|>"
-                "<|start|>assistant<|channel|>final<|message|>a2<|return|>",
+                "<|start|>assistant<|channel|>final<|message|>a2<|return|>"
             ],
         ),
+        (
+            *("gptoss", CALLING),
+            [
+                ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+                "<|channel|>final<|message|>a2<|return|>",
+            ],
+        ),
+        ("gemma4_v5", PLAIN, ["a1<turn|>\n", "a2<turn|>\n"]),
     ],
 )
 def test_answers_of_known_templates_are_learned(
-    folder: Path, name: str, messages: Any, tools: Any, learned: list[str]
+    folder: Path, template: str, messages: Messages, learned: list[str]
 ) -> None:
-    assert parts(written(folder, getattr(chat_templates, name), messages, tools)) == learned
+    template = template if "{%" in template else shipped(template)
+    conversation = written(folder, template, messages)
+    assert parts(conversation) == learned
+    assert conversation.text == by_transformers(folder, messages)
+    row = {"messages": messages[:-1], "tools": tools_of(messages)}
+    prompt = by_transformers(folder, **row, add_generation_prompt=True)
+    assert Template(folder, today=datetime.now()).prompt("here", row) == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("llama3", PLAIN),
+        ("qwen2_5_vl", CALLING),
+        ("qwen3_vl", CALLING),
+        ("qwen3_instruct_2507", CALLING),
+        ("gemma3", PLAIN),
+        ("cohere2", PLAIN),
+        ("lfm2_v2", CALLING),
+    ],
+)
+def test_learned_is_what_training_templates_mark(
+    folder: Path, name: str, messages: Messages
+) -> None:
+    ours = written(folder, shipped(name), messages)
+    assert ours == written(folder, shipped(f"{name}_training"), messages)
+    assert written(folder, shipped(name), messages, "all").spans == ours.spans
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "qwen3_5_think", "gptoss"])
+def test_every_turn_is_learned_without_its_opening(folder: Path, name: str) -> None:
+    for messages in (PLAIN, THINKING[:4]):
+        conversation = written(folder, shipped(name), messages, "all")
+        first, last = parts(conversation)
+        assert first.startswith(("a1", "<|channel|>"))
+        assert "a2" in last
+        assert "assistant\n" not in first + last
+        assert not conversation.shortened
 
 
 def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
+    """Mistral Nemo writes the system message in the prompt, and nowhere in the whole."""
     messages = [SYSTEM, *PLAIN, asks("q3")]
-    ours = written(folder, chat_templates.NEMO, messages)
-    prompt = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages[:4], tokenize=False, add_generation_prompt=True
-    )
+    ours = written(folder, NEMO, messages)
+    prompt = by_transformers(folder, messages[:4], add_generation_prompt=True)
     assert "Be brief." in prompt
     assert ours.text == prompt + "a2<|im_end|>"
+    assert parts(ours) == ["a2<|im_end|>"]
     assert ours.shortened
 
 
-@pytest.mark.parametrize("name", [*MODELS, "INST"])
-def test_a_completion_is_learned_after_its_prompt(folder: Path, name: str) -> None:
-    write(folder, getattr(chat_templates, name))
-    template = Template(folder, today=datetime.now())
-    theirs = AutoTokenizer.from_pretrained(folder)
-    prompt = [SYSTEM, *PLAIN[:3]] if name in ("CHATML", "NEMO") else PLAIN[:3]
-    for answer in (says("a2"), says("another one")):
-        pair = template.answered("name", prompt, [answer])
-        question = theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+@pytest.mark.parametrize("template", [CHATML, NEMO, SPACE, INST, "llama3_2", "qwen3", "gptoss"])
+def test_a_completion_is_learned_after_its_prompt(folder: Path, template: str) -> None:
+    write(folder, template if "{%" in template else shipped(template))
+    prompt = [SYSTEM, *PLAIN[:3]] if template in (CHATML, NEMO) else PLAIN[:3]
+    for answer in ("a2", "another one"):
+        pair = Template(folder, today=datetime.now()).answered("name", prompt, [says(answer)])
+        question = by_transformers(folder, prompt, add_generation_prompt=True)
         ((first, end),) = pair.spans
         assert pair.text[:first] == question.rstrip(" ")
         assert end == len(pair.text)
-        assert answer["content"] in pair.text[first:]
+        assert answer in pair.text[first:]
 
 
 def test_of_a_completion_the_tools_are_not_learned(folder: Path) -> None:
-    write(folder, chat_templates.QWEN3)
-    pair = Template(folder).answered("name", CALLING[:3], CALLING[3:], TOOLS)
-    call, answer = parts(pair)
-    assert call.startswith("<tool_call>")
-    assert answer == "<think>\nt2\n</think>\n\na2<|im_end|>\n"
+    write(folder, shipped("qwen3"))
+    call, answer = parts(Template(folder).answered("name", CALLING[:3], CALLING[3:], TOOLS))
+    assert call.endswith(CALLED)
+    assert answer == "<think>\n\n</think>\n\na2<|im_end|>\n"
     with pytest.raises(ValueError, match="completion"):
         Template(folder).answered("name", PLAIN, [asks("q3")])
 
 
-def test_turns_key_decides_which_are_learned(folder: Path) -> None:
-    every = written(folder, chat_templates.QWEN3, THINKING, learned="all")
-    assert [part.split("<|im_end|>")[0] for part in parts(every)[:2]] == ALL
-    last = written(folder, chat_templates.CHATML, PLAIN, learned="last")
+def test_the_last_turn_alone_is_learned_if_asked_for(folder: Path) -> None:
+    last = written(folder, CHATML, PLAIN, "last")
     assert parts(last) == ["a2<|im_end|>\n"]
-    assert not every.shortened
     assert not last.shortened
     with pytest.raises(ValueError, match=r"data\.turns=last: .*generation"):
-        written(folder, chat_templates.INST, PLAIN, learned="last")
+        written(folder, INST, PLAIN, "last")
 
 
 def test_thinking_missing_in_a_middle_turn_is_found(folder: Path) -> None:
     """The first and the last turn stand in the text as they are asked for."""
-    template = chat_templates.QWEN3.replace("(loop.last or thinking)", "thinking")
+    condition = "loop.last or (not loop.last and reasoning_content)"
+    template = shipped("qwen3")
+    assert condition in template
+    template = template.replace(condition, "reasoning_content")
     conversation = written(folder, template, [*THINKING[:5], says("a3")])
     assert conversation.shortened
     assert parts(conversation) == ["a3<|im_end|>\n"]
 
 
+def test_results_of_tools_among_an_answer_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"here: .*results of tools.*\{% generation %\}"):
+        written(folder, shipped("gemma4_v5"), CALLING)
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        chat_templates.INST,
+        INST,
         # The first token of an answer begins before the mark
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}\n{% endgeneration %}{% else %}{{ m.content }}\n"
@@ -213,9 +235,8 @@ def test_generation_marks_are_those_of_transformers(folder: Path, template: str)
     messages = [asks("a rose"), says("a rose is"), asks("a"), says("user a rose")] * 3
     conversation = written(folder, template, messages)
     ids, learned = Tokenizer.load(folder).encode_conversation(conversation.text, conversation.spans)
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
+    masks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    theirs = by_transformers(folder, messages, **masks)
     assert ids.tolist() == theirs["input_ids"]
     assert learned.astype(int).tolist() == theirs["assistant_masks"]
     assert 0 < learned.sum() < len(ids)
@@ -225,9 +246,8 @@ def test_generation_marks_are_those_of_transformers(folder: Path, template: str)
 @pytest.mark.parametrize("answer", ["a rose", "rose", "42 roses", "(see)", "\u6c34", "I"])
 def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer: str) -> None:
     """The first token of an answer may take white space of the prompt."""
-    template = chat_templates.SPACE.replace("Answer: ", f"Answer:{ending}")
+    template = SPACE.replace("Answer: ", f"Answer:{ending}")
     template = template.replace("}}: {{", "}}:{{ '" + ending.replace("\n", "\\n") + "' }}{{")
-    (folder / "tokenizer.json").unlink()
     train(["a rose is a rose (see) user assistant 42"] * 2, 300).save(folder / "tokenizer.json")
     messages = [asks("who"), says(answer)]
     conversation = written(folder, template, messages)
@@ -241,9 +261,9 @@ def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer:
     assert answer in tokenizer.decode(ids[learned])
 
 
-@pytest.mark.parametrize("name", ["CHATML", "INST", "QWEN3", "LLAMA3"])
+@pytest.mark.parametrize("template", [CHATML, INST, "qwen3"])
 def test_long_conversations_take_linear_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
     characters: list[int] = []
     render = Template.render
@@ -254,11 +274,10 @@ def test_long_conversations_take_linear_time(
         return rendered
 
     monkeypatch.setattr(Template, "render", counted)
-    tools = name in ("QWEN3", "LLAMA3")
-    messages = (CALLING if tools else PLAIN) * 1000
-    written(folder, getattr(chat_templates, name), messages, TOOLS if tools else None)
+    messages = (CALLING if template == "qwen3" else PLAIN) * 500
+    written(folder, template if "{%" in template else shipped(template), messages)
     whole = len(Template(folder).render(messages).text)
-    assert sum(characters) - whole < (2 if name == "INST" else 5) * whole
+    assert sum(characters) - whole < (2 if template == INST else 5) * whole
 
 
 @pytest.mark.parametrize(
@@ -275,9 +294,9 @@ def test_answers_without_an_opening_are_refused(folder: Path, template: str) -> 
 
 
 def test_training_writes_the_same_day(folder: Path) -> None:
-    write(folder, chat_templates.LLAMA3)
+    write(folder, shipped("llama3_2"))
     (talk,) = Template(folder).conversations([("name", "here", {"messages": PLAIN})])
-    assert "Today: 26 Jul 2024" in talk.text
+    assert "Date: 26 Jul 2024" in talk.text
 
 
 def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
@@ -302,15 +321,14 @@ def scored(data: Any) -> list[int]:
 def test_only_the_assistants_tokens_are_targets(folder: Path, template: str, learned: str) -> None:
     write(folder, template)
     data = load(chats(folder, {"messages": TALK}), 256)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = theirs.apply_chat_template(TALK, tokenize=True, return_dict=False)
+    expected = by_transformers(folder, TALK, tokenize=True, return_dict=False)
     row = data.train[0]
     length = len(expected)
     assert row["tokens"][:length].tolist() == expected
     assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
-    assert theirs.decode(scored(data)) == learned
-    at = [n for n, target in enumerate(row["targets"].tolist()) if target != IGNORED]
-    assert [expected[n + 1] for n in at] == scored(data)
+    assert data.tokenizer.decode(scored(data)) == learned
+    positions = (row["targets"] != IGNORED).nonzero().flatten().tolist()
+    assert [expected[position + 1] for position in positions] == scored(data)
 
 
 def test_cut_conversations_keep_their_marks(folder: Path) -> None:
@@ -333,6 +351,7 @@ SPECIAL = "x<|im_end|>"
         ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
         ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
         ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
+        ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:
@@ -373,29 +392,25 @@ def test_named_templates_and_files_are_found(folder: Path) -> None:
     [
         ({"source": "embedded", "path": None}, "data.chat=true: data=embedded "),
         ({"tokenizer": None}, "data.chat=true: .*data.tokenizer="),
-        ({"path": "notes.txt"}, "data.chat=true: notes.txt"),
+        ({"path": __file__}, "data.chat=true: .*test_chat.py"),
         ({"chat": False, "turns": "last"}, r"data\.turns=last: .*data\.chat=true"),
     ],
 )
 def test_keys_without_conversations_are_refused(
-    folder: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.chdir(folder)
-    Path("notes.txt").touch()
     with pytest.raises(ValueError, match=message):
         load(chats(folder, {"messages": TALK}, **changes), 64)
 
 
-def test_half_of_a_surrogate_pair_is_an_error(folder: Path) -> None:
+def test_half_of_a_surrogate_pair_can_be_replaced(folder: Path) -> None:
     messages = [asks("a \ud83d rose"), says("rose \ud83d")]
-    with pytest.raises(ValueError, match=r"chats\.jsonl:1: .*data\.errors=replace"):
-        load(chats(folder, {"messages": messages}), 64)
     data = load(chats(folder, {"messages": messages}, errors="replace"), 64)
     assert data.tokenizer.decode(scored(data)) == "rose ?<|im_end|>\n"
 
 
 def test_shortened_conversations_are_counted(folder: Path) -> None:
-    write(folder, QWEN3)
+    write(folder, shipped("qwen3"))
     rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
     for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
         counts = load(chats(folder, *rows, turns=turns), 512).summary()

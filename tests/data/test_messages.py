@@ -10,19 +10,24 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.data import DataConfig, load
+from longctx.data import load
 from longctx.data.messages import format_of, is_learned, read
-from tests.data import chat_templates
-from tests.data.chat_templates import write, write_tokenizer
-from tests.data.test_chat import CALL, CALLING, PLAIN, THINKING, TOOLS, asks, parts, says, written
+from tests.data.chat_templates import CHATML, INST, shipped
+from tests.data.test_chat import (
+    CALL,
+    CALLING,
+    PLAIN,
+    SYSTEM,
+    THINKING,
+    TOOLS,
+    asks,
+    chats,
+    parts,
+    says,
+    written,
+)
 
 FROM = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path
 
 
 def sharegpt(messages: Any) -> list[dict[str, Any]]:
@@ -31,12 +36,12 @@ def sharegpt(messages: Any) -> list[dict[str, Any]]:
 
 def test_sharegpt_is_the_same_conversation() -> None:
     row = {"conversations": sharegpt(PLAIN), "system": "Be brief.", "tools": json.dumps(TOOLS)}
-    system = {"role": "system", "content": "Be brief."}
     assert format_of(row) == "ShareGPT"
-    assert read(row) == ([system, *PLAIN], TOOLS)
+    assert read(row) == ([SYSTEM, *PLAIN], TOOLS)
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
     messages, _ = read({"conversations": [*sharegpt([asks("q")]), call]})
-    assert messages[1] == says(None, tool_calls=[CALL])
+    function = {"type": "function", "function": CALL["function"]}
+    assert messages[1] == says(None, tool_calls=[function])
     assert read({"conversations": PLAIN}) == (PLAIN, None)
 
 
@@ -49,17 +54,12 @@ def test_alpaca_is_the_same_conversation() -> None:
 
 @pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
 def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
-    write(folder, chat_templates.CHATML)
     rows = [{"conversations": sharegpt(PLAIN)}, {"instruction": "who", "output": "a rose"}]
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     opened = gzip.open if name.endswith(".gz") else open
     with opened(folder / name, "wt") as file:
         json.dump(rows, file)
-    values: dict[str, Any] = {"source": "text", "chat": True, "tokenizer": str(folder)}
-    values |= {"cache": str(folder / "cache"), "val_fraction": 0.0}
-    lines, array = (
-        load(DataConfig(path=str(folder / each), **values), 256) for each in ("chats.jsonl", name)
-    )
+    lines = load(chats(folder, *rows), 256)
+    array = load(chats(folder, path=str(folder / name)), 256)
     assert array.fingerprint == lines.fingerprint
     assert len(array.lengths) == 2
 
@@ -69,31 +69,23 @@ def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
     [("[{}, 3]", "row 1: .*messages"), ('{"a": 1}', ".*an array"), ("[{", "not JSON")],
 )
 def test_a_wrong_array_is_one_line(folder: Path, text: str, message: str) -> None:
-    write(folder, chat_templates.CHATML)
     (folder / "chats.json").write_text(text)
-    values: dict[str, Any] = {"source": "text", "chat": True, "tokenizer": str(folder)}
-    path = str(folder / "chats.json")
     with pytest.raises(ValueError, match=f"chats.json: {message}"):
-        load(DataConfig(path=path, cache=str(folder / "cache"), **values), 256)
+        load(chats(folder, path=str(folder / "chats.json")), 256)
 
 
 def test_other_formats_are_named(folder: Path) -> None:
-    file = folder / "chats.jsonl"
     for row, name in (({"conversations": sharegpt(PLAIN)}, "ShareGPT"), ({"a": 1}, "text_column")):
-        file.write_text(json.dumps(row))
-        config = DataConfig(source="text", path=str(file), cache=str(folder / "cache"))
         with pytest.raises(ValueError, match=f"chats.jsonl:1: no field 'text' .*{name}"):
-            load(config, 64)
+            load(chats(folder, row, chat=False), 64)
 
 
 def test_a_conversation_is_shown_with_its_targets(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(folder, chat_templates.CHATML)
-    file = folder / "alpaca.jsonl"
-    file.write_text(json.dumps({"instruction": "[b] who", "output": "a rose " * 100}))
-    overrides = ["data=text", f"data.path={file}", "data.chat=true", f"data.tokenizer={folder}"]
-    overrides += [f"data.cache={folder / 'cache'}", "data.val_fraction=0"]
+    config = chats(folder, {"instruction": "[b] who", "output": "a rose " * 100})
+    overrides = ["data=text", f"data.path={config.path}", "data.chat=true", "data.val_fraction=0"]
+    overrides += [f"data.tokenizer={folder}", f"data.cache={folder / 'cache'}"]
     assert main(["data", *overrides]) == 0
     printed = capsys.readouterr().out
     assert "\n<|im_start|>user\n[b] who<|im_end|>\n<|im_start|>assistant\n⟦a rose a" in printed
@@ -103,16 +95,11 @@ def test_a_conversation_is_shown_with_its_targets(
 
 @pytest.mark.parametrize(
     ("changes", "learned"),
-    [
-        ({}, True),
-        ({"train": None, "weight": 1.0}, True),
-        ({"train": False}, False),
-        ({"weight": 0.0}, False),
-    ],
+    [({}, 1), ({"train": None, "weight": 1.0}, 1), ({"train": False}, 0), ({"weight": 0.0}, 0)],
 )
-def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: bool) -> None:
+def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: int) -> None:
     messages, _ = read({"messages": [asks("q1"), says("a1", **changes)]})
-    assert [is_learned(message) for message in messages] == [False, learned]
+    assert [is_learned(message) for message in messages] == [False, bool(learned)]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +115,14 @@ def test_wrong_weights_are_one_line(message: Any, problem: str) -> None:
         read({"messages": [asks("q"), message]})
 
 
-@pytest.mark.parametrize("name", ["CHATML", "INST", "LLAMA3"])
-def test_excluded_turns_are_not_learned(folder: Path, name: str) -> None:
-    template = getattr(chat_templates, name)
-    every = parts(written(folder, template, PLAIN))
-    for excluded, left in ((1, every[1:]), (3, every[:1])):
-        messages: list[dict[str, Any]] = [dict(message) for message in PLAIN]
+@pytest.mark.parametrize("template", [CHATML, INST])
+def test_excluded_turns_are_not_learned(folder: Path, template: str) -> None:
+    every = written(folder, template, PLAIN)
+    for excluded, left in ((1, parts(every)[1:]), (3, parts(every)[:1])):
+        messages = [dict(message) for message in PLAIN]
         messages[excluded]["weight"] = 0
         talk = written(folder, template, messages)
-        assert talk.text == written(folder, template, PLAIN).text
+        assert talk.text == every.text
         assert parts(talk) == left
     with pytest.raises(ValueError, match="here: no message of the assistant"):
         written(folder, template, [asks("q"), says("a", train=False)])
@@ -144,16 +130,15 @@ def test_excluded_turns_are_not_learned(folder: Path, name: str) -> None:
 
 def test_of_rewritten_turns_the_last_learned_is_written(folder: Path) -> None:
     """Qwen3 leaves out the thinking of earlier turns, so the text ends with the learned one."""
-    messages = [*THINKING[:5], says("a3", train=False)]
-    talk = written(folder, chat_templates.QWEN3, messages)
-    assert talk == written(folder, chat_templates.QWEN3, THINKING[:4])
+    qwen3 = shipped("qwen3")
+    talk = written(folder, qwen3, [*THINKING[:5], says("a3", train=False)])
+    assert talk == written(folder, qwen3, THINKING[:4])
     called = [*CALLING[:3], {**CALLING[3], "weight": 0}, *CALLING[4:]]
-    (answer,) = parts(written(folder, chat_templates.QWEN3, called, TOOLS))
+    (answer,) = parts(written(folder, qwen3, called))
     assert "a2" in answer
 
 
 def test_marks_without_messages_cannot_be_excluded(folder: Path) -> None:
     template = "{% for n in range(2) %}{% generation %}{{ messages[n].content }}{% endgeneration %}"
-    write(folder, template + "{% endfor %}")
     with pytest.raises(ValueError, match="leave out train and weight"):
         written(folder, template + "{% endfor %}", [says("a"), says("b", train=False)])
