@@ -49,10 +49,6 @@ def content_of(data: Data) -> list[list[int]]:
     return rows + [ids.tolist() for _, ids, *_ in data.documents("val")]
 
 
-def store_of(data: Data):
-    return data.parts[""].store
-
-
 def test_processes_build_once_and_agree(corpus, tmp_path) -> None:
     processes = [start(BUILD, corpus, tmp_path / "cache") for _ in range(3)]
     for process in processes:
@@ -118,7 +114,7 @@ def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys) -> None:
 @pytest.mark.parametrize("name", ["complete.json", "documents.arrow"])
 def test_an_odd_file_is_built_again(text_config, capsys, name, fault) -> None:
     before = content_of(data := Data(text_config(), 32))
-    file = store_of(data).folder / name
+    file = data.parts[""].store.folder / name
     file.unlink()
     if fault == "fifo":
         os.mkfifo(file)
@@ -140,7 +136,11 @@ def test_a_second_load_builds_nothing(text_config, tmp_path) -> None:
 
 def test_other_choices_have_other_folders(text_config, corpus) -> None:
     first = Data(text_config(), 32)
-    for other in (text_config(vocab_size=300), text_config(documents=9)):
+    for other in (
+        text_config(vocab_size=300),
+        text_config(documents=9),
+        text_config(val_fraction=0.5),
+    ):
         data = Data(other, 32)
         assert data.fingerprint != first.fingerprint
         name, ids, *_ = next(iter(data.documents("train")))
@@ -148,7 +148,7 @@ def test_other_choices_have_other_folders(text_config, corpus) -> None:
 
 
 def test_the_arrow_file_opens_in_datasets(text_config) -> None:
-    store = store_of(Data(text_config(), 32))
+    store = Data(text_config(), 32).parts[""].store
     theirs = datasets.Dataset.from_file(str(store.folder / "documents.arrow"))
     assert theirs.column_names == ["name", "input_ids", "n_bytes"]
     for document in (0, 5, len(store) - 1):

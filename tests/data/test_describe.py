@@ -43,9 +43,6 @@ def test_a_mix_is_printed_and_drawn(corpus, tmp_path, capsys) -> None:
     ("overrides", "message"),
     [
         ("data.pth=x", "data.pth"),
-        ("data=text", "data.path is not set"),
-        ("data.path=docs", "data.path=docs: data=embedded"),
-        ("data.vocab_size=100", "data.vocab_size=100"),
         ("data.errors=strict", "data.errors=strict: data=embedded"),
         ("data.tokenizer=a/b data.vocab_size=16384", "data.vocab_size=16384: "),
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth: "),

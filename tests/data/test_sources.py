@@ -89,11 +89,6 @@ def test_a_registered_source_checks_its_keys(counting: DataConfig) -> None:
             check_overrides(counting, {f"data.{key}": "x"})
 
 
-def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.source=books: .*embedded.*text"):
-        check(DataConfig(source="books"))
-
-
 @pytest.mark.parametrize(
     ("config", "key", "reason"),
     [

@@ -12,17 +12,10 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.data import load
-from longctx.data.split import (
-    ENOUGH,
-    SHARE,
-    SMALL_CORPUS_SHARE,
-    by_bytes,
-    near_duplicates,
-    signature,
-)
+from longctx.data.rows import IGNORED
+from longctx.data.split import by_bytes, near_duplicates, signature
 from longctx.data.store import Store
-from longctx.data.tokenizer import Tokenizer
-from longctx.data.tokenizer import train as train_tokenizer
+from longctx.data.tokenizer import train
 from tests.data.conftest import prose
 
 Make = Callable[..., DataConfig]
@@ -44,9 +37,16 @@ class Documents(Store):
         return np.full((stop or 0) - start, 88)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(["x"], 257)
+TOKENIZER = train(["x"], 257)
+
+
+def split(store: Store, fraction: float | None) -> np.ndarray:
+    (trained,) = by_bytes([store], {"data": fraction}, TOKENIZER)
+    return trained
+
+
+def validating_share(store: Store, trained: np.ndarray) -> float:
+    return float(1 - trained.sum() / store.lengths.sum())
 
 
 def firsts(groups: np.ndarray) -> np.ndarray:
@@ -60,21 +60,18 @@ def lengths_of(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 10, 50])
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
-def test_groups_stay_together_at_the_asked_share(
-    size: int, fraction: float, tokenizer: Tokenizer
-) -> None:
+def test_groups_stay_together_at_the_asked_share(size: int, fraction: float) -> None:
     store = Documents(lengths_of(2000), firsts(np.arange(2000) // size))
-    (trained,) = by_bytes([store], {"data": fraction}, tokenizer)
+    trained = split(store, fraction)
     assert ((trained == 0) | (trained == store.lengths)).all()
     sides = (trained == 0).reshape(-1, size)
     assert (sides.all(axis=1) == sides.any(axis=1)).all()
-    share = 1 - trained.sum() / store.lengths.sum()
-    assert share == pytest.approx(fraction, rel=0.15)
+    assert validating_share(store, trained) == pytest.approx(fraction, rel=0.15)
 
 
-def test_groups_larger_than_the_share_give_the_smallest(tokenizer: Tokenizer) -> None:
+def test_groups_larger_than_the_share_give_the_smallest() -> None:
     store = Documents(lengths_of(200), firsts(np.arange(200) // 50))
-    (trained,) = by_bytes([store], {"data": 0.001}, tokenizer)
+    trained = split(store, 0.001)
     assert (trained == 0).sum() == 50
     assert (trained[trained > 0] == store.lengths[trained > 0]).all()
     validating = store.lengths[trained == 0].sum()
@@ -89,89 +86,79 @@ def test_groups_larger_than_the_share_give_the_smallest(tokenizer: Tokenizer) ->
         ([1_000_000, *[100] * 20], 0.02),
     ],
 )
-def test_the_ends_of_few_documents_validate(
-    lengths: list[int], fraction: float, tokenizer: Tokenizer
-) -> None:
+def test_the_ends_of_few_documents_validate(lengths: list[int], fraction: float) -> None:
     store = Documents(lengths)
-    (trained,) = by_bytes([store], {"data": fraction}, tokenizer)
+    trained = split(store, fraction)
     assert (trained < store.lengths).any()
     assert 0 < trained[0] < lengths[0]
-    assert 1 - trained.sum() / sum(lengths) == pytest.approx(fraction, rel=0.01)
+    assert validating_share(store, trained) == pytest.approx(fraction, rel=0.01)
 
 
-def test_ends_of_near_duplicates_do_not_validate(
-    tokenizer: Tokenizer,
-) -> None:
+def test_ends_of_near_duplicates_do_not_validate() -> None:
     """The end of one near-duplicate may lie in the middle of another."""
     store = Documents([1000, 1000, 5000], np.array([0, 0, 2]))
-    (trained,) = by_bytes([store], {"data": 0.05}, tokenizer)
+    trained = split(store, 0.05)
     assert trained[:2].tolist() == [1000, 1000]
     assert trained[2] == pytest.approx(5000 - 350, abs=5)
     store.keys[1] = store.keys[0]
-    (trained,) = by_bytes([store], {"data": 0.05}, tokenizer)
+    trained = split(store, 0.05)
     assert trained[0] == trained[1] == pytest.approx(950, abs=2)
 
 
-@pytest.mark.parametrize("total", [10_000, 300_000, 20_000_000])
-def test_without_a_fraction_enough_validates(total: int, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("total", "share"), [(10_000, 0.1), (300_000, 0.1), (500_000, 0.0655), (20_000_000, 0.02)]
+)
+def test_without_a_fraction_enough_validates(total: int, share: float) -> None:
     store = Documents([total // 500] * 500)
-    (trained,) = by_bytes([store], {"data": None}, tokenizer)
-    share = 1 - trained.sum() / store.lengths.sum()
-    wanted = max(SHARE, min(SMALL_CORPUS_SHARE, ENOUGH / store.n_bytes.sum()))
-    assert share == pytest.approx(wanted, rel=0.1)
+    assert validating_share(store, split(store, None)) == pytest.approx(share, rel=0.1)
 
 
-def test_the_split_depends_on_the_texts_alone(tokenizer: Tokenizer) -> None:
+def test_the_split_depends_on_the_texts_alone() -> None:
     """In whatever order they come; and few change sides where others come."""
     store = Documents(lengths_of(500), firsts(np.arange(500) // 3))
-    (trained,) = by_bytes([store], {"data": 0.1}, tokenizer)
+    trained = split(store, 0.1)
     order = np.random.default_rng(1).permutation(500)
     other = Documents([1])
     for name in ("lengths", "n_bytes", "keys"):
         setattr(other, name, getattr(store, name)[order])
     other.groups = firsts((np.arange(500) // 3)[order])
-    (permuted,) = by_bytes([other], {"data": 0.1}, tokenizer)
+    permuted = split(other, 0.1)
     assert (permuted == trained[order]).all()
     for name in ("lengths", "n_bytes", "keys", "groups"):
         setattr(other, name, getattr(store, name)[:480])
-    (fewer,) = by_bytes([other], {"data": 0.1}, tokenizer)
+    fewer = split(other, 0.1)
     assert (fewer != trained[:480]).mean() < 0.03
 
 
-def test_groups_of_two_stores_are_on_one_side(tokenizer: Tokenizer) -> None:
+def test_groups_of_two_stores_are_on_one_side() -> None:
     a, b = Documents(lengths_of(300)), Documents(lengths_of(300, 1), seed=1)
     rng = np.random.default_rng(2)
     a.signatures = rng.integers(0, 2**32, (300, 64), dtype=np.uint64).astype(np.uint32)
     b.signatures = a.signatures.copy()
     b.signatures[200:] = rng.integers(0, 2**32, (100, 64), dtype=np.uint64).astype(np.uint32)
-    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0.3}, tokenizer)
+    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0.3}, TOKENIZER)
     assert ((of_a[:200] == 0) == (of_b[:200] == 0)).all()
     assert (of_a[:200] == 0).any()
     for store, trained, fraction in ((a, of_a, 0.2), (b, of_b, 0.3)):
-        assert 1 - trained.sum() / store.lengths.sum() == pytest.approx(fraction, rel=0.1)
-    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0}, tokenizer)
+        assert validating_share(store, trained) == pytest.approx(fraction, rel=0.1)
+    of_a, of_b = by_bytes([a, b], {"data.mix.a": 0.2, "data.mix.b": 0}, TOKENIZER)
     assert (of_b == b.lengths).all()
     assert (of_a[:200] == a.lengths[:200]).all()
     assert (of_a[200:] == 0).any()
 
 
-@pytest.fixture
-def one_file(tmp_path: Path) -> Path:
-    file = tmp_path / "input.txt"
-    file.write_text(prose(3000, 5) + "\n" + "水été😀" * 90, encoding="utf-8")
-    return file
-
-
 @pytest.mark.parametrize("seq_len", [16, 100])
 @pytest.mark.parametrize("vocab_size", [257, 400])
 def test_one_file_validates_on_its_end(
-    text_config: Make, one_file: Path, seq_len: int, vocab_size: int
+    text_config: Make, tmp_path: Path, seq_len: int, vocab_size: int
 ) -> None:
-    data = load(text_config(path=str(one_file), vocab_size=vocab_size, val_fraction=0.1), seq_len)
+    file = tmp_path / "input.txt"
+    text = prose(3000, 5) + "\n" + "水été😀" * 90
+    file.write_text(text, encoding="utf-8")
+    data = load(text_config(path=str(file), vocab_size=vocab_size, val_fraction=0.1), seq_len)
     (begin,), (end,) = data.documents("train"), data.documents("val")
     assert begin.name != end.name
     texts = [data.tokenizer.decode(ids) for ids in (begin.ids, end.ids[:-1])]
-    text = one_file.read_text(encoding="utf-8")
     assert "".join(texts) == text
     assert begin.n_bytes == len(texts[0].encode())
     assert end.n_bytes == len(texts[1].encode())
@@ -180,11 +167,8 @@ def test_one_file_validates_on_its_end(
     assert counts["val_tokens"] / counts["tokens"] == pytest.approx(0.1, abs=0.001)
     # Each token but the first of each side is predicted once, none on both sides.
     for rows, ids in ((data.train, begin.ids), (data.val, end.ids)):
-        targets = np.concatenate(
-            [row["targets"].numpy() for row in map(rows.__getitem__, range(len(rows)))]
-        )
-        targets = targets[targets != -100]
-        assert sorted(targets.tolist()) == sorted(ids[1:].tolist())
+        targets = [target for row in rows for target in row["targets"].tolist()]
+        assert sorted(t for t in targets if t != IGNORED) == sorted(ids[1:].tolist())
 
 
 @pytest.mark.parametrize("text", ["x", "xy"])
