@@ -56,6 +56,14 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def write_for_key(key: str, path: Path, text: str) -> None:
+    """Write as `write_text` to the file that the user gave as `key`, which an OSError names."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise OSError(f"{key}={path}: cannot be written: {error.strerror}") from error
+
+
 def remove(path: Path) -> None:
     """Remove a file, a link or a folder with all that is in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -95,13 +103,23 @@ def is_full(error: BaseException | None) -> bool:
     """Return True if `error`, or one that it was raised from, is of a full disk or a quota. Errors
     of libraries and other processes have only the text.
     """
+    return any(
+        getattr(cause, "errno", None) in FULL
+        or any(os.strerror(number) in str(cause) for number in FULL)
+        for cause in causes(error)
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
     while error is not None:
-        if getattr(error, "errno", None) in FULL:
-            return True
-        if any(os.strerror(number) in str(error) for number in FULL):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error in one line, its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def silence_stdout() -> None:

@@ -256,10 +256,8 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         place = f"{file}:{number}"
-        try:
+        with untrusted.named(place, "not JSON ({})", (ValueError, RecursionError)):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: not JSON ({error})") from error
         if isinstance(row, dict) and isinstance(row.get("messages"), list):
             yield place, row
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):

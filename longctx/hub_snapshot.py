@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +148,8 @@ def is_refused(error: BaseException) -> bool:
 def status(error: BaseException) -> int | None:
     """Return the HTTP status that an error, or its cause, is about."""
     codes = (
-        getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error)
+        getattr(getattr(cause, "response", None), "status_code", None)
+        for cause in files.causes(error)
     )
     return next((code for code in codes if code is not None), None)
 
@@ -177,7 +178,7 @@ def failure(place: str, error: Exception) -> Exception:
     is_of_network = any(
         isinstance(cause, missing_or_network)
         or any(sign in type(cause).__name__ for sign in NETWORK_ERRORS)
-        for cause in _chain(error)
+        for cause in files.causes(error)
     )
     if constants.HF_HUB_OFFLINE or is_of_network:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
@@ -187,10 +188,3 @@ def failure(place: str, error: Exception) -> Exception:
         )
     reason = (str(error).strip().splitlines() or [""])[0]
     return ValueError(f"{place}: cannot be read ({type(error).__name__}: {reason})")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of that, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

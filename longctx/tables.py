@@ -20,10 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-# Columns of a terminal that a text of several lines is given at least.
-FOLDED = 28
-# Columns at which nothing is wrapped.
-WIDEST = 10_000
+FOLDED = 28  # columns of a terminal that a text of several lines is given at least
+WIDEST = 10_000  # columns at which nothing is wrapped
 
 
 class _Console(Console):
@@ -116,31 +114,22 @@ def measured(table: Table, output: Console) -> Measurement:
 
 
 def narrow(table: Table, columns: Sequence[int], folds: bool = False) -> Table:
-    """Return the `columns` of `table`, with headings of several lines; `folds` lets every cell
-    have several, too.
+    """Return the `columns` of `table`, with headings of several lines; `folds` lets cells have
+    several, too.
     """
     part = copy(table)
     part.columns = []
     for index, number in enumerate(columns):
         column = table.columns[number]
-        heading = Text(str(column.header)) if not isinstance(column.header, Text) else column.header
-        words = heading.plain.split()
-        widest = max(
-            (cell_len(line) for x in column.cells for line in str(x).split("\n")), default=1
-        )
-        width = max([widest, 1, *map(cell_len, words)])
-        lines = textwrap.wrap(heading.plain, width, break_long_words=False, break_on_hyphens=False)
+        heading, cells = str(column.header), map(str, column.cells)
+        lines = [line for text in (*heading.split(), *cells) for line in text.split("\n")]
+        width = max(map(cell_len, lines), default=1)
+        wrapped = textwrap.wrap(heading, width, break_long_words=False, break_on_hyphens=False)
+        # rich narrows every column that may wrap, whatever its min_width
         can_fold = folds or column.overflow == "fold"
-        part.columns.append(
-            replace(
-                column,
-                _index=index,
-                header=Text("\n".join(lines), heading.style),
-                overflow="fold",
-                no_wrap=not can_fold,
-                min_width=None if folds else min(FOLDED, width) if can_fold else width,
-            )
-        )
+        least = None if folds else min(FOLDED, width) if can_fold else width
+        column = replace(column, _index=index, header=Text("\n".join(wrapped)), overflow="fold")
+        part.columns.append(replace(column, no_wrap=not can_fold, min_width=least))
     return part
 
 

@@ -40,16 +40,7 @@ from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
-INDIFFERENT = (
-    "checkpoint",
-    "device",
-    "devices",
-    "strategy",
-    "context",
-    "batch_size",
-    "compile",
-    "wandb",
-)
+INDIFFERENT = "checkpoint device devices strategy context batch_size compile wandb"
 
 
 @dataclass(frozen=True)
@@ -256,7 +247,7 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 
 def decisive(config: EvalConfig) -> dict[str, Any]:
     """Return the keys that decide the results."""
-    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT}
+    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT.split()}
 
 
 def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -362,14 +353,13 @@ def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str |
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        if request.config.ruler.enabled:
-            advice = "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
-        else:
-            advice = (
-                "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "
-                "give a smaller batch_size or seq_len"
-            )
+        advice = (
+            "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
+            if request.config.ruler.enabled
+            else "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "
+            "give a smaller batch_size or seq_len"
+        )
         return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
-    return None if parallel.is_first else " ".join(str(error).split())
+    return None if parallel.is_first else files.one_line(error)

@@ -50,7 +50,7 @@ def save(content: Content, stem: str, model: TrainedModel, wandb: str) -> Path:
         settings = replace(WandbConfig(**known), mode=wandb)
         log_evaluation(settings, model.home, content, picture)
     except Exception as error:  # wandb's own errors, the network's, the disk's
-        print(f"wandb is off: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"wandb is off: {files.one_line(error)}", file=sys.stderr)
     return path
 
 

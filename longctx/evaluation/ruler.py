@@ -382,7 +382,9 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
     questions = []
     documents: set[str] = set()
     # Anybody can write such a file, so its form is checked by reading it.
-    try:
+    key = f"ruler.{QUESTIONS[task]}={path}"
+    errors = (LookupError, TypeError, ValueError, AttributeError)
+    with untrusted.named(key, "not in its form ({})", errors):
         content: Any = untrusted.read_json(Path(path), LARGEST_FILE)
         for entry in content if task == "qa_2" else ():
             needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
@@ -397,11 +399,8 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
                     text, needed = str(entry["question"]), [paragraph["context"]]
                     if answers and not entry.get("is_impossible", False):
                         questions.append(Question(text, answers, needed, near))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"ruler.{QUESTIONS[task]}={path}: not in its form ({reason})") from error
     if not questions:
-        raise ValueError(f"ruler.{QUESTIONS[task]}={path}: no question with an answer in it")
+        raise ValueError(f"{key}: no question with an answer in it")
     return questions, sorted(documents)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,8 +31,8 @@ FOLLOWS = {
     "attention.options.kernel": "attention.backend",
 }
 
-
 Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other cells by column
+Cell = tuple[int, int]  # row and column
 
 
 def compare(
@@ -115,13 +115,18 @@ def rendered(table: Table) -> RichTable:
 
 def differing(runs: list[Run]) -> list[str]:
     """Return the keys of the configurations whose values are not the same in all runs."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
-    # init= decides the whole config.json that transformers reads
-    keys = {key: None for key in keys if not key.startswith("model.transformers.")}
+    ignored = set(NOT_COMPARED)
     if runs[0].tokenizer and len({run.tokenizer for run in runs}) == 1:
-        keys.pop("data.tokenizer", None)
-    keys = {key: None for key in keys if len({compared(run, key) for run in runs}) > 1}
-    return [key for key in keys if key not in FOLLOWS or not follows(runs, key, FOLLOWS[key])]
+        ignored.add("data.tokenizer")
+    return [
+        key
+        for key in dict.fromkeys(key for run in runs for key in run.config)
+        if key not in ignored
+        # init= decides the whole config.json that transformers reads
+        and not key.startswith("model.transformers.")
+        and len({compared(run, key) for run in runs}) > 1
+        and not (key in FOLLOWS and follows(runs, key, FOLLOWS[key]))
+    ]
 
 
 def follows(runs: list[Run], key: str, leader: str) -> bool:
@@ -134,9 +139,10 @@ def compared(run: Run, key: str) -> str:
     """Write a value of the configuration, an absolute path by its name alone."""
     value = run.config.get(key)
     if isinstance(value, list):
-        return str([Path(x).name if str(x)[:1] == "/" else x for x in value])
-    is_path = isinstance(value, str) and value.startswith("/")
-    return Path(value).name if is_path and isinstance(value, str) else configured(run, key)
+        return str([Path(item).name if str(item).startswith("/") else item for item in value])
+    if isinstance(value, str) and value.startswith("/"):
+        return Path(value).name
+    return configured(run, key)
 
 
 def configured(run: Run, key: str) -> str:
@@ -196,24 +202,23 @@ def results(runs: list[Run]) -> Table:
     """Return a column for each figure of any run; the best is marked if they can be compared."""
     same_documents = not not_ranked(runs)
     columns = {"run": [run.label for run in runs]}
-    best: set[tuple[int, int]] = set()
+    best: set[Cell] = set()
     for metric in shown(Shown.COMPARE):
         key = metric.key
         cells = [metric.format(run.figures[key]) if key in run.figures else "" for run in runs]
-        if any(cells):
-            if same_documents or not is_loss(metric):
-                best |= {(row, len(columns)) for row in best_of(metric, runs, cells)}
-            if metric.key == "val_perplexity":
-                cells = [
-                    cell + error_of(run.figures) for run, cell in zip(runs, cells, strict=True)
-                ]
-            columns[metric.heading] = cells
+        if not any(cells):
+            continue
+        if same_documents or not is_loss(metric):
+            best |= {(row, len(columns)) for row in best_of(metric, runs, cells)}
+        if metric.key == "val_perplexity":
+            errors = [error_of(run.figures) for run in runs]
+            cells = [cell + error for cell, error in zip(cells, errors, strict=True)]
+        columns[metric.heading] = cells
     contexts = [longest_context(run) for run in runs]
     if any(contexts):
         columns["context trained at"] = contexts
     columns["ended"] = [run.ended for run in runs]
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table("what came out", list(columns), rows, best)
+    return of_columns("what came out", columns, best)
 
 
 def error_of(figures: Row) -> str:
@@ -227,32 +232,33 @@ def costs(runs: list[Run], price: float | None) -> Table:
     each = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
     tokens = "tokens for 1 of its currency"
     formats: dict[str, list[str]] = {
+        "run": [run.label for run in runs],
         "hardware": [cost.hardware for cost in each],
         "attention": [str(run.config.get("attention.backend", "")) for run in runs],
         "kernel": [run.lock.get("kernel", "") for run in runs],
         "fingerprint": [run.lock.get("fingerprint", "") for run in runs],
         "time": ["" if cost.seconds is None else duration(cost.seconds) for cost in each],
-        "GPU hours": ["" if cost.gpu_hours is None else f"{cost.gpu_hours:,.2f}" for cost in each],
-        f"cost at {price} an hour": [
-            "" if cost.money is None else f"{cost.money:,.2f}" for cost in each
-        ],
-        tokens: [
-            "" if cost.tokens_per_money is None else f"{cost.tokens_per_money:,.0f}"
-            for cost in each
-        ],
+        "GPU hours": [written("{:,.2f}", cost.gpu_hours) for cost in each],
+        f"cost at {price} an hour": [written("{:,.2f}", cost.money) for cost in each],
+        tokens: [written("{:,.0f}", cost.tokens_per_money) for cost in each],
     }
-    columns = {"run": [run.label for run in runs]}
-    columns |= {heading: cells for heading, cells in formats.items() if any(cells)}
-    best: set[tuple[int, int]] = set()
+    columns = {heading: cells for heading, cells in formats.items() if any(cells)}
+    best: set[Cell] = set()
     if tokens in columns and len(runs) > 1:
-        most = max(range(len(runs)), key=lambda row: each[row].tokens_per_money or 0.0)
-        best = {(most, list(columns).index(tokens))}
-    return Table(
-        "what it cost",
-        list(columns),
-        [list(row) for row in zip(*columns.values(), strict=True)],
-        best,
-    )
+        cheapest = max(range(len(runs)), key=lambda row: each[row].tokens_per_money or 0.0)
+        best = {(cheapest, list(columns).index(tokens))}
+    return of_columns("what it cost", columns, best)
+
+
+def of_columns(title: str, columns: dict[str, list[str]], best: Collection[Cell]) -> Table:
+    """Return the table of columns by their headings."""
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(title, list(columns), rows, best)
+
+
+def written(form: str, value: float | None) -> str:
+    """Write a number; an empty cell for None."""
+    return "" if value is None else form.format(value)
 
 
 def longest_context(run: Run) -> str:
@@ -283,17 +289,14 @@ def evaluations(runs: list[Run]) -> Table:
     for run in runs:
         for score in run.evaluations.perplexities:
             counts = [f"{score[key]:,}" for key in ("context", "stride", "tokens")]
-            numbers = [
-                "" if score[key] is None else text.format(score[key])
-                for key, text in formats.items()
-            ]
+            numbers = [written(form, score[key]) for key, form in formats.items()]
             if score["perplexity"] is not None and score["standard_error"]:
                 numbers[0] += f" ± {score['perplexity'] * score['standard_error']:,.3f}"
             rows.append([run.label, score["file"], *counts, *numbers])
     return Table("evaluations", headings, rows, best_bits(runs, len(headings) - 1), keys=2)
 
 
-def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
+def best_bits(runs: list[Run], column: int) -> set[Cell]:
     """Return the cell of the least bits per byte among evaluations of the same number of bytes, if
     they are of several runs.
     """
@@ -312,8 +315,7 @@ def tasks(runs: list[Run]) -> Table:
     for run in runs:
         by_context: dict[int, dict[str, str]] = {}
         for score in run.evaluations.tasks:
-            error = "" if score["error"] is None else f" ± {score['error']:,.4f}"
-            cell = f"{score['value']:,.4f}{error}"
+            cell = f"{score['value']:,.4f}" + written(" ± {:,.4f}", score["error"])
             by_context.setdefault(score["context"], {})[score["name"]] = cell
         rows += [([run.label, f"{context:,}"], cells) for context, cells in by_context.items()]
     return pivot("tasks", ["run", "context"], rows)

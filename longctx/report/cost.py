@@ -84,10 +84,7 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         writer.writerow({key: _cell(key) for key in columns})
         writer.writerows({key: _cell(value) for key, value in row.items()} for row in records)
         text = stream.getvalue()
-    try:
-        files.write_text(path, text)
-    except OSError as error:
-        raise OSError(f"table={path}: cannot be written: {error.strerror}") from error
+    files.write_for_key("table", path, text)
 
 
 def _cell(value: Any) -> Any:

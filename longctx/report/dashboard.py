@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from longctx import untrusted
 from longctx.runs import metrics
 from longctx.runs.metrics import Shown
 
@@ -114,7 +115,9 @@ def dashboard(
         )
     import wandb
 
-    try:
+    # wandb's own errors, the network's
+    problem = "wandb did not take the workspace: {}"
+    with untrusted.named(f"project={project}", problem, (Exception,)):
         if not wandb.login(prompt=False):
             print(text)
             print(
@@ -124,11 +127,6 @@ def dashboard(
             return
         created = workspace(project, entity or str(wandb.Api().default_entity), name)
         created.save()
-    except Exception as error:  # wandb's own errors, the network's
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"project={project}: wandb did not take the workspace: {reason}"
-        ) from error
     print(created.url)
 
 

@@ -41,10 +41,7 @@ def write_page(out: Path, runs: list[Run], tables: list[Table], notes: list[str]
         "notes": notes,
     }
     template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")
-    try:
-        files.write_text(out, template.replace("DATA_AS_JSON", embedded(data), 1))
-    except OSError as error:
-        raise OSError(f"out={out}: cannot be written: {error.strerror}") from error
+    files.write_for_key("out", out, template.replace("DATA_AS_JSON", embedded(data), 1))
 
 
 def headings(place: Shown) -> dict[str, str]:

@@ -216,8 +216,7 @@ class Saving:
         if not self.path.parent.exists():
             gone = "the folder of the run is gone, so no checkpoint is written"
             return f"{self.path.parent}: {gone}"
-        reason = " ".join(str(error).split()) or type(error).__name__
-        return f"{self.path}: the checkpoint could not be written ({reason})"
+        return f"{self.path}: the checkpoint could not be written ({files.one_line(error)})"
 
     def _prepare(self) -> None:
         # A copy of today's values; ValueError for NaN and infinity, which JSON does not have

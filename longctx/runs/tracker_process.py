@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from longctx import plugins, system
 from longctx.config.doors import TRACKERS
+from longctx.files import one_line
 
 PAUSE = 0.2  # seconds between two looks for new rows
 LASTS = 600.0  # seconds that this process may still send after the end of its parent
@@ -41,7 +42,7 @@ def main(name: str, *arguments: str) -> NoReturn:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             TRACKERS[name].copy(request | {"arguments": arguments}, commands)
     except BaseException as error:  # the tracker's own errors, the network's, the disk's
-        report(f"{name} is off: {one_line(error)}; metrics.jsonl has every row")
+        report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every row")
         os._exit(1)
     # The interpreter's own end would wait for a core that is gone or stopped
     os._exit(0)
@@ -50,11 +51,6 @@ def main(name: str, *arguments: str) -> NoReturn:
 def report(line: str) -> None:
     """Send a line to the parent, which shows it."""
     print(line, file=sys.__stdout__, flush=True)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the text of an error in one line."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:500]
 
 
 def follow_stdin() -> Commands:

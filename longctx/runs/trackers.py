@@ -18,6 +18,7 @@ from typing import Any
 from longctx.config.doors import TRACKERS, TrackerTraits
 from longctx.runs import metrics_file, wandb_copy
 from longctx.runs.metrics import SAMPLE
+from longctx.runs.run_folder import flat
 from longctx.runs.tracker_process import Commands
 
 PARAMETERS = 100  # that MLflow takes at a time, and
@@ -112,15 +113,6 @@ def copy_to_trackio(request: dict[str, Any], commands: Commands) -> None:
     for step, numbers in Rows(request, commands):
         trackio.log(numbers, step=step)
     trackio.finish()
-
-
-def flat(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with dotted names, as the command line takes them."""
-    result = dict[str, Any]()
-    for key, value in facts.items():
-        name = f"{prefix}{key}"
-        result |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return result
 
 
 register(

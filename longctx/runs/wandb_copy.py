@@ -19,9 +19,10 @@ from urllib.parse import urlparse
 
 from longctx import system
 from longctx.config.train_config import WandbConfig
+from longctx.files import one_line
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
-from longctx.runs.tracker_process import Commands, one_line, report
+from longctx.runs.tracker_process import Commands, report
 
 RUN_ID = "run-id"  # file in a run's wandb/ with its id at the server, once it has gone online
 AGAIN = "again"  # the argument of the second attempt
@@ -59,7 +60,7 @@ def copy(request: dict[str, Any], commands: Commands) -> None:
     except BaseException as error:  # wandb's own errors, the network's, the disk's
         if is_second:
             raise
-        copy_again_offline(Path(request["folder"]), request["earlier"], one_line(error))
+        copy_again_offline(Path(request["folder"]), request["earlier"], one_line(error)[:500])
 
 
 def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoReturn:
