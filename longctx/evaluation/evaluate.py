@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,20 +143,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
-    packs = True
-    if model.model.transformers:
-        from longctx.model import transformers_model
-
-        proof = model.model, device, model.seq_len
-        try:
-            transformers_model.prove(*proof, trains=False)
-        except ValueError:
-            # Devices that share a sequence split documents, so layers must not mix tokens either
-            if config.context.degree != 1:
-                raise
-            transformers_model.prove(*proof, packing=False)
-            packs = False
-            print("each document has a sequence of its own: this model's layers would mix them")
+    packs = not model.model.transformers or can_pack(model, config, device)
     if config.attention.backend == AUTO:
         length = config.seq_len or model.seq_len
         chosen, line = choose_attention(config, model.model, device, machine, length)
@@ -188,34 +176,40 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy, packs)
 
 
+def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
+    """Return True if documents may share a sequence in layers of transformers; a line tells if not.
+
+    Raises ValueError if the layers compute something else than longctx, or devices share sequences.
+    """
+    from longctx.model import transformers_model
+
+    proof = model.model, device, model.seq_len
+    try:
+        transformers_model.prove(*proof, trains=False)
+    except ValueError:
+        # Devices that share a sequence split documents, so layers must not mix tokens either
+        if config.context.degree != 1:
+            raise
+        transformers_model.prove(*proof, packing=False)
+        print("each document has a sequence of its own: this model's layers would mix them")
+        return False
+    return True
+
+
 def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
     """Load this process's part of the model, as rank 0 has decided in `setup`."""
-    decided: dict[str, Any] = {}
+    decided: list[Any] = []
     if setup is not None:
-        decided = {
-            "file": str(setup.model.file),
-            "precision": setup.precision,
-            "strategy": setup.strategy,
-            "heads": setup.model.model.heads,
-            "attention": asdict(setup.config.attention),
-        }
-    decided = parallel.broadcast(decided)
-    config = request.config
+        decided = [str(setup.model.file), setup.model.model.heads, setup.precision, setup.strategy]
+        decided.append(asdict(setup.config.attention))
+    file, heads, precision, strategy, backend = parallel.broadcast(decided)
+    config, attention, dtype = request.config, AttentionConfig(**backend), dtype_of(precision)
     degree = config.context.degree
     assert isinstance(degree, int)
-    method = config.context.method_for(decided["heads"])
-    data_ranks = config.devices // degree
-    attention = AttentionConfig(**decided["attention"])
-    layout = Layout(decided["strategy"], data_ranks, degree, method, attention)
-    parallel.init_mesh(layout)
-    dtype = dtype_of(decided["precision"])
-    model = build_model(
-        Path(decided["file"]),
-        attention,
-        parallel.device,
-        dtype,
-        lambda model: parallel.shard(model, cast=False),
-    )
+    method = config.context.method_for(heads)
+    parallel.init_mesh(Layout(strategy, config.devices // degree, degree, method, attention))
+    shard = partial(parallel.shard, cast=False)
+    model = build_model(Path(file), attention, parallel.device, dtype, shard)
     model.share_rows(parallel.context)
     if config.compile:
         model.compile_blocks()
@@ -224,18 +218,18 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
 
 def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Run the evaluation on rank 0: return its files' name and the content of its JSON."""
-    kind = measure_perplexity
-    if setup.config.passkey.enabled:
-        kind = measure_passkeys
-    elif setup.config.ruler.enabled:
-        kind = measure_ruler
-    elif setup.config.tasks:
-        kind = measure_tasks
+    config, measure_kind = setup.config, measure_perplexity
+    if config.passkey.enabled:
+        measure_kind = measure_passkeys
+    elif config.ruler.enabled:
+        measure_kind = measure_ruler
+    elif config.tasks:
+        measure_kind = measure_tasks
     began = time.perf_counter()
-    stem, content = kind(setup, scorer)
-    backend = setup.config.attention.backend
+    stem, content = measure_kind(setup, scorer)
+    backend = config.attention.backend
     about = {
-        "asked": decisive(setup.config),
+        "asked": decisive(config),
         "checkpoint": str(setup.model.file),
         "trained_seq_len": setup.model.seq_len,
         "attention": backend,
@@ -254,15 +248,9 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     """Score the documents; ValueError if they have no target token."""
     config, is_gpu = setup.config, setup.device == "cuda"
     contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
-    result = perplexity(
-        scorer,
-        documents_of(setup.model, setup.request),
-        setup.context,
-        config.stride,
-        batch_size=setup.batch_size,
-        progress=True,
-        contexts=contexts,
-    )
+    documents = documents_of(setup.model, setup.request)
+    sizes = setup.context, config.stride, setup.batch_size
+    result = perplexity(scorer, documents, *sizes, progress=True, contexts=contexts)
     if contexts and not result.contexts.tokens:
         print(
             f"no document has more than {max(contexts):,} tokens, so no tokens to compare "
@@ -277,28 +265,18 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         **result.content(setup.model.tokenizer.decode),
     }
-    documents = config.split if setup.scores_own_split else config.data.source
-    backend, context = config.attention.backend, setup.context
-    stem = evaluations.stem(documents, setup.model.name, context, result.stride, backend)
-    return stem, content
+    source = config.split if setup.scores_own_split else config.data.source
+    settings = setup.context, result.stride, config.attention.backend
+    return evaluations.stem(source, setup.model.name, *settings), content
 
 
 def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Hide keys in documents and ask for them; ValueError if the documents are too short."""
     keys, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
-    documents = documents_of(model, setup.request)
-    filler = passkey.filler_of(documents, model.tokenizer, 4 * longest)
-    depths = keys.depths or passkey.DEPTHS
-    cells = passkey.recall(
-        scorer,
-        model.tokenizer,
-        filler,
-        setup.lengths,
-        depths,
-        keys.samples,
-        keys.kinds,
-        progress=True,
-    )
+    tokenizer, depths = model.tokenizer, keys.depths or passkey.DEPTHS
+    filler = passkey.filler_of(documents_of(model, setup.request), tokenizer, 4 * longest)
+    texts = tokenizer, filler, setup.lengths, depths, keys.samples, keys.kinds
+    cells = passkey.recall(scorer, *texts, progress=True)
     stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
     return stem, {"filler": setup.source, **passkey.content(cells)}
 
@@ -337,16 +315,14 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     from longctx.evaluation.harness import Harness, evaluate_tasks  # lm-eval is an optional extra
 
     config, model, context = setup.config, setup.model, setup.context
-    stride = stride_of(config.stride or context, context)
-    harness = Harness(
-        scorer, model.tokenizer, context, stride, setup.batch_size, model.tokenizer.end_tokens
-    )
+    stride, tokenizer = stride_of(config.stride or context, context), model.tokenizer
+    sizes = context, stride, setup.batch_size
+    harness = Harness(scorer, tokenizer, *sizes, tokenizer.end_tokens)
     folder = None if config.tasks_path is None else Path(config.tasks_path)
-    content = evaluate_tasks(
-        harness, config.tasks, model.folder, folder, config.documents, config.fewshot
-    )
-    sizes = {"context": context, "stride": stride, "documents": config.documents}
-    return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), sizes | content
+    limits = config.documents, config.fewshot
+    content = evaluate_tasks(harness, config.tasks, model.folder, folder, *limits)
+    about = {"context": context, "stride": stride, "documents": config.documents}
+    return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
 
 
 def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:

@@ -7,8 +7,8 @@ answer share the context. Unlike there, text never turns into special tokens.
 
 from __future__ import annotations
 
+import json
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -227,17 +227,10 @@ def evaluate_tasks(
     # For tasks of a given length in tokens, such as RULER's.
     metadata = {"tokenizer": str(tokenizer_folder), "max_seq_lengths": [lm.context]}
     manager = _manager(tasks, task_folder, metadata)
+    settings = {"limit": limit, "num_fewshot": fewshot, "metadata": metadata}
+    settings |= {"log_samples": False, "bootstrap_iters": 1000}
     try:
-        results = simple_evaluate(
-            model=lm,
-            tasks=list(tasks),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=fewshot,
-            log_samples=False,
-            bootstrap_iters=1000,
-            metadata=metadata,
-        )
+        results = simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
     except Exception as error:  # anything from a task's code, its data set or the network
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
     assert results is not None
@@ -246,18 +239,10 @@ def evaluate_tasks(
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON can hold it, null for a number that is not finite."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, str | bool | int | None):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return str(value)
-    return number if math.isfinite(number) else None
+    """Return the value as JSON can hold it: numbers of NumPy as Python's, other objects as text."""
+    return json.loads(
+        json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+    )
 
 
 def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:

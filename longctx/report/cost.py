@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from longctx import files
 from longctx.report.run_view import Run
 from longctx.runs.evaluations import without_infinite
-from longctx.runs.metrics import Row, finite
+from longctx.runs.metrics import Row, finite, number
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
 
@@ -52,7 +52,7 @@ def cost_of(
     seconds = next(iter(finite([figures.get("seconds")])), None)
     hours = seconds * devices / 3600 if is_gpu and seconds is not None else None
     money = None if hours is None or price is None else hours * price
-    tokens = next(iter(finite([figures.get("tokens_seen")])), 0.0)
+    tokens = number(figures, "tokens_seen")
     device = lock.get("device", "GPU") if is_gpu else "CPU"
     return Cost(device, devices, seconds, hours, money, tokens / money if money else None)
 

@@ -14,7 +14,7 @@ from typing import Any
 from longctx import untrusted
 from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
-from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step, number
 from longctx.runs.metrics_file import odd_value, read_rows
 from longctx.runs.run_folder import is_training, read_config
 
@@ -163,7 +163,7 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
     seconds = 0.0
     timed: dict[bool, list[Row]] = {True: [], False: []}
     for row in rows:
-        seconds = next(iter(finite([row.get("seconds")])), seconds)
+        seconds = number(row, "seconds", seconds)
         timed[is_step(row)].append(row | {"seconds": seconds})
     result: dict[str, Curve] = {}
     for group in timed.values():
@@ -172,13 +172,12 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
             if not drawn:
                 continue
             curve = result[metric.key] = reduced(drawn, metric.key, points)
-            errors = [next(iter(finite([row.get("val_loss_error")])), 0.0) for row in drawn]
+            errors = [number(row, "val_loss_error") for row in drawn]
             if metric.key == "val_perplexity" and any(errors) and "lo" not in curve:
-                values = [
-                    (row[metric.key], error) for row, error in zip(drawn, errors, strict=True)
-                ]
-                curve["lo"] = short(value - value * error for value, error in values)
-                curve["hi"] = short(value + value * error for value, error in values)
+                values = [row[metric.key] for row in drawn]
+                pairs = list(zip(values, errors, strict=True))
+                curve["lo"] = short(value * (1 - error) for value, error in pairs)
+                curve["hi"] = short(value * (1 + error) for value, error in pairs)
     return result
 
 
@@ -186,7 +185,7 @@ def warmed_up(rows: list[Row], warmup_steps: Any) -> dict[str, float]:
     """Return the tokens and seconds after the steps of the warm-up, 0 if no row is after it."""
     for row in rows if isinstance(warmup_steps, int) else []:
         if is_step(row) and row["step"] >= warmup_steps:
-            return {"t": row["tokens_seen"], "s": next(iter(finite([row.get("seconds")])), 0.0)}
+            return {"t": row["tokens_seen"], "s": number(row, "seconds")}
     return {"t": 0.0, "s": 0.0}
 
 

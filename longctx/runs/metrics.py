@@ -345,6 +345,11 @@ def figures(rows: list[Row]) -> Row:
     return result
 
 
+def number(row: Row, key: str, default: float = 0.0) -> float:
+    """Return the finite number of a row under `key`, or else `default`."""
+    return next(iter(finite([row.get(key)])), default)
+
+
 def finite(column: Iterable[Any]) -> list[float]:
     """Return the finite numbers among the values."""
     return [value for value in column if isinstance(value, int | float) and math.isfinite(value)]
