@@ -1,14 +1,13 @@
 """A run of random weights, and eval.py called on it."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+import eval as evaluation
 from longctx.attention.description import AttentionConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
@@ -16,18 +15,8 @@ from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
-from tests.eval_script.sample import SCRIPT, TEXTS, Evaluate
+from tests.eval_script.sample import TEXTS, Evaluate
 from tests.written import write
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("eval_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +47,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def evaluate(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+def evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
     """Evaluates `run`, or `checkpoint` in it, on the CPU: the JSON written and the text printed."""
 
     def call(*overrides: str, checkpoint: Path = run) -> tuple[dict, str]:
-        assert script.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
+        assert evaluation.main([f"checkpoint={checkpoint}", "device=cpu", *overrides]) == 0
         output = capsys.readouterr().out
         path = Path("".join(output.split("\n")[-2:]).strip())
         assert path.parent == run / "eval"

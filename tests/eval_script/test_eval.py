@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -98,6 +97,7 @@ def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> No
     assert list(scores.values()) == pytest.approx([scores["naive"]] * 3, rel=1e-5)
 
 
+VT = ["ruler=true", "ruler.tasks=[vt]"]
 OWN_TEXT = ["data=text", "data.path={docs}"]
 MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
     (["seq_len=abc"], "seq_len=abc"),
@@ -125,6 +125,16 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["sequence=4"], "sequence"),
     (["attention=best"], "attention=best"),
     (["-m", "seq_len=64,128"], "-m"),
+    (["ruler.samples=3"], "ruler.samples=3: does nothing without ruler=true"),
+    ([*VT, "ruler.lengths=[200]"], "ruler.lengths=[200]: vt needs"),
+    ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
+    (["ruler=true", "ruler.squad=nowhere.json"], "ruler.squad=nowhere.json"),
+    ([*VT, "ruler.squad={docs}/00.txt"], "ruler.squad={docs}/00.txt: "),
+    ([*VT, "seq_len=256", "ruler.lengths=[512]"], "seq_len=256"),
+    ([*VT, "stride=8"], "stride=8"),
+    ([*VT, "batch_size=8"], "batch_size=8"),
+    ([*VT, "compile=true"], "compile=true"),
+    ([*VT, "tasks=[a]"], "tasks=[a]"),
 ]
 WRONG_CHECKPOINTS = [
     ([], "CHECKPOINT is missing"),
@@ -143,7 +153,6 @@ WRONG_CHECKPOINTS = [
     ],
 )
 def test_mistake_is_one_line_and_writes_nothing(
-    script: ModuleType,
     run: Path,
     refused: Callable[[int, str], str],
     monkeypatch: pytest.MonkeyPatch,
@@ -154,34 +163,32 @@ def test_mistake_is_one_line_and_writes_nothing(
     folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
     argv = [override.format(**folders) for override in [*overrides, "device=cpu"]]
-    refused(script.main(argv), f"error: {message.format(**folders)}")
+    refused(evaluation.main(argv), f"error: {message.format(**folders)}")
     assert sorted(run.rglob("*")) == before
 
 
 def test_file_in_the_place_of_the_results_is_refused(
-    script: ModuleType, run: Path, tmp_path: Path, refused: Callable[[int, str], str]
+    run: Path, tmp_path: Path, refused: Callable[[int, str], str]
 ) -> None:
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
     refused(
-        script.main([f"checkpoint={other}", "device=cpu"]),
+        evaluation.main([f"checkpoint={other}", "device=cpu"]),
         f"{other}/eval: ",
     )
 
 
 def test_tasks_without_lm_eval_say_what_to_install(
-    script: ModuleType,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     refused: Callable[[int, str], str],
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
-    error = refused(script.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
+    error = refused(evaluation.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
     assert "pip install lm-eval" in error
 
 
 def test_tasks_run_from_the_command_line(
-    script: ModuleType,
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,81 +203,54 @@ def test_tasks_run_from_the_command_line(
     assert "bits_per_byte" in output
     assert content["documents"] == 2
     missing = f"tasks_path={tmp_path}/none"
-    assert script.main([f"checkpoint={run}", "device=cpu", missing, "tasks=[mine]"]) == 2
+    assert evaluation.main([f"checkpoint={run}", "device=cpu", missing, "tasks=[mine]"]) == 2
     assert f"{missing}: " in capsys.readouterr().err
 
 
 @pytest.mark.no_gpu
-def test_gpu_that_is_not_there_is_refused(
-    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script.main([f"checkpoint={run}", "device=cuda"]) == 2
+def test_gpu_that_is_not_there_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluation.main([f"checkpoint={run}", "device=cuda"]) == 2
     assert "device=cuda: " in capsys.readouterr().err
 
 
 def test_passkeys_of_a_run_and_of_its_export(
-    script: ModuleType,
     run: Path,
     tmp_path: Path,
+    evaluate: Evaluate,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    keys = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]", "device=cpu"]
-    assert script.main([f"checkpoint={run}", *keys, "passkey.lengths=[600,500]"]) == 0
-    output = capsys.readouterr().out
+    keys = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]"]
+    content, output = evaluate(*keys, "passkey.lengths=[600,500]")
     file = Path(output.split()[-1])
     assert file.name.startswith("passkey-step-00000003-600-flash")
     assert file.with_suffix(".png").exists()
-    content = json.loads(file.read_text())
     assert content["filler"] == "val split of the run's data"
     assert content["kinds"]["needle"]["lengths"] == [500, 600]
     assert "passkey: " in output
 
     assert export(["export", str(run), str(tmp_path / "out")]) == 0
-    texts = ["passkey.lengths=[600]", "data=text", f"data.path={SCRIPT.parent / 'README.md'}"]
-    assert script.main([f"checkpoint={tmp_path / 'out'}", *keys, *texts]) == 0
+    keys += ["device=cpu", "passkey.lengths=[600]"]
+    texts = ["data=text", f"data.path={ROOT / 'README.md'}"]
+    assert evaluation.main(["checkpoint=out", *keys, *texts]) == 0
     assert len([*Path("evaluations").glob("out-*/eval/passkey-out-600-flash.json")]) == 1
-    assert not (tmp_path / "out" / "eval").exists()
+    assert not Path("out/eval").exists()
     for checkpoint, wrong in (("out", "split=val"), (run, "passkey.lengths=[128000]")):
-        assert script.main([f"checkpoint={checkpoint}", *keys, wrong]) == 2
+        assert evaluation.main([f"checkpoint={checkpoint}", *keys, wrong]) == 2
         assert f"error: {wrong}: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_result_of_other_keys_keeps_the_first_result(
-    script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def result_path(*overrides: str) -> Path:
-        assert script.main([f"checkpoint={run}", "device=cpu", "stride=16", *overrides]) == 0
-        return Path(capsys.readouterr().out.split()[-1])
-
-    first, fewer = result_path(), result_path("documents=1")
-    assert fewer.name == f"{first.stem}-2.json"
-    documents = json.loads(first.read_text())["documents"]
-    assert len(json.loads(fewer.read_text())["documents"]) == 1 < len(documents)
-    assert result_path() == first
-    assert result_path("documents=1", "batch_size=3") == fewer, "the same evaluation otherwise run"
-    assert json.loads(first.read_text())["documents"] == documents
-
-
-def test_ruler_of_a_run(script: ModuleType, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tasks = "ruler.tasks=[niah_single_2,fwe,qa_1]"
-    overrides = ["ruler=true", tasks, "ruler.samples=2", "ruler.lengths=[1500,900]", "device=cpu"]
-    assert script.main([f"checkpoint={run}", *overrides]) == 0
-    output = capsys.readouterr()
-    path = Path(output.out.split()[-1])
+def test_ruler_of_a_run(evaluate: Evaluate) -> None:
+    keys = ["ruler=true", "ruler.tasks=[niah_single_2,fwe,qa_1]", "ruler.samples=2"]
+    keys += ["ruler.lengths=[1500,900]"]
+    content, output = evaluate(*keys)
+    path = Path(output.split()[-1])
     assert path.name.startswith("ruler-step-00000003-1500-flash")
     assert path.with_suffix(".png").exists()
-    assert "warning: ruler.lengths has 1,500" in output.out
-    content = json.loads(path.read_text())
+    assert "warning: ruler.lengths has 1,500" in output
     assert content["ruler"]["lengths"] == [900, 1500]
     assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe", "qa_1"]
     assert content["made"] == ["qa_1"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
-    assert script.main([f"checkpoint={run}", *overrides]) == 0
-    assert json.loads(path.read_text())["answers"] == content["answers"], "by the seed alone"
-    assert script.main([f"checkpoint={run}", *overrides, "ruler.lengths=[200]"]) == 2
-    assert "error: ruler.lengths=[200]: " in capsys.readouterr().err
-    assert script.main([f"checkpoint={run}", "ruler.samples=3"]) == 2
-    assert "ruler.samples=3: does nothing without ruler=true" in capsys.readouterr().err
+    assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"

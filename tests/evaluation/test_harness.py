@@ -26,6 +26,7 @@ from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
 
+SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
 TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
 
 
@@ -37,8 +38,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> GPT:
     torch.manual_seed(0)
-    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
-    return GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **shape), "naive").eval()
+    return GPT(GPTConfig(vocab_size=tokenizer.vocab_size, **SHAPE), "naive").eval()
 
 
 def harness(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
@@ -120,8 +120,7 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
     )
     Tokenizer(begins, plain.eos).save(tmp_path / "tokenizer.json")
     torch.manual_seed(1)
-    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
-    model = GPT(GPTConfig(vocab_size=begin + 1, **shape), "naive").eval()
+    model = GPT(GPTConfig(vocab_size=begin + 1, **SHAPE), "naive").eval()
     export(model, tmp_path, tmp_path / "hf", context=64)
 
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
@@ -179,9 +178,8 @@ def test_texts_are_scored_in_the_windows_of_hflm(
 
 def test_padding_does_not_stretch_a_model(tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
-    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
     scaling = {"rope_type": "dynamic", "factor": 4.0}
-    config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **shape)
+    config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **SHAPE)
     model = GPT(config, "naive").eval()
     rng = np.random.default_rng(0)
     requests = [(("", ""), rng.integers(256, size=n).tolist(), [5]) for n in (30, 3, 12, 19)]

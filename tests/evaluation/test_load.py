@@ -123,24 +123,16 @@ def test_documents_without_text_are_left_out_and_said(
 def test_documents_of_a_run_are_those_of_its_split(
     folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = folder / "run"
-    run.mkdir()
+    (run := folder / "run").mkdir()
     tokenizer.save(run / "tokenizer.json")
-    data = {
-        "source": "text",
-        "path": str(folder / "docs"),
-        "val_fraction": 0.3,
-        "cache": str(folder / "cache"),
-    }
+    data = {"source": "text", "path": str(folder / "docs"), "cache": str(folder / "cache")}
+    data |= {"val_fraction": 0.3}
     began = load(DataConfig(**data, tokenizer=str(run)), 64).fingerprint  # type: ignore[arg-type]
     splits = {
         split: list(of_run(run, {"data": data, "seq_len": 64}, split, began))
         for split in ("train", "val")
     }
-    names = {
-        split: {Path(document.name).name for document in documents}
-        for split, documents in splits.items()
-    }
+    names = {split: {Path(x.name).name for x in documents} for split, documents in splits.items()}
     assert names["train"] | names["val"] == set(TEXTS)
     assert not names["train"] & names["val"]
     assert names["val"]
@@ -156,8 +148,7 @@ def test_documents_of_a_run_are_those_of_its_split(
 
 
 def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: Tokenizer) -> None:
-    run = folder / "run"
-    run.mkdir()
+    (run := folder / "run").mkdir()
     with_begin(tokenizer).save(run / "tokenizer.json")
     (folder / "one.txt").write_text("a rose is a rose \n" * 90)
     data = {"source": "text", "path": str(folder / "one.txt"), "cache": str(folder / "cache")}
@@ -167,19 +158,15 @@ def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: T
 
 
 def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
-    run = folder / "run"
-    run.mkdir()
+    (run := folder / "run").mkdir()
     write_tokenizer(run)
     write(run, CHATML)
-    rows = [
-        [
-            {"role": "user", "content": f"a rose {n}"},
-            {"role": "assistant", "content": "user " * (n % 5 + 1)},
-        ]
-        * (n % 3 + 1)
-        for n in range(20)
-    ]
-    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    rows = []
+    for n in range(20):
+        question = {"role": "user", "content": f"a rose {n}"}
+        answer = {"role": "assistant", "content": "user " * (n % 5 + 1)}
+        rows.append(json.dumps({"messages": [question, answer] * (n % 3 + 1)}))
+    (folder / "chats.jsonl").write_text("\n".join(rows))
     settings = {"source": "text", "path": str(folder / "chats.jsonl"), "chat": True}
     settings |= {"val_fraction": 0.4, "cache": str(folder / "cache")}
     data = load(DataConfig(**settings, tokenizer=str(run)), 512)
@@ -203,9 +190,3 @@ def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
         answers = data.tokenizer.decode(document.ids[document.scored], special=False)
         assert set(answers.split()) == {"user"}, "no letter of a special token"
         assert (document.n_bytes, document.n_words) == (len(answers), len(answers.split()))
-
-
-def test_the_first_documents_alone_are_read(folder: Path, tokenizer: Tokenizer) -> None:
-    config = DataConfig(source="text", path=str(folder / "docs"))
-    everything = [document.name for document in of_source(config, tokenizer)]
-    assert [document.name for document in of_source(config, tokenizer, 20)] == everything[:20]

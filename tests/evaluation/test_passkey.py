@@ -3,6 +3,7 @@ and validation with it.
 """
 
 import math
+import re
 from random import Random
 from typing import Any
 
@@ -21,13 +22,8 @@ from longctx.model import GPT, GPTConfig
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(
-        [
-            "a long walk home with the old dog\n" * 40,
-            "The pass key is 12345. The secret number of 67890",
-        ],
-        400,
-    )
+    keys = "The pass key is 12345. The secret number of 67890"
+    return train(["a long walk home with the old dog\n" * 40, keys], 400)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +48,11 @@ class Oracle(GPT):
         for b, row in enumerate(tokens.tolist()):
             for n, place in enumerate(at[b].tolist()):
                 prefix = row[: place + 1]
-                widths = (
-                    w
-                    for w in range(1, 40)
-                    if any(x in self.tokenizer.decode(prefix[-w:]) for x in (" key is", " of "))
-                )
-                width = next(widths, 40)
+                width = 1  # of the question's last words, up to " key is" or " of "
+                while width < 40 and not re.search(
+                    " key is| of ", self.tokenizer.decode(prefix[-width:])
+                ):
+                    width += 1
                 begins = range(max(0, place - self.sight), place + 1 - width)
                 facts = [i for i in begins if row[i : i + width] == prefix[-width:]]
                 logits[b, n, row[facts[0] + width] if facts else 0] = 20.0
@@ -90,15 +85,8 @@ def test_recall_is_right_where_the_model_sees_the_fact(
     assert len(cells) == 2 * 2 * 3
     assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
     assert all(-0.1 < cell.logprob <= 0 for cell in cells)
-    blind = recall(
-        Scorer(Oracle(tokenizer, sight=150)),
-        tokenizer,
-        filler,
-        [400],
-        [0.0, 0.95],
-        samples=3,
-        kinds=["passkey"],
-    )
+    blind = Scorer(Oracle(tokenizer, sight=150))
+    blind = recall(blind, tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
     assert [cell.accuracy for cell in blind] == [0, 1]
     assert blind[0].logprob < -10
 
@@ -120,10 +108,8 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.nd
 
 
 def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
-    documents = [
-        Document("a", np.array([5, 6, 7, tokenizer.eos_id]), 3),
-        Document("b", np.array([8, 9]), 2),
-    ]
+    ids = [5, 6, 7, tokenizer.eos_id], [8, 9]
+    documents = [Document("a", np.array(tokens), 3) for tokens in ids]
     assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
     assert filler_of(documents, tokenizer, 10).tolist() == [5, 6, 7, 8, 9]
     assert len(filler_of([], tokenizer, 10)) == 0

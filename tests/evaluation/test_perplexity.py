@@ -5,6 +5,7 @@ batched.
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,15 +22,13 @@ from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 
 V = 53
+SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=V, layers=2, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.3
-    )
-    return GPT(config, "flash").eval()
+    return GPT(GPTConfig(vocab_size=V, **SHAPE), "flash").eval()
 
 
 def documents(*lengths: int) -> list[Document]:
@@ -85,16 +84,6 @@ def test_windows_agree_with_the_recipe_of_transformers(model: GPT, tmp_path: Pat
         ours = perplexity(Scorer(model), [document], context=length - 1, stride=stride).total
         assert ours.tokens == scored == size - 1
         assert ours.perplexity == pytest.approx(math.exp(total / scored), rel=1e-6)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 7, 100])
-def test_scores_do_not_depend_on_the_batch(model: GPT, batch_size: int) -> None:
-    docs = documents(70, 5, 1, 2, 11, 30, 3)
-    together = perplexity(Scorer(model), docs, context=24, stride=10, batch_size=batch_size)
-    for score, document in zip(together.documents, docs, strict=True):
-        if len(document.ids) > 1:
-            alone = perplexity(Scorer(model), [document], context=24, stride=10)
-            assert score.nats == pytest.approx(alone.total.nats, rel=1e-6)
 
 
 def test_totals_are_sums_and_not_means(model: GPT) -> None:
@@ -185,7 +174,6 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
         perplexity(Scorer(model), docs, context=32).total.nats, rel=1e-6
     )
     best = result.contexts.gains[0]
-    assert all(gain.short > gain.long for gain in result.contexts.gains)
     assert best.nats == pytest.approx(max(np.subtract(losses[8], losses[32])), abs=1e-4)
     document = docs[best.owner]
     assert best.ids[best.center] == document.ids[best.position]
@@ -210,6 +198,7 @@ def test_loss_by_position_is_of_the_same_documents(model: GPT) -> None:
 
 
 ROPES = {
+    "plain": {},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "longrope": {
         **{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 32},
@@ -218,23 +207,20 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_stretched_scores_do_not_depend_on_packing(name: str, batch_size: int) -> None:
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
+def test_scores_do_not_depend_on_packing(rope: dict[str, Any], batch_size: int) -> None:
     torch.manual_seed(0)
-    shape = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
-    config = GPTConfig(vocab_size=V, rope_scaling=ROPES[name], context=40, **shape)
-    model = GPT(config, "naive").eval()
-    docs = documents(150, 97, 33, 20, 100, 41)
+    model = GPT(GPTConfig(vocab_size=V, rope_scaling=rope, context=40, **SHAPE), "naive").eval()
+    docs = documents(150, 97, 33, 1, 2, 20, 100, 41)
     docs = [document._replace(name=str(n)) for n, document in enumerate([*docs, *docs])]
     result = perplexity(Scorer(model), docs, context=120, stride=60, batch_size=batch_size)
     for document, score in zip(docs, result.documents, strict=True):
         expected = 0.0
         for begin, end, first in spans(len(document.ids), 120, 60):
-            shown = torch.from_numpy(document.ids[begin:end])[None]
-            targets = torch.from_numpy(document.ids[begin + 1 : end + 1])[None]
+            shown = torch.from_numpy(document.ids[begin : end + 1])[None]
             with torch.no_grad():
-                losses = model(shown, targets, reduction="none")[0]
+                losses = model(shown[:, :-1], shown[:, 1:], reduction="none")[0]
             expected += float(losses[first - begin - 1 :].double().sum())
         assert score.nats == pytest.approx(expected, rel=1e-5)
 
@@ -247,9 +233,7 @@ def test_standard_error_is_of_the_mean() -> None:
     assert error == pytest.approx(values.std(ddof=1) / 20, rel=1e-9)
     tokens = rng.integers(5, 500, (300, 60))
     nats = tokens * rng.normal(3, 0.5, (300, 60))
-    errors = [
-        error_of_ratio(list(zip(a, b, strict=True))) for a, b in zip(nats, tokens, strict=True)
-    ]
+    errors = [error_of_ratio(pairs) for pairs in np.stack([nats, tokens], axis=-1).tolist()]
     means = nats.sum(axis=1) / tokens.sum(axis=1)
     assert np.mean(errors) == pytest.approx(means.std(), rel=0.15)
     assert math.isnan(error_of_ratio([(3.0, 2)]))
@@ -282,17 +266,13 @@ def test_every_token_is_scored_once(tokens: int, context: int) -> None:
         assert scored == list(range(1, tokens))
 
 
-def windows(lengths: list[int]) -> list[Window]:
-    return [Window(n, 0, np.arange(length + 1), 0) for n, length in enumerate(lengths)]
-
-
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequences_hold_every_window_once(rows: int) -> None:
-    unpacked = windows(np.random.default_rng(0).integers(1, 101, size=400).tolist())
-    packed = list(batches(iter(unpacked), 100, rows))
-    assert sorted(window.owner for batch in packed for row in batch for window in row) == list(
-        range(400)
-    )
+    lengths = np.random.default_rng(0).integers(1, 101, size=400)
+    windows = (Window(n, 0, np.arange(length + 1), 0) for n, length in enumerate(lengths))
+    packed = list(batches(windows, 100, rows))
+    owners = [window.owner for batch in packed for row in batch for window in row]
+    assert sorted(owners) == list(range(400))
     assert all(len(batch) == rows for batch in packed[:-1])
     used = [sum(len(window.ids) - 1 for window in row) for batch in packed for row in batch]
     assert max(used) <= 100

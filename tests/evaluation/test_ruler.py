@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from longctx.config.eval_config import RULER_TASKS, EvalConfig, RulerConfig
+from longctx.config.eval_config import RULER_TASKS, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation.ruler import (
     TASKS,
@@ -28,6 +28,7 @@ from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 
 LENGTH = 3001
+OUTPUTS = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
 ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
 
 
@@ -85,7 +86,9 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task:
         assert 0.75 * room < len(ids) <= room
         assert tokenizer.decode(ids) == sample.prompt
         assert sorted(solved(sample.prompt)) == sorted(sample.outputs)
-        assert len(set(sample.outputs)) == len(sample.outputs)
+        assert len(set(sample.outputs)) == len(sample.outputs) == OUTPUTS.get(task, 1)
+        needles = sample.prompt.count("One of the special magic")
+        assert (needles > 4) == (task in ("niah_multikey_2", "niah_multikey_3"))
     assert rows[0][0] != rows[1][0]
 
 
@@ -99,26 +102,11 @@ def test_the_same_seed_makes_the_same_texts(tokenizer: Tokenizer) -> None:
         assert first[0].outputs != other[0].outputs
 
 
-def test_each_task_asks_for_what_it_says(tokenizer: Tokenizer) -> None:
-    counts = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
-    texts = texts_of(tokenizer, samples=1)
-    for task in RULER_TASKS:
-        [(sample, _)] = texts.samples(task, LENGTH)
-        assert len(sample.outputs) == counts.get(task, 1), task
-        needles = sample.prompt.count("One of the special magic")
-        assert needles > 4 if task in ("niah_multikey_2", "niah_multikey_3") else needles <= 4
-
-
 def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
     texts = texts_of(tokenizer)
     scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH], {tokenizer.eos_id}))
     assert len(scored) == 2 * len(RULER_TASKS) * 2
     assert {row["score"] for row in scored} == {1.0}
-
-
-def test_too_short_lengths_are_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"ruler\.lengths=\[500\]: vt needs [\d,]+ tokens"):
-        list(measured(Reader(tokenizer), texts_of(tokenizer, tasks=["vt"]), [500], {0}))
 
 
 @pytest.mark.parametrize(
@@ -209,24 +197,3 @@ def test_questions_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ):
         with pytest.raises(ValueError, match=rf"^ruler\.{key}=.*{wrong}\.json: "):
             read_questions(task, str(tmp_path / f"{wrong}.json"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "of_ruler", "message"),
-    [
-        ({}, {"lengths": [256, 256]}, r"ruler\.lengths=\[256, 256\]: "),
-        ({}, {"squad": "nowhere.json"}, r"ruler\.squad=nowhere.json: "),
-        ({}, {"tasks": ["vt"], "squad": __file__}, r"ruler\.squad=.*qa_1"),
-        ({"seq_len": 256}, {"lengths": [512]}, "seq_len=256: "),
-        ({"stride": 8}, {}, "stride=8: "),
-        ({"batch_size": 8}, {}, "batch_size=8: "),
-        ({"compile": True}, {}, "compile=true: "),
-        ({"tasks": ["a"]}, {}, r"tasks=\[a\]: "),
-    ],
-)
-def test_mistakes_name_the_key(
-    keys: dict[str, Any], of_ruler: dict[str, Any], message: str
-) -> None:
-    config = EvalConfig(checkpoint="x", ruler=RulerConfig(enabled=True, **of_ruler), **keys)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        config.validate()

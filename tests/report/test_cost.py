@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.report.compare import compare, costs, differing, error_of
+from longctx.report.compare import costs, differing, error_of
 from longctx.report.cost import cost_of
 from longctx.report.run_view import read
 from longctx.report.watch import watch
@@ -84,21 +84,15 @@ def test_a_table_of_another_format_or_without_folder_is_refused(
 
 
 def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path: Path) -> None:
-    lines = {
-        "a": "data: {path: /x/docs, cache: /x/c}\nval_every: 20\nwarmup_steps: 3\nlr: 1",
-        "b": "data: {path: /y/docs, cache: /y/c}\nval_every: 60\nwarmup_steps: 9\nlr: 2",
-    }
-    runs = []
-    for name, text in lines.items():
-        folder = make(tmp_path / name, config=text)
-        config = (folder / "config.yaml").read_text()
-        steps = {"a": 30, "b": 90}[name]
-        (folder / "config.yaml").write_text(config.replace("max_steps: 20", f"max_steps: {steps}"))
-        runs.append(read(folder, 9))
-    assert differing(runs) == ["lr", "max_steps"]
+    lines = (
+        "data: {path: /x/docs, cache: /x/c}\nval_every: 20\nwarmup_steps: 3\nlr: 1",
+        "data: {path: /y/docs, cache: /y/c}\nval_every: 60\nwarmup_steps: 9\nlr: 2",
+    )
+    runs = [read(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(lines)]
     # With the same steps, these keys were chosen
-    runs[1].config["max_steps"] = 30
     assert differing(runs) == ["val_every", "warmup_steps", "lr"]
+    runs[1].config["max_steps"] = 60
+    assert differing(runs) == ["lr", "max_steps"]
 
 
 def test_a_known_error_is_written_next_to_its_value() -> None:
@@ -119,14 +113,3 @@ def test_a_run_that_is_watched_shows_its_cost(
     printed = capsys.readouterr().out
     for part in ("2 × NVIDIA H200", "kernel hopper", "GPU hours 4.00", "cost 8.00 at 2.0 an hour"):
         assert part in printed
-
-
-def test_text_of_configurations_makes_no_element(tmp_path: Path) -> None:
-    hostile = json.dumps(f"{HOSTILE}<!--")
-    first = make(tmp_path / "a", config=f"wandb: {{notes: {hostile}, tags: [{hostile}]}}")
-    (first / "kernel.lock.json").write_text(json.dumps(LOCK | {"kernel": HOSTILE}))
-    compare([first, make(tmp_path / "b")], tmp_path / "x.html")
-    compare([make(tmp_path / "c"), make(tmp_path / "d")], tmp_path / "y.html")
-    texts = [(tmp_path / name).read_text() for name in ("x.html", "y.html")]
-    assert "alert(1)" in texts[0]
-    assert [text.count("<") for text in texts] == [texts[1].count("<")] * 2

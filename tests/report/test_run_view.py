@@ -27,19 +27,17 @@ LOCK = {
 }
 
 
-def evaluated(folder: Path, content: Any, name: str = "x.json") -> Path:
+def evaluated(folder: Path, content: Any) -> Path:
     """A run with one evaluation: `content`, or its text."""
-    make(folder)
-    (folder / "eval").mkdir()
+    (make(folder) / "eval").mkdir()
     text = content if isinstance(content, str) else json.dumps(content)
-    (folder / "eval" / name).write_text(text)
+    (folder / "eval" / "x.json").write_text(text)
     return folder
 
 
 def locked(folder: Path, lock: dict[str, Any], **changed: str) -> Path:
     """A run with a kernel lock, in its config.yaml `changed` words."""
-    make(folder)
-    config = (folder / "config.yaml").read_text()
+    config = (make(folder) / "config.yaml").read_text()
     for word, other in changed.items():
         config = config.replace(word, other)
     (folder / "config.yaml").write_text(config)
@@ -129,12 +127,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("loss", 10**400),
-        ("mfu", "high"),
-        ("val_loss_by_position/x", 1.0),
-    ],
+    ("key", "value"), [("loss", 10**400), ("mfu", "high"), ("val_loss_by_position/x", 1.0)]
 )
 def test_run_with_an_odd_number_is_left_out(tmp_path, capsys, key, value):
     row = json.dumps({"step": 20, "tokens_seen": 2000, key: value}) + "\n"

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -21,9 +23,9 @@ from longctx import cli
 from longctx.config.train_config import WandbConfig
 from longctx.evaluation import results
 from longctx.report import dashboard
-from longctx.runs import metrics, metrics_file
+from longctx.runs import metrics, metrics_file, tracking
 from longctx.runs.metrics import BY_POSITION, Shown
-from longctx.runs.tracking import Tracker, log_evaluation
+from longctx.runs.tracking import Tracker
 from longctx.runs.wandb_copy import numbers_of, send_run, wandb_mode
 from tests.processes import children, is_alive
 
@@ -84,22 +86,6 @@ def whole_copy(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("patient")
-def test_a_core_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    tracker, process = begun(tmp_path)
-    # What wandb asked of the system, as git's version, may have ended before
-    for core in children(process):
-        with suppress(ProcessLookupError):
-            os.kill(core, signal.SIGKILL)
-    for row in ROWS:
-        tracker.log(row)
-    tracker.finish(0)
-    assert "upload: wandb sync" in str(tracker.problem()) and tracker.problem() is None
-    assert metrics_file.read(tmp_path) == ROWS
-    assert whole_copy(tmp_path) == ROWS
-
-
 def test_a_killed_process_is_one_line(tmp_path: Path) -> None:
     tracker, process = begun(tmp_path)
     os.kill(process, signal.SIGKILL)
@@ -111,35 +97,37 @@ def test_a_killed_process_is_one_line(tmp_path: Path) -> None:
     assert tracker.problem() is None and metrics_file.read(tmp_path) == ROWS
 
 
+def send_to_all(processes: Iterable[int], number: int) -> None:
+    """Send a signal to those of wandb's processes that live: some ask only for git's version."""
+    for process in filter(is_alive, processes):
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 @pytest.mark.slow
-def test_a_wandb_that_hangs_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
+@pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 120.0), (signal.SIGSTOP, 1.0)])
+def test_a_core_that_is_lost_delays_no_end(
+    number: int, patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is killed is replaced offline; one that hangs may send later."""
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", patience)
     tracker, process = begun(tmp_path)
     cores = children(process)
-    for core in cores:
-        with suppress(ProcessLookupError):
-            os.kill(core, signal.SIGSTOP)
+    send_to_all(cores, number)
     for row in ROWS:
         tracker.log(row)
     tracker.finish(0)
     assert "wandb sync" in str(tracker.problem()) and tracker.problem() is None
     assert metrics_file.read(tmp_path) == ROWS
-    # What wandb asked of the system, as git's version, may have ended before it was stopped
-    for core in filter(is_alive, cores):
-        with suppress(ProcessLookupError):
-            os.kill(core, signal.SIGCONT)
+    send_to_all(cores, signal.SIGCONT)
     assert whole_copy(tmp_path) == ROWS
 
 
 @pytest.mark.slow
 def test_silent_servers_delay_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One refuses connections, one takes them and says nothing."""
-    limits, wait = list[float | None](), subprocess.Popen.wait
-
-    def noted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        limits.append(timeout)
-        return wait(process, 0.1)
-
+    assert tracking.PATIENCE < 10
+    monkeypatch.setattr(tracking, "PATIENCE", 0.1)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
@@ -152,12 +140,9 @@ def test_silent_servers_delay_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
             tracker.start_copies({})
             for row in ROWS:
                 tracker.log(row)
-            with monkeypatch.context() as patch:
-                patch.setattr(subprocess.Popen, "wait", noted)
-                tracker.finish(0)
+            tracker.finish(0)
             assert "wandb sync" in str(tracker.problem())
             assert metrics_file.read(folder) == ROWS
-        assert len(limits) == 2 and all(limit is not None and limit <= 10 for limit in limits)
         for folder in tmp_path.iterdir():
             assert whole_copy(folder) == ROWS
 
@@ -311,50 +296,39 @@ def test_tables_hold_rows_of_earlier_starts_too(tmp_path: Path, init: MagicMock)
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_evaluation_is_a_run_of_its_own(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    (tmp_path / "eval").mkdir()
-    Figure().savefig(tmp_path / "x.png")
-    content = {
-        "context": 64,
-        "total": {"name": "all", "perplexity": 7.5, "bits_per_byte": None},
-        "by_position": [{"first": 2**b, "loss": 3.0 - b} for b in range(3)],
-        "by_context": [],
-        "documents": [{"name": "a", "tokens": 3}],
-    }
-    config = WandbConfig(mode="offline")
-    assert log_evaluation(config, tmp_path, content, tmp_path / "x.png") == "offline"
-    (file,) = tmp_path.glob("eval/wandb/offline-run-*/run-*.wandb")
-    records = {record["type"]: record for record in _records(file)}
-    row, run = records["history"]["history"]["item"], records["run"]["run"]
-    keys = {key.split(".")[0].removesuffix("_table") for key in row if key.startswith("eval/")}
-    shown = ("perplexity", "picture", "loss_by_position", "documents")
-    assert keys == {f"eval/{name}" for name in shown} and row["eval/perplexity"] == 7.5
-    assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
-
-
-@pytest.mark.parametrize(("variable", "copies"), [("disabled", 0), ("offline", 1)])
-def test_the_environment_decides_for_evaluations(
-    variable: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("variable", "is_sent"), [("disabled", False), ("offline", True)])
+def test_an_evaluation_is_a_run_of_its_own(
+    variable: str, is_sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = MagicMock()
-    monkeypatch.setattr("longctx.evaluation.results.log_evaluation", sent)
     monkeypatch.setenv("WANDB_MODE", variable)
-    monkeypatch.setattr(results, "draw", lambda content, path: None)
-    results.save({"asked": {}}, "perplexity", MagicMock(run=None, home=tmp_path), "auto")
-    assert sent.call_count == copies
+    buckets = [{"first": 2**b, "last": 2 ** (b + 1) - 1, "loss": 3.0 - b} for b in range(3)]
+    score = {"perplexity": 7.5, "word_perplexity": 99.0, "bits_per_byte": 1.5}
+    content: dict[str, Any] = {
+        "asked": {},
+        "context": 64,
+        "total": {"name": "all", **score, "standard_error": None},
+        "by_position": [row | {"tokens": 9} for row in buckets],
+        "by_context": [{"context": 2**b, "tokens": 9, "loss": 3.0 - b} for b in range(3)],
+        "documents": [{"name": "a", "tokens": 3, "bits_per_byte": 1.5}],
+    }
+    results.save(content, "x", SimpleNamespace(run=None, home=tmp_path), "auto")  # type: ignore[arg-type]
+    files = list(tmp_path.glob("eval/wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == is_sent
+    for records in ({record["type"]: record for record in _records(file)} for file in files):
+        row, run = records["history"]["history"]["item"], records["run"]["run"]
+        assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
+        assert row["eval/perplexity"] == 7.5 and "eval/documents" in {x.split(".")[0] for x in row}
+        charts = [*dashboard.FIXED["Context extension"], *dashboard.FIXED["Evaluation"]]
+        drawn = {chart.y[0] for chart in charts} - {"loss_by_position_table"}  # of training
+        assert drawn <= {key.split(".")[0] for key in row}
 
 
 def test_every_evaluation_has_numbers() -> None:
     grid = {"lengths": [64, 128], "depths": [0, 1], "accuracy": [[1.0, 1.0], [0.5, 0.0]]}
-    assert numbers_of({"kinds": {"needle": grid}}) == {
-        "eval/needle/64": 1.0,
-        "eval/needle/128": 0.25,
-    }
-    assert numbers_of({"results": {"arc": {"acc,none": 0.5, "alias": "x"}}}) == {
-        "eval/arc/acc": 0.5
-    }
+    found = {"eval/needle/64": 1.0, "eval/needle/128": 0.25}
+    assert numbers_of({"kinds": {"needle": grid}}) == found
+    task = {"acc,none": 0.5, "alias": "x"}
+    assert numbers_of({"results": {"arc": task}}) == {"eval/arc/acc": 0.5}
 
 
 def test_a_sweep_file_gives_train_its_overrides() -> None:
