@@ -202,8 +202,9 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     to them.
     """
     command = COMMANDS[name]
-    # The lists below have the names that they register
-    parse.load_plugins(arguments)
+    # The lists below have the names that plugins register
+    own = [argument for argument in arguments if argument.startswith("plugins=")]
+    parse.given_values(TrainConfig if command.trains else command.schema, own)
     summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
     lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
     if name in SCHEMAS:
@@ -291,8 +292,8 @@ def _train(argv: list[str]) -> int:
 
 
 def _resume(argv: list[str]) -> int:
-    arguments, named = parse.split_positional(ResumeOptions, argv)
-    return _train([f"resume={named.get('run', '')}", *arguments])
+    own, training = split_own(ResumeOptions, argv)
+    return _train([f"resume={options(ResumeOptions, own).run}", *training])
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from longctx.config import other_names, presets
 from longctx.config.command_config import DescribeConfig
 from longctx.config.doors import SCHEDULES
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import Key, build, check, closest, keys, shown, unknown
+from longctx.config.fields import Key, build, check, closest, keys, shown, typed, unknown
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources import check_overrides
@@ -56,28 +55,18 @@ for tag, pattern in (
 # Configurations
 
 
-def compose(command: str, arguments: Iterable[str]) -> Request[Any]:
-    """Return the configuration of train, eval or data, as `composed` does."""
-    return composed(SCHEMAS[command], arguments)
-
-
-def options(schema: type[Options], arguments: Iterable[str]) -> Options:
-    """Return the configuration `schema` of a command, as `composed` does."""
-    config: Options = composed(schema, arguments).config
-    return config
-
-
-def composed(schema: type, arguments: Iterable[str]) -> Request[Any]:
-    """Return a checked `schema`: defaults, then presets, then `arguments`.
+def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
+    """Return the checked configuration of train, eval or data, or of another dataclass of keys:
+    defaults, then presets, then `arguments`.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
     ValueError, one line, names the key that is wrong.
     """
-    key_values, positional = split_positional(schema, arguments)
-    given = given_values(schema, key_values) | positional
-    for name, declared in keys(schema).items():
-        if declared.rules.positional and name not in given:
-            raise ValueError(f"{name.upper()} is missing: {declared.rules.meaning}")
+    schema = SCHEMAS[command] if isinstance(command, str) else command
+    given = given_values(schema, arguments)
+    for name in positional(schema):
+        if name not in given:
+            raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].rules.meaning}")
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
@@ -85,6 +74,12 @@ def composed(schema: type, arguments: Iterable[str]) -> Request[Any]:
     if "data" in choices:
         check_overrides(request.config.data, request.overrides)
     return request._replace(choices=choices)
+
+
+def options(schema: type[Options], arguments: Iterable[str]) -> Options:
+    """Return the configuration `schema` of a command, as `compose` does."""
+    config: Options = compose(schema, arguments).config
+    return config
 
 
 def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Request[Any]:
@@ -114,49 +109,10 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     return filled(TrainConfig, values, given)
 
 
-def split_positional(
-    schema: type, arguments: Iterable[str]
-) -> tuple[list[str], dict[str, list[str] | str]]:
-    """Separate key=value arguments from values without a key, such as the paths of runs.
-
-    A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
-    """
-    known, key_values, paths = keys(schema), list[str](), list[str]()
-    positional = [name for name, declared in known.items() if declared.rules.positional]
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        # A path may hold a "=" too, as runs/lr=1 does
-        is_path = name not in known and ("/" in name or os.path.lexists(argument))
-        is_file = schema in SCHEMAS.values() and is_of_keys(argument)
-        is_list = schema is not TrainConfig and name in known and known[name].is_list
-        is_path = (is_path or not equals) and not argument.startswith("-") and not is_file
-        if positional and is_path:
-            paths.append(argument)
-        elif is_list and text[:1] != "[" and text not in ("", "null"):
-            key_values.append(f"{name}=[{text}]")
-        else:
-            key_values.append(argument)
-    named = {argument.partition("=")[0] for argument in key_values}
-    values: dict[str, list[str] | str] = {}
-    for name in positional:
-        if paths and name not in named:
-            is_list = known[name].is_list
-            values[name], paths = (paths, []) if is_list else (paths[0], paths[1:])
-    if paths:
-        needed = " ".join(positional).upper()
-        raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
-    return key_values, values
-
-
-def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate the arguments of `schema` from those of train."""
-    own = [argument for argument in arguments if argument.partition("=")[0] in keys(schema)]
-    return own, [argument for argument in arguments if argument not in own]
-
-
 def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
     """Raise ValueError for a key that does nothing, because another one is not set."""
-    declared = keys(typing.cast(Any, type(config)))
+    schema: Any = type(config)
+    declared = keys(schema)
     for name, text in overrides.items():
         group, _, own = name.rpartition(".")
         # The model of init= is not read yet, and decides
@@ -181,15 +137,89 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
 # Arguments
 
 
+def read(
+    schema: type, arguments: Iterable[str], is_sweep: bool = False
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the file of keys, if there is one, key in full → value as typed, and the paths without
+    a key; ValueError for any other argument.
+
+    A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
+    """
+    known, takes_paths = keys(schema), bool(positional(schema))
+    takes_file = schema in SCHEMAS.values() or not takes_paths
+    files, texts, paths = list[str](), dict[str, str](), list[str]()
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if takes_file and not equals and argument.endswith((".yaml", ".yml")):
+            files.append(argument)
+        elif takes_paths and is_path(argument, known):
+            paths.append(argument)
+        elif argument.startswith("-") or not equals or not name:
+            raise ValueError(not_a_key(schema, argument))
+        else:
+            full = full_key(schema, name)
+            declared = known.get(full)
+            is_list = schema is not TrainConfig and declared is not None and declared.is_list
+            if is_list and text[:1] != "[" and text not in ("", "null"):
+                text = f"[{text}]"
+            if len(alternatives(declared, text)) > 1 and not is_sweep:
+                advice = "add -m for a sweep" if schema is TrainConfig else "give one"
+                raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
+            if texts.setdefault(full, text) != text:
+                raise ValueError(f"{argument}: {full}={texts[full]} is given too; leave one out")
+    if len(files) > 1:
+        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
+    return files, texts, paths
+
+
+def is_path(argument: str, known: Collection[str]) -> bool:
+    """Return True for a path without a key; it may hold a "=" too, as runs/lr=1 does."""
+    name, equals, _ = argument.partition("=")
+    is_key = equals and (name in known or not ("/" in name or os.path.lexists(argument)))
+    return not is_key and not argument.startswith("-")
+
+
+def not_a_key(schema: type, argument: str) -> str:
+    """Return a message for an `argument` that is not of the form key=value."""
+    if argument in ("-m", "--multirun"):
+        return f"{argument}: only train sweeps; call this command once for each"
+    if argument.startswith("-"):
+        name, _, text = argument.partition("=")
+        option = name.strip("-").replace("-", "_")
+        option = other_names.key_of(option, keys(schema)) or option
+        advice = f"write {option}={text or 'VALUE'}" if option else "see --help"
+        return f"{argument}: not an option; keys are given as key=value, {advice}"
+    if schema is TrainConfig and os.path.isdir(argument):
+        advice = f"continue it with resume={argument}, or begin with its weights: init={argument}"
+        return f"{argument}: {advice}"
+    return f"{argument}: not of the form key=value; see --help"
+
+
+def positional(schema: type) -> list[str]:
+    """Return the keys of `schema` whose values are paths that need no key."""
+    return [name for name, declared in keys(schema).items() if declared.rules.positional]
+
+
+def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments of `schema` from those of train."""
+    known, takes_paths = keys(schema), bool(positional(schema))
+    own = [
+        argument
+        for argument in arguments
+        if argument.partition("=")[0] in known or (takes_paths and is_path(argument, known))
+    ]
+    return own, [argument for argument in arguments if argument not in own]
+
+
 def jobs(arguments: Iterable[str]) -> list[list[str]]:
     """Return the arguments of each job of a sweep: every combination of the listed values, the last
     key varying fastest.
     """
-    file, rest = split_file(arguments)
+    file, texts, _ = read(TrainConfig, arguments, is_sweep=True)
     # Texts as typed, since each job parses them again
     choices = [
-        [f"{name}={text}" for text in alternatives(keys(TrainConfig).get(name), text)]
-        for name, text in typed_texts(TrainConfig, rest, is_sweep=True).items()
+        [f"{name}={text}" for text in alternatives(keys(TrainConfig).get(name), listed)]
+        for name, listed in texts.items()
     ]
     return [[*file, *job] for job in itertools.product(*choices)]
 
@@ -197,77 +227,40 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
 def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     """Return key → value that `arguments` and their file give, and load plugins.
 
-    ValueError names a key that does not exist, or a group without a preset of that name.
+    ValueError names an unknown key, or a group that has no preset of the given name.
     """
-    file, rest = split_file(arguments)
+    file, texts, paths = read(schema, arguments)
     known = keys(schema)
-    given = {
-        name: value_of(text, known.get(name)) for name, text in typed_texts(schema, rest).items()
-    }
+    given = {name: value_of(text, known.get(name)) for name, text in texts.items()}
+    for name in positional(schema):
+        if paths and name not in given:
+            is_list = known[name].is_list
+            given[name], paths = (paths, []) if is_list else (paths[0], paths[1:])
+    if paths:
+        needed = " ".join(positional(schema)).upper()
+        raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
     if file:
         given = values_of_file(schema, Path(file[0]), given) | given
     # Before names are checked: plugins register some of them
-    if isinstance(given.get("plugins"), list):
-        given["plugins"] = plugins.load(given["plugins"])
+    if given.get("plugins") is not None:
+        given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
     for group in (name for name in given if name in known and known[name].is_group):
-        names = presets.names(group)
-        if not names:
-            inner = [key for key in known if key.startswith(f"{group}.")]
-            more = ", …" if inner[6:] else ""
-            raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner[:6])}{more}")
-        if given[group] not in names:
-            close = closest(str(given[group]), names)
-            if group == "data" and "/" in str(given[group]):
-                close = f"; for a folder give data=text data.path={given[group]}"
-            raise ValueError(f"{group}={given[group]}: not one of {', '.join(names)}{close}")
+        check_preset(group, given[group], known)
     return given
 
 
-def load_plugins(arguments: Iterable[str]) -> None:
-    """Import the plugins of `arguments`; --help then has the names that they register."""
-    for argument in arguments:
-        if argument.startswith("plugins="):
-            plugins.load(value_of(argument.partition("=")[2], None))
-
-
-def split_file(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate the file of keys, if there is one, from the other arguments."""
-    arguments = list(arguments)
-    files = [text for text in arguments if is_of_keys(text)]
-    if len(files) > 1:
-        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
-    return files, [text for text in arguments if text not in files]
-
-
-def is_of_keys(argument: str) -> bool:
-    """Return True if `argument` names a file of keys."""
-    return "=" not in argument and argument.endswith((".yaml", ".yml"))
-
-
-def typed_texts(schema: type, arguments: Iterable[str], is_sweep: bool = False) -> dict[str, str]:
-    """Return key → value as typed, each key in full; ValueError for one that does not exist."""
-    known, result = keys(schema), dict[str, str]()
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if argument in ("-m", "--multirun"):
-            raise ValueError(f"{argument}: only train sweeps; call this command once for each")
-        if argument.startswith("-"):
-            option = name.strip("-").replace("-", "_")
-            option = other_names.key_of(option, known) or option
-            advice = f"write {option}={text or 'VALUE'}" if option else "see --help"
-            raise ValueError(f"{argument}: not an option; keys are given as key=value, {advice}")
-        if not equals and schema is TrainConfig and os.path.isdir(argument):
-            advice = f"continue it with resume={argument}, or begin with its weights: init="
-            raise ValueError(f"{argument}: {advice}{argument}")
-        if not equals or not name:
-            raise ValueError(f"{argument}: not of the form key=value; see --help")
-        full = full_key(schema, name)
-        if len(alternatives(known.get(full), text)) > 1 and not is_sweep:
-            advice = "add -m for a sweep" if schema is TrainConfig else "give one"
-            raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
-        if result.setdefault(full, text) != text:
-            raise ValueError(f"{argument}: {full}={result[full]} is given too; leave one out")
-    return result
+def check_preset(group: str, name: Any, known: Collection[str]) -> None:
+    """Raise ValueError unless `group` has a preset called `name`."""
+    names = presets.names(group)
+    if not names:
+        inner = [key for key in known if key.startswith(f"{group}.")]
+        more = ", …" if inner[6:] else ""
+        raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner[:6])}{more}")
+    if name not in names:
+        advice = closest(str(name), names)
+        if group == "data" and "/" in str(name):
+            advice = f"; for a folder give data=text data.path={name}"
+        raise ValueError(f"{group}={name}: not one of {', '.join(names)}{advice}")
 
 
 def full_key(schema: type, name: str) -> str:
