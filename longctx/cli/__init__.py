@@ -29,40 +29,16 @@ from longctx import files, plugins, system
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
-from longctx.config import fields, presets
-from longctx.config.command_config import (
-    ChatConfig,
-    CompareOptions,
-    DashboardOptions,
-    DescribeConfig,
-    ExportOptions,
-    GenerateConfig,
-    PlanOptions,
-    ResumeOptions,
-    SampleConfig,
-    ShowOptions,
-    WatchOptions,
-)
+from longctx.config import command_config, fields, presets
 from longctx.config.eval_config import EvalConfig, EvalRequest
-from longctx.config.presets import CONFIGS, Request, names, with_model
+from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
-__all__ = [
-    "CONFIGS",
-    "compose",
-    "from_file",
-    "jobs",
-    "main",
-    "names",
-    "options",
-    "split_own",
-    "with_model",
-]
+__all__ = ["compose", "from_file", "jobs", "main", "names", "options", "split_own", "with_model"]
 
-NOT_UTF8 = "not text in UTF-8; give other characters, or rename the file or folder"
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
 EVERYTHING = 10**6  # a range that ends above this is shown as open
@@ -131,7 +107,7 @@ def answer(
     with system.caught() as stop:
         try:
             for argument in argv:
-                files.check_utf8(argument, NOT_UTF8)
+                files.check_utf8(argument, "not text in UTF-8; give other characters, or rename it")
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
@@ -292,8 +268,8 @@ def _train(argv: list[str]) -> int:
 
 
 def _resume(argv: list[str]) -> int:
-    own, training = split_own(ResumeOptions, argv)
-    return _train([f"resume={options(ResumeOptions, own).run}", *training])
+    own, training = split_own(command_config.ResumeOptions, argv)
+    return _train([f"resume={options(command_config.ResumeOptions, own).run}", *training])
 
 
 @contextmanager
@@ -362,10 +338,10 @@ def _evaluate(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> None:
-    own, training = split_own(PlanOptions, argv)
+    own, training = split_own(command_config.PlanOptions, argv)
     check_unused(training, {"device": "it is a GPU"})
     request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
-    chosen = options(PlanOptions, own)
+    chosen = options(command_config.PlanOptions, own)
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
@@ -392,31 +368,45 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
             raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
-def _prepare_generation(config: SampleConfig) -> None:
+def _prepare_generation(config: command_config.SampleConfig) -> None:
     config.checkpoint = early_checks.with_commit(config.checkpoint, config.plugins)
     if config.device != "cpu":
         hardware.start_gpu(0)
 
 
-def _check_export(config: ExportOptions) -> None:
+def _check_export(config: command_config.ExportOptions) -> None:
     plugins.check_checkpoint(run_folder.checkpoint_of(Path(config.run), "run"), config.plugins)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
-    "resume": Command(ResumeOptions, _resume, trains=True),
+    "resume": Command(command_config.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(
-        GenerateConfig, "longctx.generation:run", _prepare_generation, uses_torch=True
+        command_config.GenerateConfig,
+        "longctx.generation:run",
+        _prepare_generation,
+        uses_torch=True,
     ),
-    "chat": Command(ChatConfig, "longctx.chat:chat", _prepare_generation, uses_torch=True),
-    "plan": Command(PlanOptions, _plan, trains=True),
-    "data": Command(DescribeConfig, "longctx.data.describe:describe"),
-    "compare": Command(CompareOptions, "longctx.report.compare:compare", spreads=True),
-    "watch": Command(WatchOptions, "longctx.report.watch:watch", spreads=True),
-    "dashboard": Command(DashboardOptions, "longctx.report.dashboard:dashboard", spreads=True),
+    "chat": Command(
+        command_config.ChatConfig, "longctx.chat:chat", _prepare_generation, uses_torch=True
+    ),
+    "plan": Command(command_config.PlanOptions, _plan, trains=True),
+    "data": Command(command_config.DescribeConfig, "longctx.data.describe:describe"),
+    "compare": Command(
+        command_config.CompareOptions, "longctx.report.compare:compare", spreads=True
+    ),
+    "watch": Command(command_config.WatchOptions, "longctx.report.watch:watch", spreads=True),
+    "dashboard": Command(
+        command_config.DashboardOptions, "longctx.report.dashboard:dashboard", spreads=True
+    ),
     "export": Command(
-        ExportOptions, "longctx.model.export_checkpoint:run", _check_export, uses_torch=True
+        command_config.ExportOptions,
+        "longctx.model.export_checkpoint:run",
+        _check_export,
+        uses_torch=True,
     ),
-    "kernels show": Command(ShowOptions, "longctx.training.kernel_lock:show", uses_torch=True),
+    "kernels show": Command(
+        command_config.ShowOptions, "longctx.training.kernel_lock:show", uses_torch=True
+    ),
 }

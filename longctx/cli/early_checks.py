@@ -113,7 +113,9 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     check_init(path)
     if run_folder.is_run(path):
         run = path.parent.parent if path.suffix == ".ckpt" else path
-        model = parse.from_file(run / "config.yaml", ()).config.model
+        # Its plugins may be missing: they are no part of the shape
+        saved = parse.file_values(run / "config.yaml").get("model", {})
+        model = parse.filled(TrainConfig, {"model": saved}, {}).config.model
     else:
         model = read_model(path)[1]
     return request._replace(

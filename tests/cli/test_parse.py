@@ -15,7 +15,7 @@ from longctx.runs import run_folder
 from longctx.training.resolve import scheduled
 from tests.cli.composed import compose
 
-PRESETS = sorted((path.parent.name, path.stem) for path in cli.CONFIGS.glob("*/*.yaml"))
+PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
 
 
@@ -209,7 +209,7 @@ def test_memory_auto_offers_the_policies_that_fit(argv: list[str], policies: lis
 def test_a_misspelt_key_in_a_preset_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(cli.CONFIGS, tmp_path / "configs")
+    shutil.copytree(presets.CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
     monkeypatch.setattr(presets, "CONFIGS", tmp_path / "configs")
     presets.files.cache_clear()
