@@ -13,8 +13,9 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -241,38 +242,33 @@ def check(config: Any, prefix: str = "") -> None:
     """Raise ValueError for the first key of `config` outside its declared range or choices, then
     for keys that contradict each other. None is always in range.
     """
-    groups = list(_groups(config, prefix))
-    for schema, start in groups:
-        for item in dataclasses.fields(schema):
-            _check_key(f"{start}{item.name}", getattr(schema, item.name), item)
-    for schema, _ in groups:
-        if isinstance(schema, Group):
-            schema.check_together()
+    schema: Any = type(config)
+    groups = [config]
+    for name, declared in keys(schema).items():
+        value = attrgetter(name)(config)
+        if declared.is_group:
+            groups.append(value)
+        else:
+            _check_key(f"{prefix}{name}", value, declared)
+    # Inner groups first: the outer ones may rely on them
+    for each in reversed(groups):
+        if isinstance(each, Group):
+            each.check_together()
 
 
-def _groups(config: Any, prefix: str) -> Iterator[tuple[Any, str]]:
-    """Yield the groups of `config` with the beginnings of their keys, then itself."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from _groups(value, f"{prefix}{item.name}.")
-    yield config, prefix
-
-
-def _check_key(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
-    rules = rules_of(item)
+def _check_key(name: str, value: Any, declared: Key) -> None:
+    rules, items = declared.rules, typing.get_args(declared.type)
     if rules.distinct and value == []:
         raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
     if rules.distinct and value is not None and len(set(value)) < len(value):
         raise ValueError(f"{name}={value}: a value is there twice; give each once")
-    # A configuration of a checkpoint comes here without `build`, which knows the item's type
-    declared = str(item.type)
-    is_flat = declared.startswith(("list[", "tuple[")) and "list[list" not in declared
-    for each in value if isinstance(value, list | tuple) else [value]:
-        if is_flat and isinstance(each, list | tuple | dict):
+    # The config.json of a model comes here without `build`, which knows the item's type
+    is_flat = declared.is_list and typing.get_origin(items[0]) is not list
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if is_flat and isinstance(item, list | tuple | dict):
             raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
-        if each is not None:
-            _check_value(name, each, rules)
+        if item is not None:
+            _check_value(name, item, rules)
 
 
 def _check_value(name: str, value: Any, rules: Rules) -> None:
@@ -302,6 +298,16 @@ def refuse(*mistakes: tuple[object, str]) -> None:
     for is_wrong, message in mistakes:
         if is_wrong:
             raise ValueError(message)
+
+
+def check_own(values: Mapping[str, Any], own: Collection[str], choice: str) -> None:
+    """Raise ValueError for the first of `values` that is set though `choice`, such as
+    optimizer=adamw, has no key of its name among its `own`.
+    """
+    for name, value in values.items():
+        if value is not None and name.rpartition(".")[2] not in own:
+            has = ", ".join(own) or "none"
+            raise ValueError(f"{name}={shown(value)}: not a key of {choice}; it has: {has}")
 
 
 def unknown(name: str, known: Collection[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from longctx.config.block import Block
 from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key
+from longctx.config.parallel_config import divisors
 from longctx.config.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 from longctx.config.rope_config import check_scaling
 
@@ -174,23 +175,21 @@ class GPTConfig(Group):
 
     def block(self, layer: int) -> Block:
         """Return the parts of block `layer`, the first is 0."""
-        C, eps = self.channels, self.norm_eps
-        attention = self._attention(layer)
-        mlp = self._feed_forward(layer)
-        attention_norm = Norm("attention_norm", "input_layernorm", C, eps)
-        branch_scale = self.multipliers.residual
-        if self.norms == "pre":
-            mlp_norm = Norm("mlp_norm", "post_attention_layernorm", C, eps)
-            return Block(attention_norm, attention, mlp_norm, mlp, branch_scale)
-        is_post = self.norms == "post"
+
+        def norm(name: str, folder: str, is_there: bool) -> Norm | None:
+            return Norm(name, folder, self.channels, self.norm_eps) if is_there else None
+
+        has_before, has_after = self.norms != "post", self.norms != "pre"
+        # Gemma's folders call the norm after attention what Llama's call the one before the MLP
+        before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
         return Block(
-            None if is_post else attention_norm,
-            attention,
-            None if is_post else Norm("mlp_norm", "pre_feedforward_layernorm", C, eps),
-            mlp,
-            branch_scale,
-            attention_out_norm=Norm("attention_out_norm", "post_attention_layernorm", C, eps),
-            mlp_out_norm=Norm("mlp_out_norm", "post_feedforward_layernorm", C, eps),
+            norm("attention_norm", "input_layernorm", has_before),
+            self._attention(layer),
+            norm("mlp_norm", before_mlp, has_before),
+            self._feed_forward(layer),
+            self.multipliers.residual,
+            norm("attention_out_norm", "post_attention_layernorm", has_after),
+            norm("mlp_out_norm", "post_feedforward_layernorm", has_after),
         )
 
     def _attention(self, layer: int) -> Attention:
@@ -292,10 +291,9 @@ class GPTConfig(Group):
     def check_together(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
         if self.heads % self.kv_heads:
-            divisors = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             raise ValueError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
-                f"kv_heads can be {divisors}"
+                f"kv_heads can be {', '.join(map(str, divisors(self.heads)))}"
             )
         self._validate_layers()
         if self.head_dim is None and self.channels % self.heads:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, Objective, OptimizerTraits
-from longctx.config.fields import Group, key, shown
+from longctx.config.fields import Group, check_own, key
 
 Chosen = TypeVar("Chosen", bound="NamedGroup")
 
@@ -19,25 +18,19 @@ class NamedGroup(Group):
     name: str = ""
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Return the keys that this name has, with their defaults."""
+    def traits(self) -> OptimizerTraits | Objective:
+        """Return the description of this name."""
         raise NotImplementedError
 
     def check_together(self) -> None:
         """Raise ValueError for a key that other names have."""
-        for name, value in vars(self).items():
-            if name != "name" and value is not None and name not in self.defaults:
-                have = ", ".join(self.defaults) or "none"
-                group = self.prefix.rstrip(".")
-                raise ValueError(
-                    f"{self.prefix}{name}={shown(value)}: not a key of {group}={self.name}; "
-                    f"it has: {have}"
-                )
+        own = {f"{self.prefix}{key}": value for key, value in vars(self).items() if key != "name"}
+        check_own(own, self.traits.keys, f"{self.prefix.rstrip('.')}={self.name}")
 
     def filled(self: Chosen) -> Chosen:
         """Return a copy with the defaults of its name in place of nulls."""
-        unset = {k: value for k, value in self.defaults.items() if getattr(self, k) is None}
-        return replace(self, **unset)
+        defaults = self.traits.keys.items()
+        return replace(self, **{k: value for k, value in defaults if getattr(self, k) is None})
 
 
 @dataclass
@@ -55,10 +48,6 @@ class OptimizerConfig(NamedGroup):
     def traits(self) -> OptimizerTraits:
         """Return the description of this optimizer."""
         return OPTIMIZERS[self.name]
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        return self.traits.keys
 
     def check_beside(self, optimizer_state: str | None, lora_rank: int | None) -> None:
         """Raise ValueError if this optimizer cannot keep its state so, or cannot train LoRA."""
@@ -111,7 +100,3 @@ class ObjectiveConfig(NamedGroup):
     def traits(self) -> Objective:
         """Return the description of this objective."""
         return OBJECTIVES[self.name]
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        return self.traits.keys

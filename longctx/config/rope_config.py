@@ -82,66 +82,55 @@ def check_scaling(
     place: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
 ) -> None:
     """Raise ValueError for the first wrong key of rope_parameters, which are called `place`."""
-    kind = scaling.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in KEYS:
-        raise ValueError(f"{place}.rope_type={kind} is not covered; there are {', '.join(KEYS)}")
-    needed, more = KEYS[kind]
-    for name, value in scaling.items():
-        if name not in (*needed, *more, "rope_type"):
-            raise ValueError(f"{place}.{name}={value!r} is not covered for rope_type={kind}")
+    rope_type = scaling.get("rope_type", "default")
+    if not isinstance(rope_type, str) or rope_type not in KEYS:
+        raise ValueError(
+            f"{place}.rope_type={rope_type} is not covered; there are {', '.join(KEYS)}"
+        )
+    needed, optional = KEYS[rope_type]
     for name in needed:
         if scaling.get(name) is None:
-            raise ValueError(f"{place}.{name} is missing, which rope_type={kind} needs")
-    for name in (
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "low_freq_factor",
-        "high_freq_factor",
-    ):
-        value = scaling.get(name)
-        if value is not None and not (is_number(value) and value > 0):
-            raise ValueError(f"{place}.{name}={value!r} must be a number above 0")
-    for name in ("mscale", "mscale_all_dim"):
-        if scaling.get(name) is not None and not is_number(scaling[name]):
-            raise ValueError(f"{place}.{name}={scaling[name]!r} must be a number")
-    if not isinstance(scaling.get("truncate", True), bool):
-        raise ValueError(f"{place}.truncate={scaling['truncate']!r} must be true or false")
-    original = scaling.get(ORIGINAL, 2)
-    is_whole = isinstance(original, int) and not isinstance(original, bool)
-    if not is_whole or not 2 <= original < 2**31:
-        raise ValueError(
-            f"{place}.{ORIGINAL}={original!r} must be a whole number from 2 to 2**31 - 1"
-        )
-    _check_type(place, kind, scaling, head_dim, context)
-
-
-def _check_type(
-    place: str, kind: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
-) -> None:
-    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
-        factors = scaling[name]
-        if (
-            not isinstance(factors, list | tuple)
-            or len(factors) != head_dim // 2
-            or not all(is_number(x) for x in factors)
-        ):
-            raise ValueError(
-                f"{place}.{name} must be a list of {head_dim // 2} numbers, half the head size"
-            )
-    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+            raise ValueError(f"{place}.{name} is missing, which rope_type={rope_type} needs")
+    for name, value in scaling.items():
+        if name == "rope_type":
+            continue
+        if name not in (*needed, *optional):
+            raise ValueError(f"{place}.{name}={value!r} is not covered for rope_type={rope_type}")
+        is_right, expected = _checked(name, value, head_dim)
+        if value is not None and not is_right:
+            # Lists are too long for a line
+            shown = "" if isinstance(value, list | tuple) else f"={value!r}"
+            raise ValueError(f"{place}.{name}{shown} must be {expected}")
+    if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ValueError(
             f"{place}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
         )
-    if context is None and (
-        kind in ("dynamic", "longrope") or (kind == "yarn" and scaling.get("factor") is None)
-    ):
+    by_length = rope_type in ("dynamic", "longrope")
+    if context is None and (by_length or (rope_type == "yarn" and not scaling.get("factor"))):
         raise ValueError(
-            f"{place}.rope_type={kind}: needs model.context, the tokens that the model was made for"
+            f"{place}.rope_type={rope_type}: needs model.context, the tokens that the model was "
+            "made for"
         )
-    if kind == "dynamic" and head_dim <= 2:
+    if rope_type == "dynamic" and head_dim <= 2:
         raise ValueError(f"{place}.rope_type=dynamic: needs heads of more than 2 channels")
+
+
+def _checked(name: str, value: Any, head_dim: int) -> tuple[bool, str]:
+    """Return True if `name` of rope_parameters may have `value`, and a description of all that it
+    may have.
+    """
+    if name in ("short_factor", "long_factor"):
+        is_list = isinstance(value, list | tuple) and len(value) == head_dim // 2
+        numbers = f"a list of {head_dim // 2} numbers, half the head size"
+        return is_list and all(map(is_number, value)), numbers
+    if name in ("mscale", "mscale_all_dim"):
+        return is_number(value), "a number"
+    if name == "truncate":
+        return isinstance(value, bool), "true or false"
+    if name == ORIGINAL:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return is_whole and 2 <= value < 2**31, "a whole number from 2 to 2**31 - 1"
+    return is_number(value) and value > 0, "a number above 0"
 
 
 def is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import PLUGINS, Group, group, key, refuse, shown
+from longctx.config.fields import PLUGINS, Group, check_own, group, key, refuse, shown
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
@@ -339,13 +339,9 @@ class TrainConfig(Group):
     def _check_schedules(self) -> None:
         """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""
         self._check_lengths()
+        values = {name: getattr(self, name) for name in keys_of_schedules()}
         own = SCHEDULES[self.lr_schedule].keys
-        for name in keys_of_schedules():
-            if (value := getattr(self, name)) is not None and name not in own:
-                raise ValueError(
-                    f"{name}={value}: not a key of lr_schedule={self.lr_schedule}; it has: "
-                    f"{', '.join(own) or 'none'}"
-                )
+        check_own(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
             raise ValueError(
                 f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from} both "
