@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 205,
-    "lines": 41726,
+    "lines": 41686,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
