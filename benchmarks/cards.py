@@ -58,10 +58,9 @@ CONFIRMED = """
 ## Tried under caps
 
 `python -m benchmarks caps`: real steps in processes that get no more memory from torch than the
-card has ({gpu}, torch {torch}, [caps.json](../results/caps.json)). Documents have 2,048 tokens:
-attention takes time by the document, memory by the sequence. These lengths were predicted to fill
-the memory to the last byte: where a step ended, its peak was the predicted one to 0.1%; others ran
-out, for the allocator left gaps. That is why the lengths above leave 5% free; they were not tried.
+card has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths above. Documents
+have 2,048 tokens: attention takes time by the document, memory by the sequence. Before GPU memory
+came in segments that grow, two steps of `8b` ran out of memory here, with 4 and 9 GiB in gaps:
 """
 CAME_IN = """
 ## Measured cards

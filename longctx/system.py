@@ -158,7 +158,7 @@ def let_segments_grow() -> None:
     """Let torch's allocator of GPU memory extend a segment, unless the user has configured it.
 
     With segments of fixed size, steps of 8 billion parameters that fitted a card ran out of memory
-    with a fifth of it free in gaps (results/caps.json). torch reads this at its first allocation.
+    with a fifth of it in gaps (docs/cards.md). torch reads this at its first allocation.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
