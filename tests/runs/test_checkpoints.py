@@ -35,13 +35,12 @@ def save(path: Path) -> list[object]:
     def write_share(rank: int, agree: Agree) -> None:
         cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
         weights = {
-            name: Sharded(x[cuts[name][rank]], x.shape, cuts[name]) for name, x in WHOLE.items()
+            name: Sharded(WHOLE[name][cut[rank]], WHOLE[name].shape, cut)
+            for name, cut in cuts.items()
         }
-        trained = ["model.c", "model.a"]
-        states = {
-            n: {"step": torch.tensor(4.0), "exp_avg": 2 * weights[name].part}
-            for n, name in enumerate(trained)
-        }
+        trained, step = ["model.c", "model.a"], torch.tensor(4.0)
+        moments = [2 * weights[name].part for name in trained]
+        states = {n: {"step": step, "exp_avg": moment} for n, moment in enumerate(moments)}
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         metadata = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
@@ -99,26 +98,25 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
             checkpoints.verify(path)
 
 
-def test_a_missing_or_short_file_is_refused(path: Path) -> None:
-    file = sorted(path.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:-1])
-    assert not checkpoint_index.is_intact(path, reads=False)
-    file.unlink()
-    assert not checkpoint_index.is_intact(path)
+def test_a_missing_or_resized_file_is_refused(path: Path) -> None:
+    file = path / SHARD
+    # A sparse file, whose checksum would take hours
+    os.truncate(file, 300 << 30)
+    for _ in range(2):
+        assert not checkpoint_index.is_intact(path) and not checkpoint_index.is_intact(path, False)
+        file.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "change",
     [
-        ("rows", [[SHARD, 0, 3]]),
-        ("rows", [[SHARD, 0, 7]]),
-        ("shape", [7, 500]),
-        ("shape", [7]),
-        ("dtype", "bfloat16"),
+        *({"rows": [[SHARD, 0, count]]} for count in (3, 7)),
+        *({"shape": shape} for shape in ([7, 500], [7])),
+        {"dtype": "bfloat16"},
     ],
 )
-def test_rows_unlike_the_index_are_refused(key: str, value: Any, path: Path) -> None:
-    rewrite(path, lambda content: content["tensors"]["model.a"].update({key: value}))
+def test_rows_unlike_the_index_are_refused(change: dict[str, Any], path: Path) -> None:
+    rewrite(path, lambda content: content["tensors"]["model.a"].update(change))
     with pytest.raises(ValueError, match=r"model\.a"):
         checkpoints.read(path)["state_dict"]["model.a"][:]
 
@@ -152,20 +150,6 @@ def test_files_outside_the_list_are_not_read(path: Path) -> None:
     rewrite(path, lambda content: content["files"].update({outside: content["files"][SHARD]}))
     with pytest.raises(checkpoints.Damaged, match=outside):
         checkpoints.verify(path)
-
-
-def test_a_file_of_another_size_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.truncate(path / SHARD, 300 << 30)  # sparse
-    sizes, checksum = list[int](), checkpoint_index.checksum
-
-    def recorded(file: Any) -> int:
-        sizes.append(os.fstat(file.fileno()).st_size)
-        return checksum(file)
-
-    monkeypatch.setattr(checkpoint_index, "checksum", recorded)
-    with pytest.raises(checkpoints.Damaged, match=SHARD):
-        checkpoints.verify(path)
-    assert max(sizes, default=0) < 1 << 20
 
 
 @pytest.mark.parametrize("is_fifo", [True, False])
@@ -202,13 +186,9 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         path = run_folder.checkpoint_path(tmp_path, step)
         path.mkdir(parents=True)
-        write_files(path)
+        for name in ("checkpoint.json", *(f"shard-00000-{n:03d}.safetensors" for n in range(5))):
+            (path / name).touch()
     return tmp_path
-
-
-def write_files(path: Path) -> None:
-    for name in ("checkpoint.json", *(f"shard-00000-{n:03d}.safetensors" for n in range(5))):
-        (path / name).write_bytes(bytes(100))
 
 
 def names(run: Path) -> set[str]:

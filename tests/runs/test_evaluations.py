@@ -1,6 +1,5 @@
 """Files of evaluations: named once, replaced by the same evaluation only."""
 
-import json
 from pathlib import Path
 
 from longctx.runs import evaluations
@@ -19,17 +18,9 @@ def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
 
 
 def test_task_scores_are_the_metrics_with_their_errors() -> None:
-    values = {
-        "alias": "x",
-        "sample_len": 9,
-        "acc,none": 0.25,
-        "acc_stderr,none": 0.125,
-        "em,strict": 1,
-        "em_stderr,strict": "N/A",
-        "4096,none": -1,
-        "2048,none": 0.5,
-    }
-    assert task_scores(json.loads(json.dumps({"arc": values}))) == [
+    values = {"alias": "x", "sample_len": 9, "acc,none": 0.25, "acc_stderr,none": 0.125}
+    values |= {"em,strict": 1, "em_stderr,strict": "N/A", "4096,none": -1, "2048,none": 0.5}
+    assert task_scores({"arc": values}) == [
         TaskScore("arc", "acc", 0.25, 0.125),
         TaskScore("arc", "em (strict)", 1.0, None),
         TaskScore("arc", "2048", 0.5, None),

@@ -115,8 +115,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 def test_metrics_past_a_step_are_dropped(tmp_path: Path) -> None:
     rows = [row(n, loss=n / 3) for n in range(1, 8)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "lo')
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"step": 8, "lo']))
     assert metrics_file.read(tmp_path) == rows
     metrics_file.drop_after(tmp_path, 5)
     assert metrics_file.read(tmp_path) == rows[:5]
