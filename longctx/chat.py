@@ -62,7 +62,7 @@ def chat(config: ChatConfig) -> int:
                 length, sequences = len(prompt.ids) + config.max_new_tokens, 1
                 warn_of_length(source, length)
                 nowhere = AnswerFile(None)
-                speed, (answer,) = write_batch(config, model, source, [prompt], [0], nowhere, speed)
+                (answer,) = write_batch(config, model, source, [prompt], [0], nowhere, speed)
                 # The next prompt would be refused with a special token in it
                 for token in template.special:
                     answer = answer.replace(token, "")

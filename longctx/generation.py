@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -60,7 +61,8 @@ class Prompt(NamedTuple):
     shown: str | list[dict[str, Any]]
 
 
-class Speed(NamedTuple):
+@dataclass
+class Speed:
     """Tokens and seconds of the prompts, to the first new token, and of the new ones after it."""
 
     prompt: int = 0
@@ -143,7 +145,7 @@ def run(config: GenerateConfig) -> int:
             model = load_model(source, device)
             for first in range(0, len(prompts), config.batch_size):
                 numbers = list(range(len(prompts)))[first : first + config.batch_size]
-                speed, _ = write_batch(config, model, source, prompts, numbers, answers, speed)
+                write_batch(config, model, source, prompts, numbers, answers, speed)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -212,37 +214,36 @@ def too_little_memory(source: Source, sequences: int, length: int, device: str) 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """Return the prompts of `config`; ValueError names the file and line that has no prompt."""
-    found = list(_texts_and_chats(config))
-    if not found:
+    prompts = list(_texts_and_chats(config))
+    if not prompts:
         raise ValueError(f"prompts={config.prompts}: no prompt in it")
     if config.chat:
-        found = [
-            (place, {"messages": [{"role": "user", "content": x}]} if isinstance(x, str) else x)
-            for place, x in found
-        ]
-    return tokenize(found, tokenizer)
+        for index, (origin, prompt) in enumerate(prompts):
+            if isinstance(prompt, str):
+                prompts[index] = origin, {"messages": [{"role": "user", "content": prompt}]}
+    return tokenize(prompts, tokenizer)
 
 
-def tokenize(found: Sequence[tuple[str, Any]], tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompts for texts and chats, each with its place for messages; the chat template
+def tokenize(texts_and_chats: Sequence[tuple[str, Any]], tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompts for texts and chats, each with its origin for messages; the chat template
     is the one next to the tokenizer.
     """
     template = None
-    if any(isinstance(prompt, dict) for _, prompt in found):
+    if any(isinstance(prompt, dict) for _, prompt in texts_and_chats):
         assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
         template = Template(tokenizer.folder, today=datetime.now())
     prompts = []
-    for place, prompt in found:
+    for origin, prompt in texts_and_chats:
         if template is None or isinstance(prompt, str):
             prompts.append(Prompt(tokenizer.encode_prompt(prompt), prompt))
         else:
-            ids = tokenizer.encode_question(template.prompt(place, prompt))
+            ids = tokenizer.encode_question(template.prompt(origin, prompt))
             prompts.append(Prompt(ids, prompt["messages"]))
     return prompts
 
 
 def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
-    """Yield for each prompt its place, for messages, and its text or its chat."""
+    """Yield for each prompt its origin, for messages, and its text or its chat."""
     if config.prompts is None:
         yield "prompt", config.prompt or ""
         return
@@ -255,15 +256,15 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"{file}:{number}"
-        with untrusted.named(place, "not JSON ({})", (ValueError, RecursionError)):
+        origin = f"{file}:{number}"
+        with untrusted.named(origin, "not JSON ({})", (ValueError, RecursionError)):
             row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("messages"), list):
-            yield place, row
+            yield origin, row
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            yield place, row["prompt"]
+            yield origin, row["prompt"]
         else:
-            raise ValueError(f"{place}: needs a text in 'prompt', or a list in 'messages'")
+            raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
 
 
 def write_batch(
@@ -274,10 +275,11 @@ def write_batch(
     numbers: list[int],
     answers: AnswerFile,
     speed: Speed,
-) -> tuple[Speed, list[str]]:
-    """Continue the prompts with these `numbers` together; print each text as soon as all before it
-    are printed, and write it to `answers` when it is done. Return `speed` with theirs, and the
-    texts.
+) -> list[str]:
+    """Continue the prompts with these `numbers` together and return the texts.
+
+    Prints each text as soon as all before it are printed, and writes it to `answers` when it is
+    done. Adds tokens and seconds to `speed`.
     """
     ids = [prompts[number].ids for number in numbers]
     ends = source.trained.tokenizer.end_tokens
@@ -289,14 +291,12 @@ def write_batch(
     for _ in continued(config, model, ids, numbers, completions):
         first = first or time.perf_counter()
         next(screen, None)
-    new = sum(completion.tokens for completion in completions) - len(completions)
-    whole = Speed(
-        speed.prompt + sum(map(len, ids)),
-        speed.prompt_seconds + (first or began) - began,
-        speed.new + new,
-        speed.new_seconds + time.perf_counter() - (first or began),
-    )
-    return whole, [completion.text for completion in completions]
+    assert first is not None  # `continued` yields once at least
+    speed.prompt += sum(map(len, ids))
+    speed.prompt_seconds += first - began
+    speed.new += sum(completion.tokens for completion in completions) - len(completions)
+    speed.new_seconds += time.perf_counter() - first
+    return [completion.text for completion in completions]
 
 
 def continued(

@@ -154,7 +154,7 @@ def status(error: BaseException) -> int | None:
     return next((code for code in codes if code is not None), None)
 
 
-def failure(place: str, error: Exception) -> Exception:
+def failure(setting: str, error: Exception) -> Exception:
     """Return the error for the user in one line, with nothing of a request: it holds the token."""
     from huggingface_hub import constants, errors
 
@@ -163,15 +163,15 @@ def failure(place: str, error: Exception) -> Exception:
     if code is not None and not is_refused(error):
         hint = "; HF_TOKEN allows more requests" if code == 429 else ""
         return ConnectionError(
-            f"{place}: the Hugging Face Hub answers {code}; try again later{hint}"
+            f"{setting}: the Hugging Face Hub answers {code}; try again later{hint}"
         )
     if isinstance(error, errors.GatedRepoError):
         return ValueError(
-            f"{place}: gated; accept its terms at {constants.ENDPOINT}, then {log_in}"
+            f"{setting}: gated; accept its terms at {constants.ENDPOINT}, then {log_in}"
         )
     if code in (401, 403, 404):
         return ValueError(
-            f"{place}: no such folder here, and no such name or revision at the Hugging Face Hub "
+            f"{setting}: no such folder here, and no such name or revision at the Hugging Face Hub "
             f"that can be read; check both; if it is private, {log_in}"
         )
     missing_or_network = (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
@@ -183,8 +183,8 @@ def failure(place: str, error: Exception) -> Exception:
     if constants.HF_HUB_OFFLINE or is_of_network:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
         return ConnectionError(
-            f"{place}: no such folder here, not whole in the cache {constants.HF_HUB_CACHE}, "
+            f"{setting}: no such folder here, not whole in the cache {constants.HF_HUB_CACHE}, "
             f"and {why}; give a local path, or fill the cache with a network"
         )
     reason = (str(error).strip().splitlines() or [""])[0]
-    return ValueError(f"{place}: cannot be read ({type(error).__name__}: {reason})")
+    return ValueError(f"{setting}: cannot be read ({type(error).__name__}: {reason})")

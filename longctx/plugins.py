@@ -28,25 +28,25 @@ def load(plugins: Sequence[str]) -> list[str]:
     return [_load(*plugin.partition(HASH)[::2]) for plugin in plugins]
 
 
-def _load(given: str, expected: str) -> str:
-    path = Path(given).expanduser().absolute()
+def _load(argument: str, expected: str) -> str:
+    path = Path(argument).expanduser().absolute()
     if not path.is_file():
-        raise FileNotFoundError(f"plugins={given}: no such file; give a Python file of yours")
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if expected not in ("", found):
-        raise ValueError(f"plugins={given}: changed while the run started; start it again")
+        raise FileNotFoundError(f"plugins={argument}: no such file; give a Python file of yours")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if expected not in ("", digest):
+        raise ValueError(f"plugins={argument}: changed while the run started; start it again")
     # Pickled objects name their module, so it stays in sys.modules. The hash keeps names apart.
-    name = f"{path.stem}_{found[:12]}"
+    name = f"{path.stem}_{digest[:12]}"
     if name not in sys.modules:
-        _import(name, path, given)
-    return f"{path}{HASH}{found}"
+        _import(name, path, argument)
+    return f"{path}{HASH}{digest}"
 
 
-def _import(name: str, path: Path, given: str) -> None:
+def _import(name: str, path: Path, argument: str) -> None:
     """Import the file at `path` as the module `name`; ValueError names the line that fails."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"plugins={given}: not a Python file; give one that ends in .py")
+        raise ValueError(f"plugins={argument}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -58,7 +58,7 @@ def _import(name: str, path: Path, given: str) -> None:
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(
-            f"plugins={given}: line {line}: {type(error).__name__}: {reason}"
+            f"plugins={argument}: line {line}: {type(error).__name__}: {reason}"
         ) from error
 
 

@@ -218,8 +218,8 @@ def typed_command() -> str:
     script = Path(sys.executable).parent / "longctx"
     if not script.exists():  # a checkout that is not installed
         return f"{shlex.quote(_shown(Path(sys.executable)))} -m longctx"
-    found = shutil.which("longctx")
-    is_found = found is not None and os.path.samefile(found, script)
+    first_in_path = shutil.which("longctx")
+    is_found = first_in_path is not None and os.path.samefile(first_in_path, script)
     return "longctx" if is_found else shlex.quote(_shown(script))
 
 

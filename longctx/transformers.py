@@ -213,8 +213,8 @@ def document_numbers(
     flattened batch, else from `positions` (B or 1, T) that restart. Padding is a document.
     """
     if offsets is not None:
-        places = torch.arange(batch * tokens, device=offsets.device).view(batch, tokens)
-        numbers = torch.bucketize(places, offsets[1:].to(places.dtype), right=True)
+        indices = torch.arange(batch * tokens, device=offsets.device).view(batch, tokens)
+        numbers = torch.bucketize(indices, offsets[1:].to(indices.dtype), right=True)
     else:
         shape = None if positions is None else tuple(positions.shape)
         refuse((len(shape or ()) != 2, f"position_ids of shape {shape}: give (B, T)"))
@@ -282,10 +282,10 @@ def padding_alone(
 
     Raises ValueError for models that change their causal mask, and for caches of a fixed size.
     """
-    places = sizes.get("cache_position")  # before transformers 5.4
+    positions = sizes.get("cache_position")  # before transformers 5.4
     begin, queries = sizes.get("q_offset", 0), sizes.get("q_length", 0)
-    if places is not None:
-        begin, queries = places[0], len(places)
+    if positions is not None:
+        begin, queries = positions[0], len(positions)
     is_causal = mask_function is not masking_utils.bidirectional_mask_function
     refuse(
         (
@@ -403,8 +403,8 @@ def check(model: Any) -> None:
 
     longest = getattr(config, "max_position_embeddings", None) or LONG
     lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
-    found = differences(model, name, lengths, packed)
-    refuse((found.problem, f"model_type={kind}: {found.problem}"))
+    measured = differences(model, name, lengths, packed)
+    refuse((measured.problem, f"model_type={kind}: {measured.problem}"))
 
 
 def differences(

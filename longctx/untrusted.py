@@ -31,9 +31,9 @@ WRONG_VALUE = (ValueError, LookupError, AttributeError, TypeError)
 
 @contextmanager
 def named(
-    place: object, problem: str = "{}", errors: tuple[type[Exception], ...] = (ValueError,)
+    prefix: object, problem: str = "{}", errors: tuple[type[Exception], ...] = (ValueError,)
 ) -> Iterator[None]:
-    """Turn `errors` of the block into a ValueError of one line that begins with `place`.
+    """Turn `errors` of the block into a ValueError of one line that begins with `prefix`.
 
     problem: a description of the mistake; {} stands for the text of the error.
     """
@@ -41,7 +41,7 @@ def named(
         yield
     except errors as error:
         reason = " ".join(str(error)[:2000].split()) or type(error).__name__
-        raise ValueError(f"{place}: {problem.replace('{}', reason)}") from error
+        raise ValueError(f"{prefix}: {problem.replace('{}', reason)}") from error
 
 
 def open_file(path: Path, limit: int | None = None, within: Path | None = None) -> BinaryIO:

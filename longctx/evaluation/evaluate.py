@@ -146,8 +146,8 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     packs = not model.model.transformers or can_pack(model, config, device)
     if config.attention.backend == AUTO:
         length = config.seq_len or model.seq_len
-        chosen, line = choose_attention(config, model.model, device, machine, length)
-        config = replace(config, attention=chosen)
+        backend, line = choose_attention(config, model.model, device, machine, length)
+        config = replace(config, attention=backend)
         request = request._replace(config=config)
         print(line)
     check_attention(config, model.model, device)

@@ -132,11 +132,11 @@ def choose_strategy(
     advice.append("a smaller seq_len" if forward.key == "seq_len" else f"shorter {forward.key}")
     if not STRATEGIES[strategy].shards_weights and memory.weights > room / 2:
         advice.append("more devices with strategy=fsdp")
-    given = f"[{forward.length}]" if forward.key != "seq_len" else forward.length
+    value = f"[{forward.length}]" if forward.key != "seq_len" else forward.length
     texts = f"{forward.rows:,} texts" if forward.rows > 1 else "a text"
     cache = f"{memory.cache / GIB:,.1f} for keys and values, " if memory.cache else ""
     raise ValueError(
-        f"{forward.key}={given}: {texts} of {forward.length:,} tokens at a time take "
+        f"{forward.key}={value}: {texts} of {forward.length:,} tokens at a time take "
         f"{memory.total / GIB:,.1f} GiB of {'memory' if device == 'cpu' else 'GPU memory'}, as "
         f"predicted ({cache}{memory.weights / GIB:,.1f} for weights), and there are "
         f"{room / GIB:,.1f}; give {' or '.join(advice)}"

@@ -149,12 +149,12 @@ class Contexts:
             )
         self.gains.sort(key=lambda gain: (-gain.nats, gain.owner, gain.position))
         counts: dict[int, int] = {}
-        most = []
+        largest = []
         for gain in self.gains:
             counts[gain.owner] = counts.get(gain.owner, 0) + 1
             if counts[gain.owner] <= GAINS_PER_DOCUMENT:
-                most.append(gain)
-        self.gains = most[:GAINS]
+                largest.append(gain)
+        self.gains = largest[:GAINS]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per length; none if no document is longer than the longest."""

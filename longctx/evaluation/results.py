@@ -39,7 +39,7 @@ def save(content: Content, stem: str, model: TrainedModel, wandb: str) -> Path:
     goes to the project and group of the run. If it fails, the files are there, and a line on stderr
     says so.
     """
-    path = evaluations.place(model.home / evaluations.FOLDER, stem, content["asked"])
+    path = evaluations.path_for(model.home / evaluations.FOLDER, stem, content["asked"])
     evaluations.write(content, path)
     picture = draw(content, path.with_suffix(".png"))
     if wandb_mode(WandbConfig(mode=wandb)) == "disabled":
@@ -56,24 +56,27 @@ def save(content: Content, stem: str, model: TrainedModel, wandb: str) -> Path:
 
 def show(content: Content) -> None:
     """Print the tables of an evaluation."""
-    if "ruler" in content:
-        show_ruler(content)
-    elif "kinds" in content:
-        show_passkeys(content)
-    elif "results" in content:
-        scores = evaluations.task_scores(content["results"])
-        columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
-        columns["± standard error"] = "{error:,.4f}"
-        rows = [score._asdict() for score in scores]
-        tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
-    else:
-        for view in perplexity_tables(content):
-            tables.show(view)
-        speed, memory = content["tokens_per_second"], content["memory_peak_gib"]
-        parts = [f"{content['seconds']:,.1f} s"]
-        parts += [f"{speed:,.0f} tokens/s through the model after the first batch"] if speed else []
-        parts += [f"{memory:.1f} GiB"] if memory else []
-        print(", ".join(parts))
+    shows = {"ruler": show_ruler, "kinds": show_passkeys, "results": show_tasks}
+    next((show for key, show in shows.items() if key in content), show_perplexity)(content)
+
+
+def show_perplexity(content: Content) -> None:
+    """Print the tables of a perplexity, and its time and memory."""
+    for view in perplexity_tables(content):
+        tables.show(view)
+    speed, memory = content["tokens_per_second"], content["memory_peak_gib"]
+    parts = [f"{content['seconds']:,.1f} s"]
+    parts += [f"{speed:,.0f} tokens/s through the model after the first batch"] if speed else []
+    parts += [f"{memory:.1f} GiB"] if memory else []
+    print(", ".join(parts))
+
+
+def show_tasks(content: Content) -> None:
+    """Print the scores of lm-evaluation-harness."""
+    columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
+    columns["± standard error"] = "{error:,.4f}"
+    rows = [score._asdict() for score in evaluations.task_scores(content["results"])]
+    tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
 
 
 def table(title: str, columns: dict[str, str], rows: Iterable[Content] = ()) -> Table:
@@ -205,12 +208,9 @@ def draw(content: Content, path: Path) -> Path | None:
     """Write a PNG to `path` and return it; None for tasks, which have no picture."""
     if "results" in content:
         return None
-    if "ruler" in content:
-        figure = draw_ruler(content)
-    elif "kinds" in content:
-        figure = draw_passkeys(content)
-    else:
-        figure = draw_perplexity(content)
+    drawings = {"ruler": draw_ruler, "kinds": draw_passkeys}
+    draw_kind = next((draw for key, draw in drawings.items() if key in content), draw_perplexity)
+    figure = draw_kind(content)
     with files.atomic(path) as partial:
         figure.savefig(partial, dpi=120)
     return path

@@ -329,9 +329,9 @@ def question_of_file(task: str, texts: Texts, size: int, rng: random.Random) -> 
         known = {*needed, *others}
         far = [document for document in documents if document not in known]
         others += spread(far or sorted(known), missing, rng)
-    chosen = [*needed, *others][:size]
-    rng.shuffle(chosen)
-    return asked(chosen, text, answers)
+    shown = [*needed, *others][:size]
+    rng.shuffle(shown)
+    return asked(shown, text, answers)
 
 
 def question(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
@@ -451,5 +451,5 @@ def score(task: str, answer: str, outputs: Sequence[str]) -> float:
     Capitals do not matter, and control characters are ends of lines, as in RULER.
     """
     answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
-    found = [output.lower() in answer for output in outputs]
-    return float(any(found)) if task in QUESTIONS else sum(found) / len(found)
+    is_found = [output.lower() in answer for output in outputs]
+    return float(any(is_found)) if task in QUESTIONS else sum(is_found) / len(is_found)

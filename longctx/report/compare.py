@@ -229,23 +229,23 @@ def error_of(figures: Row) -> str:
 
 def costs(runs: list[Run], price: float | None) -> Table:
     """Return the hardware, the kernel, the time and the cost of each run."""
-    each = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
+    run_costs = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
     tokens = "tokens for 1 of its currency"
     formats: dict[str, list[str]] = {
         "run": [run.label for run in runs],
-        "hardware": [cost.hardware for cost in each],
+        "hardware": [cost.hardware for cost in run_costs],
         "attention": [str(run.config.get("attention.backend", "")) for run in runs],
         "kernel": [run.lock.get("kernel", "") for run in runs],
         "fingerprint": [run.lock.get("fingerprint", "") for run in runs],
-        "time": ["" if cost.seconds is None else duration(cost.seconds) for cost in each],
-        "GPU hours": [written("{:,.2f}", cost.gpu_hours) for cost in each],
-        f"cost at {price} an hour": [written("{:,.2f}", cost.money) for cost in each],
-        tokens: [written("{:,.0f}", cost.tokens_per_money) for cost in each],
+        "time": ["" if cost.seconds is None else duration(cost.seconds) for cost in run_costs],
+        "GPU hours": [written("{:,.2f}", cost.gpu_hours) for cost in run_costs],
+        f"cost at {price} an hour": [written("{:,.2f}", cost.money) for cost in run_costs],
+        tokens: [written("{:,.0f}", cost.tokens_per_money) for cost in run_costs],
     }
     columns = {heading: cells for heading, cells in formats.items() if any(cells)}
     best: set[Cell] = set()
     if tokens in columns and len(runs) > 1:
-        cheapest = max(range(len(runs)), key=lambda row: each[row].tokens_per_money or 0.0)
+        cheapest = max(range(len(runs)), key=lambda row: run_costs[row].tokens_per_money or 0.0)
         best = {(cheapest, list(columns).index(tokens))}
     return of_columns("what it cost", columns, best)
 
@@ -305,8 +305,8 @@ def best_bits(runs: list[Run], column: int) -> set[Cell]:
     for row, (label, score) in enumerate(scores):
         if score["bytes"] and score["bits_per_byte"] is not None:
             by_bytes.setdefault(score["bytes"], []).append((score["bits_per_byte"], row, label))
-    several = [each for each in by_bytes.values() if len({label for *_, label in each}) > 1]
-    return {(min(each)[1], column) for each in several}
+    groups = [group for group in by_bytes.values() if len({label for *_, label in group}) > 1]
+    return {(min(group)[1], column) for group in groups}
 
 
 def tasks(runs: list[Run]) -> Table:

@@ -44,9 +44,9 @@ def write_page(out: Path, runs: list[Run], tables: list[Table], notes: list[str]
     files.write_for_key("out", out, template.replace("DATA_AS_JSON", embedded(data), 1))
 
 
-def headings(place: Shown) -> dict[str, str]:
-    """Return key and title of each metric that is drawn in `place`."""
-    return {metric.key: metric.heading for metric in shown(place)}
+def headings(view: Shown) -> dict[str, str]:
+    """Return key and title of each metric that is drawn in `view`."""
+    return {metric.key: metric.heading for metric in shown(view)}
 
 
 def described(run: Run) -> dict[str, Any]:

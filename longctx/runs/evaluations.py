@@ -41,7 +41,7 @@ def stem(*parts: object) -> str:
     return "-".join(str(part)[:LONGEST_PART] for part in parts)
 
 
-def place(folder: Path, stem: str, keys: Content) -> Path:
+def path_for(folder: Path, stem: str, keys: Content) -> Path:
     """Return the JSON in `folder` for the answer to `keys`, the keys that decide the measurement.
 
     It is the file of that stem, or a numbered one if another request has taken the name.

@@ -286,17 +286,17 @@ def is_step(row: Row) -> bool:
     return "ms_per_step" in row
 
 
-def shown(place: Shown) -> list[Metric]:
-    """Return the metrics that `place` shows, without families."""
-    return [metric for metric in METRICS if metric.shown & place and metric.prefix is None]
+def shown(view: Shown) -> list[Metric]:
+    """Return the metrics that `view` shows, without families."""
+    return [metric for metric in METRICS if metric.shown & view and metric.prefix is None]
 
 
-def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
-    """Yield metric, label and value of every number of a row that `place` shows, in the table's
+def present(row: Row, view: Shown) -> Iterator[tuple[Metric, str, float]]:
+    """Yield metric, label and value of every number of a row that `view` shows, in the table's
     order.
     """
     for metric in METRICS:
-        if not metric.shown & place:
+        if not metric.shown & view:
             continue
         if metric.prefix is None:
             if isinstance(row.get(metric.key), int | float):
@@ -308,11 +308,11 @@ def present(row: Row, place: Shown) -> Iterator[tuple[Metric, str, float]]:
                 yield metric, f"{metric.label} {member}".strip(), row[key]
 
 
-def line(row: Row, place: Shown) -> str:
+def line(row: Row, view: Shown) -> str:
     """Write a row in one line; a number with a unit needs no label."""
     return "  ".join(
         metric.text(value) if metric.unit else f"{label} {metric.text(value)}"
-        for metric, label, value in present(row, place)
+        for metric, label, value in present(row, view)
     )
 
 

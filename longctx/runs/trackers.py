@@ -79,7 +79,7 @@ def copy_to_mlflow(request: dict[str, Any], commands: Commands) -> None:
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
         run_id = client.create_run(experiment, run_name=folder.name).info.run_id
-        items = flat(request["facts"]).items()
+        items = flat(request["metadata"]).items()
         parameters = [Param(key, str(value)[:LONGEST]) for key, value in items]
         for first in range(0, len(parameters), PARAMETERS):
             client.log_batch(run_id, params=parameters[first : first + PARAMETERS])
@@ -103,7 +103,7 @@ def copy_to_trackio(request: dict[str, Any], commands: Commands) -> None:
         project=config["project"],
         name=name,
         group=config["group"],
-        config=flat(request["facts"]),
+        config=flat(request["metadata"]),
         resume="allow",
         embed=False,
         # metrics.jsonl has the memory of GPU and process

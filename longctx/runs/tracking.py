@@ -51,8 +51,8 @@ class Tracker:
         """Record one row, `step` and `tokens_seen` among its keys."""
         self._writer.write(row)
 
-    def start_copies(self, facts: dict[str, Any]) -> None:
-        """Begin the copies, once, with `facts` as the configuration that they show.
+    def start_copies(self, metadata: dict[str, Any]) -> None:
+        """Begin the copies, once, with `metadata` as the configuration that they show.
 
         Called after the first step, before which there is nothing to show.
         """
@@ -60,7 +60,7 @@ class Tracker:
             return
         about = {
             "rows_before": self._rows_before,
-            "facts": facts | {"commit": commit()},
+            "metadata": metadata | {"commit": commit()},
             "plugins": self.plugins,
         }
         self._copies = [Copy(name, self.config, self.folder, about) for name in self.openings]

@@ -88,7 +88,11 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
         identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
     else:
         identity = {"name": name, "id": run_id(folder), "resume": "allow"}
-    about = {"config": request["facts"] | {"leg": leg}, "group": group, "job_type": config.job_type}
+    about = {
+        "config": request["metadata"] | {"leg": leg},
+        "group": group,
+        "job_type": config.job_type,
+    }
     run = init(config, folder, request["mode"], **about, **identity)
     tail, rows_before = metrics_file.Tail(folder), request["rows_before"]
     tables: dict[str, list[list[Any]]] = {BY_POSITION: [], SAMPLE: []}

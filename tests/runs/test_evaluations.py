@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from longctx.runs import evaluations
-from longctx.runs.evaluations import TaskScore, place, task_scores, write
+from longctx.runs.evaluations import TaskScore, path_for, task_scores, write
 
 
-def test_place_is_numbered_beside_another_result(tmp_path: Path) -> None:
-    first = place(tmp_path, "val-a", {"seq_len": 64})
+def test_a_path_is_numbered_beside_another_result(tmp_path: Path) -> None:
+    first = path_for(tmp_path, "val-a", {"seq_len": 64})
     assert first.name == "val-a.json"
     write({"asked": {"seq_len": 64}}, first)
-    assert place(tmp_path, "val-a", {"seq_len": 64}) == first
-    second = place(tmp_path, "val-a", {"seq_len": 32})
+    assert path_for(tmp_path, "val-a", {"seq_len": 64}) == first
+    second = path_for(tmp_path, "val-a", {"seq_len": 32})
     assert second.name == "val-a-2.json"
     second.write_text("not ours")
-    assert place(tmp_path, "val-a", {"seq_len": 32}).name == "val-a-3.json"
+    assert path_for(tmp_path, "val-a", {"seq_len": 32}).name == "val-a-3.json"
 
 
 def test_task_scores_are_the_metrics_with_their_errors() -> None:

@@ -245,7 +245,7 @@ def send(
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
-    request |= {"facts": {}, "rows_before": before, "earlier": []}
+    request |= {"metadata": {}, "rows_before": before, "earlier": []}
     send_run(request, iter([*commands, {"finish": 0}]))
 
 
