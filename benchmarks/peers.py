@@ -294,7 +294,6 @@ def of_other(
     from benchmarks.trainers import Job
     from longctx.model.export import architecture
     from longctx.training.dry_run import OUT_OF_MEMORY, in_child
-    from longctx.training.learning_rate import learning_rate
 
     bare = peer == "longctx-bare"
     run = decided(run) if bare else run
@@ -311,7 +310,7 @@ def of_other(
         timed=timed,
         device=work.device,
         bf16=work.precision != "fp32",
-        lrs=[learning_rate(n, run) for n in range(warm + timed)],
+        lrs=[run.schedule.rate(n) for n in range(warm + timed)],
         betas=config.betas,
         weight_decay=config.weight_decay,
         clip=config.clip,

@@ -202,7 +202,8 @@ def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) 
     if setup is not None:
         decided = [str(setup.model.file), setup.model.model.heads, setup.precision, setup.strategy]
         decided.append(asdict(setup.config.attention))
-    file, heads, precision, strategy, backend = parallel.broadcast(decided)
+    decided, *_ = parallel.all_gather_objects(decided)
+    file, heads, precision, strategy, backend = decided
     config, attention, dtype = request.config, AttentionConfig(**backend), dtype_of(precision)
     degree = config.context.degree
     assert isinstance(degree, int)

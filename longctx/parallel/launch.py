@@ -158,10 +158,6 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
             f"of {', '.join(TORCHRUN)}, or set none of them"
         )
     rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in NUMBERS)
-    for name, value, count in (("RANK", rank, ranks), ("LOCAL_RANK", local_rank, local_ranks)):
-        if value >= count:
-            total = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
-            raise ValueError(f"{name}={value}: of {total}={count} processes; count from 0")
     if ranks % local_ranks:
         raise ValueError(
             f"WORLD_SIZE={ranks}: no multiple of LOCAL_WORLD_SIZE={local_ranks}; start as many "

@@ -158,7 +158,7 @@ def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) ->
     If one is missing or does not fit, rank 0 raises ValueError, one line. The others raise
     SystemExit, and print a line only if rank 0 itself is missing.
     """
-    seconds = _seconds(ARRIVAL_VARIABLE, ARRIVAL)
+    seconds = float(os.environ.get(ARRIVAL_VARIABLE, ARRIVAL))
     with named(launched, seconds):
         store = open_store(launched, seconds)
         if launched.rank:
@@ -275,12 +275,11 @@ def misfit(arrivals: list[Arrival]) -> str:
     first, *others = arrivals
     if first.problem:
         return first.problem
-    seats = {(first.host, first.local_rank)}
     for other, rank in zip(others, range(1, len(arrivals)), strict=True):
         if other.problem:
             return f"{other}: {other.problem}"
         if other.rank != rank:
-            return f"two processes have RANK={other.rank}; give each its own"
+            return f"no process has RANK={rank}; count from 0, and give each process its own"
         if other.device != first.device:
             return (
                 f"{other} computes on {other.device}, rank 0 on {first.device} ({first.host}); "
@@ -288,12 +287,6 @@ def misfit(arrivals: list[Arrival]) -> str:
             )
         if other.torch != first.torch:
             return f"{other} has torch {other.torch}, rank 0 {first.torch}; install the same one"
-        if (other.host, other.local_rank) in seats and first.device == "cuda":
-            return (
-                f"LOCAL_RANK={other.local_rank}: two processes on {other.host} have it and would "
-                "share a GPU; count up on every machine"
-            )
-        seats.add((other.host, other.local_rank))
     return ""
 
 
@@ -332,7 +325,7 @@ def arrival(launched: Launched, device: str, machine: Machine, problem: str) -> 
 
 def collective_timeout() -> timedelta:
     """Return how long a rank waits for another one inside a collective."""
-    return timedelta(seconds=_seconds(COLLECTIVE_VARIABLE, COLLECTIVE))
+    return timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE)))
 
 
 def go_on(folder: Path) -> str:
@@ -341,15 +334,3 @@ def go_on(folder: Path) -> str:
     if folder.is_dir() and not checkpoints(folder):
         return "it has no checkpoint yet; start it anew"
     return f"{system.typed_command()} resume {folder} goes on"
-
-
-def _seconds(variable: str, default: float) -> float:
-    """Return the seconds that an environment variable gives instead of `default`."""
-    text = os.environ.get(variable, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < 1e6:
-        raise ValueError(f"{variable}={text}: give a number of seconds")
-    return seconds

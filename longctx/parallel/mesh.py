@@ -6,7 +6,6 @@ Lightning Fabric gives each process its device, precision and gradient averaging
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -290,32 +289,8 @@ class Parallel:
         dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group(self._rows_dimension))
         return torch.cat(parts)
 
-    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Return the `numbers` of every rank, in order."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        if self.ranks == 1:
-            return [mine.tolist()]
-        of_ranks = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(of_ranks, mine)
-        return [of_rank.tolist() for of_rank in of_ranks]
-
-    def max(self, number: int) -> int:
-        """Return the largest `number` of any rank."""
-        # One rank waits for no device
-        if self.ranks == 1:
-            return number
-        return int(self.all_reduce_max(torch.tensor(number, device=self.device)))
-
-    def broadcast(self, plain: T) -> T:
-        """Return rank 0's `plain`, a value that JSON can hold, on every rank."""
-        if self.ranks == 1:
-            return plain
-        text = self.fabric.broadcast(json.dumps(plain), src=0)
-        shared: T = json.loads(text)
-        return shared
-
     def all_gather_objects(self, x: T) -> list[T]:
-        """Return every rank's `x`, in order."""
+        """Return every rank's `x`, in order; rank 0's own is the first."""
         every: list[Any] = [x]
         if self.ranks > 1:
             every = [None] * self.ranks

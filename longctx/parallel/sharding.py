@@ -148,10 +148,8 @@ def unsharded(model: GPT) -> Iterator[None]:
     # Else a block that is called first keeps its weights
     model._get_fsdp_state()._lazy_init()
     model.unshard()
-    try:
-        yield
-    finally:
-        model.reshard()
+    yield
+    model.reshard()
 
 
 def parts(module: nn.Module) -> dict[str, Sharded]:

@@ -63,6 +63,17 @@ NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
+# A process's control group, version 2 and 1, and in its files: the limit of its memory, the memory
+# used, and in memory.stat the part of that which is cached files
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 # A run is refused if its predicted memory is so many times the available memory. On GPUs
 # predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
 # took 6.1 GiB of 8.4 predicted.
@@ -201,14 +212,12 @@ def cores() -> int:
 
 def host_memory() -> float:
     """Return the bytes of memory of this machine, or of its control group, without swap."""
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                limit = min(limit, int(file.read()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return float(limit)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for group, limit, *_ in CONTROL_GROUPS:
+        # No such group, or "max"
+        with suppress(OSError, ValueError):
+            memory = min(memory, int(Path(group, limit).read_text()))
+    return float(memory)
 
 
 def available_memory() -> float:
@@ -218,18 +227,12 @@ def available_memory() -> float:
         (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
         # a container's limit may be below the machine's free memory
         available = min(available, 1024.0 * int(kib))
-    for group, limit, used, cache in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (
-            "/sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
+    for group, limit, used, cache in CONTROL_GROUPS:
         with suppress(OSError, ValueError):
-            files = {file: (Path(group) / file).read_text() for file in (limit, used)}
-            stat = (Path(group) / "memory.stat").read_text().splitlines()
-            freed = sum(int(line.split()[1]) for line in stat if line.split()[0] == cache)
-            available = min(available, int(files[limit]) - int(files[used]) + freed)
+            total, taken = (int(Path(group, name).read_text()) for name in (limit, used))
+            lines = Path(group, "memory.stat").read_text().splitlines()
+            # The kernel gives up cached files before it refuses memory
+            available = min(
+                available, total - taken + int(dict(map(str.split, lines)).get(cache, 0))
+            )
     return available

@@ -221,14 +221,17 @@ def micro_batch(sequences: Sequence[dict[str, Tensor]], windows: Windows = NO_WI
 def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator[StepBatch]:
     """Return the batches of this rank, from the next step on, read ahead by worker processes."""
     order = sequences.order(parallel.data_rank, run.steps_done)
-    return read_ahead(train_loader(run, sequences.dataset, order, run.config.workers))
+    return read_ahead(run, sequences.dataset, order, run.config.workers)
 
 
-def train_loader(
+def read_ahead(
     run: Run, dataset: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
-) -> DataLoader[Any]:
-    """Return a loader of the StepBatch of each list of numbers in `order`, read ahead by `workers`
-    processes.
+) -> Iterator[StepBatch]:
+    """Return the StepBatch of each list of numbers in `order`, read by `workers` processes, which
+    begin at once.
+
+    If a worker dies, torch raises an error that `lost_worker` knows: at once by SIGCHLD, else at
+    its look after 5 s. With a timeout of our own it would look only after that.
     """
     workload = run.workload
     ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
@@ -239,7 +242,7 @@ def train_loader(
         workload.batch_size * workload.seq_len,
         workload.model.windows(),
     )
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_sampler=order,
         collate_fn=collate,
@@ -248,6 +251,7 @@ def train_loader(
         worker_init_fn=_begin_worker,
         **ahead,
     )
+    return _batches(iter(loader))
 
 
 def collate_step(
@@ -262,15 +266,6 @@ def collate_step(
     return StepBatch([collate(group, windows) for group in groups])
 
 
-def read_ahead(loader: DataLoader[Any]) -> Iterator[StepBatch]:
-    """Return the batches of `loader`, whose workers begin at once.
-
-    torch raises an error for which `is_lost_worker` is true if a worker dies: at once by SIGCHLD,
-    else at its look after 5 s. With a timeout of our own it would look only after that.
-    """
-    return _batches(iter(loader))
-
-
 def _batches(iterator: Any) -> Iterator[StepBatch]:
     try:
         yield from iterator
@@ -281,16 +276,12 @@ def _batches(iterator: Any) -> Iterator[StepBatch]:
             pins.join = lambda: None
 
 
-def is_lost_worker(error: BaseException) -> bool:
-    """Return True if `error` is about a data worker; torch may raise it anywhere in the main
-    thread.
+def lost_worker(error: BaseException) -> str | None:
+    """Return the line of torch's `error` that names a lost data worker by its PID; None if the
+    error is another. It may be raised anywhere in the main thread.
     """
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader ")
-
-
-def lost_worker(error: BaseException) -> str:
-    """Return the line of torch's `error` that names a lost data worker by its PID."""
-    return str(error).splitlines()[0].rstrip(". ")
+    line = str(error).partition("\n")[0]
+    return line.rstrip(". ") if line.startswith("DataLoader ") else None
 
 
 def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[MicroBatch]:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longctx.attention import kernels_run
 from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
@@ -228,18 +227,6 @@ def is_outlier(value: float, before: Sequence[float]) -> bool:
     return value > mean + max(SIGMAS * pstdev(before, mean), SHARE * abs(mean))
 
 
-class Copies(Callback):
-    """Begin the copies by tracker= after the first step, before which they have nothing to show."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.log, self.has_begun = parts.log, False
-
-    def stepped(self, step: int) -> None:
-        if not self.has_begun:
-            self.log.start_copies(kernels_run())
-        self.has_begun = True
-
-
 class Samples(Callback):
     """Write a short sample of text every sample_every= steps.
 
@@ -291,5 +278,4 @@ class Samples(Callback):
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
 
 
-register("copies", Copies)
 register("samples", Samples)

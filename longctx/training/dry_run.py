@@ -31,7 +31,7 @@ from longctx.data.rows import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
-from longctx.training.batches import StepBatch, read_ahead, train_loader
+from longctx.training.batches import StepBatch, read_ahead
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of
 from longctx.training.train_step import TrainState, optimizer_step
@@ -157,7 +157,7 @@ def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     rows = RandomRows(workload.model.vocab_size, workload.seq_len, length, answers)
     size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
-    return read_ahead(train_loader(run, rows, order, min(run.config.workers, 1)))
+    return read_ahead(run, rows, order, min(run.config.workers, 1))
 
 
 def dry_run_in_child(

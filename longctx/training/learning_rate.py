@@ -24,17 +24,11 @@ from longctx.config.doors import SCHEDULES, ScheduleTraits
 
 if TYPE_CHECKING:
     from longctx.planner.schedule import Schedule
-    from longctx.training.run import Run
 
-__all__ = ["ScheduleTraits", "learning_rate", "register"]
+__all__ = ["ScheduleTraits", "register"]
 
 DECAY_SHARE = 0.2  # of the steps: where arXiv 2405.18392 finds no more gain
 register = SCHEDULES.register
-
-
-def learning_rate(step: int, run: Run) -> float:
-    """Return the rate of step `step`, counted from 0."""
-    return run.schedule.rate(step)
 
 
 def progress(step: int, run: Schedule) -> float:

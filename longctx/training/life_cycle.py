@@ -32,7 +32,7 @@ from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
 from longctx.system import StopSignal
 from longctx.training import memory
-from longctx.training.batches import DataDiffers, is_lost_worker, lost_worker
+from longctx.training.batches import DataDiffers, lost_worker
 from longctx.training.context_check import CheckFailed
 from longctx.training.cuda_graphs import CaptureFailed
 from longctx.training.loop import loop
@@ -217,7 +217,8 @@ class LifeCycle:
         if self.parallel.is_lost_connection(error):
             reason = str(error).splitlines()[0].partition(". ")[0]
             return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
-        return f"{lost_worker(error)}; {go_on(log.run.folder)}" if is_lost_worker(error) else None
+        worker = lost_worker(error)
+        return None if worker is None else f"{worker}; {go_on(log.run.folder)}"
 
     def _delete_old_checkpoints(self, log: RunLog, saver: Saver) -> None:
         """Wait until the checkpoints that the last one replaced are deleted, or a signal comes."""

@@ -12,7 +12,6 @@ from longctx.runs import checkpoints
 from longctx.training import context_check, memory
 from longctx.training.batches import Sequences, shared_data, step_batches
 from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts, Spikes
-from longctx.training.learning_rate import learning_rate
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
@@ -88,7 +87,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             row = {"step": step} | meter.row(state.module.grad_norm) | split.row()
             row |= state.module.model.figures()
             row["memory_predicted_gib"] = predicted
-            row["lr"] = learning_rate(step - 1, run)
+            row["lr"] = run.schedule.rate(step - 1)
             row["epoch"] = sequences.epoch(step)
             callbacks.each("logged", row)
             log.record(row)
@@ -97,6 +96,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         # Validate, and what callbacks do between two steps
         last = step == run.max_steps
         with meter.set_aside():
+            if step == run.steps_done + 1:
+                log.start_copies()
             if last or step % run.val_every == 0:
                 validated(step)
             callbacks.each("stepped", step)

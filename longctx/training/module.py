@@ -22,7 +22,6 @@ from longctx.parallel.fabric import pytorch as pl
 from longctx.parallel.mesh import Parallel
 from longctx.training import optimizers, pretrained
 from longctx.training.batches import MicroBatch
-from longctx.training.learning_rate import learning_rate
 from longctx.training.optimizers.adamw import AdamW
 from longctx.training.run import Run
 
@@ -30,7 +29,7 @@ Mark = Callable[[str], None]  # called with the part of a step that has been que
 
 
 class LearningRate(LRScheduler):
-    """Set `learning_rate` in every parameter group, from the run's next step on."""
+    """Set the rate of the schedule in every parameter group, from the run's next step on."""
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self.run = run
@@ -39,7 +38,7 @@ class LearningRate(LRScheduler):
         super().__init__(optimizer, last_epoch=run.steps_done - 1)
 
     def get_lr(self) -> list[float | Tensor]:
-        rate = learning_rate(self.last_epoch, self.run)
+        rate = self.run.schedule.rate(self.last_epoch)
         return [rate for _ in self.optimizer.param_groups]
 
 

@@ -60,20 +60,17 @@ class RunLog(Display):
         self._write({"step": step, "tokens_seen": tokens_seen, SAMPLE: text})
         self.say(f"sample at step {step:,}:\n{text}\n")
 
-    def start_copies(self, kernels: dict[str, str]) -> None:
-        """Begin the copies of metrics.jsonl, once."""
+    def start_copies(self) -> None:
+        """Begin the copies by tracker=; before the first step they have nothing to show."""
         if self.tracker is not None:
-            self.tracker.start_copies(run_metadata(self.run) | {"kernels": kernels})
+            kernels = {"kernels": attention.kernels_run()}
+            self.tracker.start_copies(run_metadata(self.run) | kernels)
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
         """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
         self.say(f"saved      after step {step:,}, {decimal(size)} in {seconds:.1f} s")
         if self.tracker is not None:
             self.tracker.checkpoint(path, step)
-
-    def deleting(self, size: int) -> None:
-        """Print that the run ends once `size` bytes of older checkpoints are deleted."""
-        self.say(f"deleting   {decimal(size)} of older checkpoints")
 
     def end(self, code: int) -> None:
         """Close bar, file and copies."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 
 from longctx.model.offload import pinned
@@ -90,7 +91,7 @@ class Saver:
             saving.begin(self.memory if has_copy else None)
             self.saving = saving
         self.is_agreed = self.is_logged = False
-        if not last and self.parallel.max(int(not has_copy)):
+        if not last and not all(self.parallel.all_gather_objects(has_copy)):
             self.finish()
 
     def check(self) -> None:
@@ -119,7 +120,8 @@ class Saver:
         if self.saving is None:
             return
         if wait([self.saving.deleted], REPORTED_AFTER).not_done:
-            self.log.deleting(self.saving.deleted_bytes)
+            size = decimal(self.saving.deleted_bytes)
+            self.log.say(f"deleting   {size} of older checkpoints")
             wait([self.saving.deleted])
         self._log_warning()
 

@@ -150,7 +150,7 @@ class Meter:
         steps = max(self.steps - self.steps_before, 1)
         waits = 1000 * self.parallel.clock.take() / steps
         mine = [waits, max(1000 * elapsed / steps - waits, 0.0)]
-        of_ranks = self.parallel.all_gather_numbers(mine)
+        of_ranks = self.parallel.all_gather_objects(mine)
         busy = [ms for _, ms in of_ranks]
         return {
             "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,

@@ -19,7 +19,6 @@ from longctx.planner import hardware
 from longctx.planner.hardware import GIB
 from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY
-from longctx.training.learning_rate import learning_rate
 
 TINY = [
     *("model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4", "model.ffn=256"),
@@ -141,7 +140,7 @@ def test_a_step_has_its_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     run = training_run([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
     peers.of_other("transformers", run, peers.Options(steps=4), [], 9.0)
     run = dataclasses.replace(run, max_steps=7)  # three warm steps and four
-    assert requests[0]["lrs"] == [learning_rate(n, run) for n in range(7)]
+    assert requests[0]["lrs"] == [run.schedule.rate(n) for n in range(7)]
     assert len(set(requests[0]["lrs"])) > 3
 
 

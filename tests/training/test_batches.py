@@ -19,7 +19,6 @@ from longctx.training.batches import (
     StepBatch,
     _batches,
     collate_step,
-    is_lost_worker,
     lost_worker,
     micro_batch,
     validation_batches,
@@ -144,7 +143,6 @@ def test_worker_killed_amid_a_batch_is_lost(pinned: bool) -> None:
             results._rlock.release()
         next(batches)
         next(batches)
-    assert is_lost_worker(raised.value)
-    assert str(iterator._workers[0].pid) in lost_worker(raised.value)
+    assert str(iterator._workers[0].pid) in (lost_worker(raised.value) or "")
     batches.close()
     del iterator, batches  # torch ends its threads

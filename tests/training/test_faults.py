@@ -100,8 +100,8 @@ def test_weights_that_are_no_numbers_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(
-        "longctx.training.module.learning_rate",
-        lambda step, run: float("nan") if step else 0.1,
+        "longctx.planner.schedule.Schedule.rate",
+        lambda schedule, step: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
     assert train.main(overrides(name="r", max_steps=30, **every)) == 1

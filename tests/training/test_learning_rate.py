@@ -11,7 +11,6 @@ import train
 from longctx.config.fields import check
 from longctx.config.train_config import TrainConfig
 from longctx.planner.schedule import drawn
-from longctx.training.learning_rate import learning_rate
 from tests.training.sample_run import Overrides, check_equal_weights, losses, sample_run, steps
 
 
@@ -21,19 +20,19 @@ def config(**changes: object):
 
 def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
     run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr_ratio=0.2)
-    rates = [learning_rate(step, run) for step in range(101)]
+    rates = [run.schedule.rate(step) for step in range(101)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
     assert max(rates) == pytest.approx(0.5)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[55] == pytest.approx(0.5 * (0.2 + 0.8 / 2))
     assert rates[-1] == pytest.approx(0.1)
-    assert learning_rate(500, run) == pytest.approx(0.1)
+    assert run.schedule.rate(500) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("name", "half", "last"), [("linear", 0.6, 0.2), ("constant", 1, 1)])
 def test_schedules_begin_at_the_peak(name: str, half: float, last: float) -> None:
     run = config(max_steps=101, warmup_steps=0, lr=0.5, min_lr_ratio=0.2, lr_schedule=name)
-    rates = [learning_rate(step, run) / run.lr for step in (0, 50, 100)]
+    rates = [run.schedule.rate(step) / run.lr for step in (0, 50, 100)]
     assert rates == pytest.approx([1, half, last])
 
 
@@ -42,7 +41,7 @@ def test_schedules_begin_at_the_peak(name: str, half: float, last: float) -> Non
 def test_the_shortest_runs_have_a_rate(count: int, name: str) -> None:
     for warmup in (0, 1, 5):
         run = config(max_steps=count, warmup_steps=warmup, lr_schedule=name)
-        assert all(0 < learning_rate(step, run) <= run.lr for step in range(count))
+        assert all(0 < run.schedule.rate(step) <= run.lr for step in range(count))
 
 
 @pytest.mark.parametrize("decay", [{"lr_decay_share": 0.3}, {"lr_decay_from": 70}])
@@ -50,7 +49,7 @@ def test_the_shortest_runs_have_a_rate(count: int, name: str) -> None:
 def test_wsd_stays_at_the_peak_then_falls(decay: dict[str, float], shape: str) -> None:
     keys = {"lr_schedule": "wsd", "lr_decay_shape": shape, "min_lr_ratio": 0.2} | decay
     run = config(max_steps=100, warmup_steps=10, lr=0.5, **keys)
-    rates = [learning_rate(step, run) for step in range(100)]
+    rates = [run.schedule.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
     assert rates[10:70] == [0.5] * 60
     power = 1 if shape == "linear" else 0.5
@@ -60,7 +59,7 @@ def test_wsd_stays_at_the_peak_then_falls(decay: dict[str, float], shape: str) -
 
 def test_defaults_of_wsd_are_in_the_config_of_a_run() -> None:
     run = config(max_steps=50, warmup_steps=0, lr=1.0, lr_schedule="wsd")
-    rates = [learning_rate(step, run) for step in range(50)]
+    rates = [run.schedule.rate(step) for step in range(50)]
     assert rates[:40] == [1.0] * 40
     assert rates[44] == pytest.approx(1 - 0.9 * math.sqrt(5 / 10))
     assert rates[-1] == pytest.approx(0.1)
@@ -81,12 +80,12 @@ def test_transformers_has_the_same_rates() -> None:
         lr_decay_share=0.5,
         min_lr_ratio=0.0,
     )
-    assert [learning_rate(n, run) / 0.5 for n in range(40)] == pytest.approx(
+    assert [run.schedule.rate(n) / 0.5 for n in range(40)] == pytest.approx(
         [stable(n + 1) for n in range(40)]
     )
     falling = get_inverse_sqrt_schedule(optimizer, 7).lr_lambdas[0]
     run = config(lr=0.5, max_steps=40, warmup_steps=7, lr_schedule="inverse_sqrt")
-    assert [learning_rate(n, run) / 0.5 for n in range(40)] == pytest.approx(
+    assert [run.schedule.rate(n) / 0.5 for n in range(40)] == pytest.approx(
         [falling(n + 1) for n in range(40)]
     )
 
