@@ -110,9 +110,7 @@ def test_ulysses_wins_a_tie() -> None:
 
 
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
-def test_the_longest_sequence_of_all_layouts_fits(
-    words: tuple[str, ...],
-) -> None:
+def test_the_longest_sequence_of_all_layouts_fits(words: tuple[str, ...]) -> None:
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)
     ats = [
         lambda tokens, one=one: with_vocabulary(workload_of(one, "cuda", tokens), 128256)

@@ -143,9 +143,7 @@ def test_many_gpus_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
             assert degrees == ["2", "4", "8", "16"]
 
 
-def test_a_layout_that_is_given_is_the_only_one_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_layout_that_is_given_is_the_only_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpu=H100", "gpu_memory=80", "model=1b", "seq_len=262144", "attention=flash"]
     assert main(["plan", *words, "devices=8", "context=4", "strategy=fsdp"]) == 0
     tables = capsys.readouterr().out.partition("Predicted peak by term")[0]

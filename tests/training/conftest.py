@@ -4,6 +4,7 @@ second on it.
 
 import functools
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
 def overrides(overrides_in: Callable[..., list[str]], tmp_path: Path) -> Callable[..., list[str]]:
     """The command line of a tiny run in tmp_path/runs; see `overrides_in`."""
     return functools.partial(overrides_in, tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def finished_run(
+    overrides_in: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run of two steps, with one checkpoint, which no test may change."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert train.main(overrides_in(runs, name="r", max_steps=2)) == 0
+    return runs / "r"
+
+
+@pytest.fixture
+def two_steps(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run of two steps, as tmp_path/runs/r."""
+    return shutil.copytree(finished_run, tmp_path / "runs" / "r", symlinks=True)
 
 
 @pytest.fixture

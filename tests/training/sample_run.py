@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import train
 from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
@@ -17,7 +19,9 @@ from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 FAULTY = Path(__file__).with_name("faulty_run.py")
+Captured = pytest.CaptureFixture[str]
 Trained = Callable[..., Path]  # the fixture `trained`
+Refused = Callable[[int, str], str]  # the fixture `refused` of tests/conftest.py
 
 
 def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
@@ -34,6 +38,12 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[float]:
     """The logged losses of a run's steps."""
     return [row["loss"] for row in steps(folder)]
+
+
+def figures(folder: Path, *more: str) -> list[list[Any]]:
+    """What a resumed run must repeat: of every step these figures, and those in `more`."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "epoch", *more)
+    return [[row[key] for key in keys] for row in steps(folder)]
 
 
 def newest(folder: Path) -> dict[str, Any]:
@@ -80,3 +90,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def check_equal_weights(one: Path, other: Path) -> None:
     """Checks that two runs ended with the same weights, bit for bit."""
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
+
+
+def check_resumes_exactly(folder: Path, *words: str, dropped: int = 1) -> None:
+    """Check that a run without its newest checkpoints ends again as it had, bit for bit."""
+    before, rows = newest(folder), figures(folder)
+    for path in run_folder.checkpoints(folder)[-dropped:]:
+        files.remove(path)
+    assert train.main([f"resume={folder}", *words]) == 0
+    assert figures(folder) == rows
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(newest(folder)[part], before[part], rtol=0, atol=0)

@@ -76,9 +76,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_are_tested_before_the_run_needs_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_are_tested_before_the_run_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from longctx.kernels.attention import selftest
 
     monkeypatch.setattr(selftest, "_trusted", set())
@@ -91,9 +89,7 @@ def test_kernels_are_tested_before_the_run_needs_them(
 
 
 @pytest.mark.gpu
-def test_one_block_compiles_every_kernel_of_a_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_block_compiles_every_kernel_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     compiled: list[str] = []
 

@@ -13,7 +13,7 @@ from longctx.system import typed_command
 from longctx.training.console import Display, brief, closing_table, loss_curve
 from longctx.training.run_log import validated_documents, warnings
 from longctx.training.sweep import Job, sweep_table
-from tests.training.sample_run import sample_run
+from tests.training.sample_run import Captured, sample_run
 
 
 def row_of(step: int, loss: float, ms: float, speed: float, seconds: float) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_a_small_validation_set_is_a_warning(
     assert ["few to validate on" in line for line in lines] == [True] * few
 
 
-def test_a_piped_run_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_piped_run_says_how_long_it_will_take(capsys: Captured) -> None:
     display = Display(steps=21, first_step=0)
     display.show(ROWS[0])
     display.show(ROWS[1])  # 9 s a step

@@ -11,8 +11,8 @@ import pytest
 import train
 from longctx.runs import metrics_file
 from tests.processes import finished, run_on
-from tests.training.sample_run import Overrides
-from tests.training.test_devices import Refused, close, run
+from tests.training.sample_run import Overrides, Refused
+from tests.training.test_devices import close, run
 
 SCRIPT = Path(__file__).with_name("checked_layouts.py")
 SHAPE: dict[str, Any] = {"model.layers": 2, "seq_len": 120, "accumulate": 1}

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 import train
-from longctx import cli, files
+from longctx import cli
 from longctx.data.rows import IGNORED
 from longctx.model import GPT, GPTConfig
 from longctx.model.layers import Block
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
-from longctx.runs import metrics_file, run_folder
+from longctx.runs import metrics_file
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, StepGraphs, uncached
 from tests.processes import ROOT, finished
-from tests.training.sample_run import FAULTY, Overrides, check_equal_weights, losses, steps
+from tests.training.sample_run import (
+    FAULTY,
+    Overrides,
+    check_equal_weights,
+    check_resumes_exactly,
+    losses,
+    steps,
+)
 
 LENGTH = 37
 
@@ -211,13 +218,8 @@ def test_graphs_change_no_bit_of_a_run(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("any_order_again")
 def test_a_captured_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
-    every = {"checkpoint_every": 5, "keep_checkpoints": 9, "accumulate": 2}
-    straight = run(overrides, tmp_path / "runs", True, **every)
-    resumed = run(overrides, tmp_path / "runs", True, **every, name="resumed").with_name("resumed")
-    files.remove(run_folder.checkpoints(resumed)[-1])
-    assert train.main([f"resume={resumed}"]) == 0
-    assert figures(resumed)[-5:] == figures(straight)[-5:]
-    check_equal_weights(straight, resumed)
+    folder = run(overrides, tmp_path / "runs", True, checkpoint_every=5, accumulate=2)
+    check_resumes_exactly(folder)
 
 
 @pytest.mark.gpu

@@ -18,11 +18,10 @@ from longctx.cli import main
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import life_cycle
 from tests.processes import ROOT, finished, run_on
-from tests.training.sample_run import FAULTY, Overrides, Trained, losses, steps
+from tests.training.sample_run import FAULTY, Captured, Overrides, Refused, Trained, losses, steps
 
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
 LAYOUTS = Path(__file__).with_name("layouts.py")
-Refused = Callable[[int, str], str]
 
 
 def run(tmp_path: Path, overrides: list[str]) -> None:
@@ -61,9 +60,7 @@ def test_two_devices_share_each_row_in_compiled_blocks(
 
 @pytest.mark.slow
 def test_a_sharded_run_resumes_on_any_devices(
-    overrides: Overrides,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    overrides: Overrides, tmp_path: Path, capsys: Captured
 ) -> None:
     shape = SHAPE | {"checkpoint_every": 2, "keep_checkpoints": 5}
     assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
@@ -193,10 +190,7 @@ def test_documents_must_be_equal_on_all_ranks(
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_all_stages_train_on_the_same_documents(
-    mixed: bool,
-    trained: Trained,
-    growing: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    mixed: bool, trained: Trained, growing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape: dict[str, Any] = {"seq_len_schedule": "[[32,3]]", "data__path": growing}
     if mixed:

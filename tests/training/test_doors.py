@@ -7,14 +7,20 @@ import pytest
 import torch
 
 import train
-from longctx import files
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
 from longctx.model import GPT
-from longctx.runs import metrics_file, run_folder
+from longctx.runs import metrics_file
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
-from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses, newest, steps
+from tests.training.sample_run import (
+    Captured,
+    Overrides,
+    Trained,
+    check_resumes_exactly,
+    newest,
+    steps,
+)
 
 
 def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:
@@ -62,17 +68,14 @@ def own() -> Iterator[dict[str, object]]:
 
 def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trained) -> None:
     keys = own | {"checkpoint_every": 3, "lr": 0.01, "warmup_steps": 1, "val_every": 2}
-    straight, cut = trained("straight", **keys), trained("cut", **keys)
-    files.remove(run_folder.checkpoints(cut)[-1])
-    assert train.main([f"resume={cut}"]) == 0
+    folder = trained(**keys)
+    check_resumes_exactly(folder)
 
-    check_equal_weights(straight, cut)
-    rows = steps(straight)
-    assert losses(cut) == losses(straight)
-    assert [row["calls"] for row in steps(cut)] == [0, 1, 2, 3, 4, 5]
+    rows = steps(folder)
+    assert [row["calls"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
-    assert newest(cut)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}
-    validations = [row for row in metrics_file.read(straight) if "val_loss" in row]
+    assert newest(folder)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}
+    validations = [row for row in metrics_file.read(folder) if "val_loss" in row]
     assert "val_perplexity" not in validations[0]
     assert rows[0]["loss"] == pytest.approx(3 * validations[0]["val_loss"], rel=0.1)
 
@@ -92,8 +95,6 @@ def test_a_name_is_registered_once(own: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("key", ["objective.name", "lr_schedule", "optimizer.name"])
-def test_an_unknown_name_is_refused(
-    key: str, overrides: Overrides, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_name_is_refused(key: str, overrides: Overrides, capsys: Captured) -> None:
     assert train.main(overrides(**{key: "odd"})) == 2
     assert f"{key}=odd: one of " in capsys.readouterr().err

@@ -18,7 +18,7 @@ from longctx.files import FULL_DISK
 from longctx.runs import metrics_file, run_folder
 from longctx.training.optimizers import adamw
 from tests.processes import finished
-from tests.training.sample_run import Overrides, Trained, steps
+from tests.training.sample_run import Captured, Overrides, Refused, steps
 
 SCRIPT = Path(train.__file__)
 
@@ -40,11 +40,7 @@ SCRIPT = Path(train.__file__)
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
-    overrides: Overrides,
-    changes: dict[str, str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    overrides: Overrides, changes: dict[str, str], message: str, tmp_path: Path, capsys: Captured
 ) -> None:
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "SHORT").mkdir()
@@ -60,16 +56,12 @@ def test_a_mistake_leaves_no_run_behind(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_name_is_not_used_twice(
-    trained: Trained, overrides: Overrides, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained("mine", max_steps=1)
-    assert train.main(overrides(name="mine", max_steps=1)) == 2
-    assert "resume=" in capsys.readouterr().err
+def test_a_name_is_not_used_twice(two_steps: Path, overrides: Overrides, refused: Refused) -> None:
+    refused(train.main(overrides(name=two_steps.name)), "resume=")
 
 
 def test_a_loss_that_is_nan_ends_the_run_with_advice(
-    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capsys: Captured
 ) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -94,10 +86,7 @@ def test_what_all_processes_find_is_said_once(overrides: Overrides, tmp_path: Pa
 
 
 def test_weights_that_are_no_numbers_are_not_saved(
-    overrides: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(
         "longctx.planner.schedule.Schedule.rate",
@@ -115,7 +104,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
     overrides: Overrides,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     class Overflows(adamw.FusedAdamW):
         """AdamW in whose fourth step, the last before a save, a number overflows."""
@@ -137,7 +126,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
 
 
 def test_running_out_of_memory_says_what_to_change(
-    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     def explode(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
@@ -151,7 +140,7 @@ def test_running_out_of_memory_says_what_to_change(
 
 @pytest.mark.slow
 def test_too_much_memory_is_an_error_and_no_kill(
-    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
     monkeypatch.setattr(
@@ -169,7 +158,7 @@ def test_too_much_memory_is_an_error_and_no_kill(
 
 @pytest.mark.slow
 def test_a_sweep_survives_a_job_that_fails(
-    overrides: Overrides, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capfd: Captured
 ) -> None:
     jobs = overrides(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")
     assert train.main(["-m", *jobs]) == 1
@@ -199,7 +188,7 @@ def hidden(folder: Path) -> list[Path]:
 
 
 def test_a_full_disk_costs_no_checkpoint(
-    overrides: Overrides, disk: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, disk: Path, capsys: Captured
 ) -> None:
     changes = {"max_steps": 30, "checkpoint_every": 1, "keep_checkpoints": 99}
     assert train.main(overrides(name="r", runs=disk, **changes)) == FULL_DISK
@@ -213,23 +202,21 @@ def test_a_full_disk_costs_no_checkpoint(
 
 
 def test_read_only_checkpoints_stop_a_resume(
-    trained: Trained, disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_steps: Path, disk: Path, tmp_path: Path, refused: Refused
 ) -> None:
-    folder = trained(max_steps=2)
+    folder = two_steps
     (folder / "checkpoints").rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere", disk / "checkpoints", symlinks=True)
     (folder / "checkpoints").symlink_to(disk / "checkpoints")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     rows = metrics_file.read(folder)
-    capsys.readouterr()
-    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{folder / 'checkpoints'}: no file can be made there" in line
+    message = f"{folder / 'checkpoints'}: no file can be made there"
+    refused(train.main([f"resume={folder}", "max_steps=3"]), message)
     assert metrics_file.read(folder) == rows
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start(trained: Trained) -> None:
-    folder = trained(max_steps=2)
+def test_what_a_killed_run_left_goes_at_the_next_start(two_steps: Path) -> None:
+    folder = two_steps
     for name in (".config.77.yaml", ".metrics.77.jsonl", "checkpoints/.step-00000003.77.ckpt"):
         (folder / name).touch()
     (folder / "checkpoints" / ".step-00000003.ckpt.partial").mkdir()
@@ -238,13 +225,7 @@ def test_what_a_killed_run_left_goes_at_the_next_start(trained: Trained) -> None
 
 
 @pytest.mark.parametrize("content", ["", "null\n"])
-def test_an_empty_configuration_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "r"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints" / "step-00000001.ckpt").touch()
-    (folder / "config.yaml").write_text(content)
-    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "config.yaml" in line and str(folder) in line
+def test_an_empty_configuration_is_refused(content: str, two_steps: Path, refused: Refused) -> None:
+    file = two_steps / "config.yaml"
+    file.write_text(content)
+    refused(train.main([f"resume={two_steps}", "max_steps=3"]), str(file))

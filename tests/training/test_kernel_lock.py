@@ -15,14 +15,7 @@ from longctx.kernels.attention import tiled
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import kernel_lock
-from tests.training.sample_run import Overrides
-
-
-@pytest.fixture
-def folder(overrides: Overrides, tmp_path: Path) -> Path:
-    """A run of two steps."""
-    assert train.main(overrides(name="r", max_steps=2)) == 0
-    return tmp_path / "runs" / "r"
+from tests.training.sample_run import Captured, Trained
 
 
 def lock_of(folder: Path) -> dict:
@@ -49,26 +42,22 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "forward", forward)
 
 
-def test_a_run_and_its_checkpoints_have_it(folder: Path) -> None:
-    lock = lock_of(folder)
+def test_a_run_keeps_its_lock_while_kernels_stay(two_steps: Path, capsys: Captured) -> None:
+    lock = lock_of(two_steps)
     assert (lock["backend"], lock["kernel"]) == ("flash", "torch-tiled")
     assert lock["machine"] == {"torch": torch.__version__, "device": "cpu"}
     assert lock["sources"].keys() == {"tiled.py"}
     assert lock["fingerprint"].keys() == {"inputs", "out", "dq", "dk", "dv"}
-    assert checkpoint_lock(folder) == lock
-
-
-def test_the_same_kernels_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = lock_of(folder)
-    assert more(folder, 3) == 0
-    assert lock_of(folder) == checkpoint_lock(folder) == before
+    assert checkpoint_lock(two_steps) == lock
+    assert more(two_steps, 3) == 0
+    assert lock_of(two_steps) == checkpoint_lock(two_steps) == lock
     assert "kernels  " not in capsys.readouterr().out
 
 
 def test_other_kernels_stop_a_resume_with_one_line(
-    folder: Path, other_kernels: None, refused
+    two_steps: Path, other_kernels: None, refused
 ) -> None:
-    before = lock_of(folder)
+    folder, before = two_steps, lock_of(two_steps)
     metrics = (folder / "metrics.jsonl").read_text()
     for lock in ((), ("kernel.lock=strict",)):
         error = refused(
@@ -81,9 +70,9 @@ def test_other_kernels_stop_a_resume_with_one_line(
 
 
 def test_record_accepts_them_once_and_keeps_what_was(
-    folder: Path, other_kernels: None, capsys, monkeypatch
+    two_steps: Path, other_kernels: None, capsys, monkeypatch
 ) -> None:
-    before = lock_of(folder)
+    folder, before = two_steps, lock_of(two_steps)
     assert more(folder, 3, "kernel.lock=record") == 0
     assert "accepted others from step 3 on: fingerprint.out" in capsys.readouterr().out
     now = lock_of(folder)
@@ -99,9 +88,8 @@ def test_record_accepts_them_once_and_keeps_what_was(
     assert checkpoint_lock(folder) is None
 
 
-def test_a_run_without_one_gets_it(overrides: Overrides, tmp_path: Path, capsys) -> None:
-    assert train.main(overrides(name="r", max_steps=2, kernel__lock="off")) == 0
-    folder = tmp_path / "runs" / "r"
+def test_a_run_without_one_gets_it(trained: Trained, capsys) -> None:
+    folder = trained(max_steps=2, kernel__lock="off")
     assert not (folder / "kernel.lock.json").exists()
     assert more(folder, 3, "kernel.lock=strict") == 2
     assert "no kernel lock to hold" in capsys.readouterr().err
@@ -110,15 +98,13 @@ def test_a_run_without_one_gets_it(overrides: Overrides, tmp_path: Path, capsys)
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
-def test_wandb_is_told(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_told(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict] = []
     monkeypatch.setattr(
         "longctx.runs.tracking.Tracker.start_copies", lambda self, facts: started.append(facts)
     )
-    assert train.main(overrides(name="r", max_steps=1)) == 0
-    assert started[0]["kernel_lock"] == lock_of(tmp_path / "runs" / "r")
+    folder = trained(max_steps=1)
+    assert started[0]["kernel_lock"] == lock_of(folder)
 
 
 def test_lock_takes_no_random_number_of_the_run() -> None:

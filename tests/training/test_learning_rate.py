@@ -11,7 +11,14 @@ import train
 from longctx.config.fields import check
 from longctx.config.train_config import TrainConfig
 from longctx.planner.schedule import drawn
-from tests.training.sample_run import Overrides, check_equal_weights, losses, sample_run, steps
+from tests.training.sample_run import (
+    Captured,
+    Overrides,
+    check_equal_weights,
+    losses,
+    sample_run,
+    steps,
+)
 
 
 def config(**changes: object):
@@ -128,7 +135,7 @@ def test_a_drawing_shows_peak_decay_and_end() -> None:
 
 
 def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(
-    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capsys: Captured
 ) -> None:
     runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
     decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]

@@ -27,11 +27,11 @@ from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from tests.training.sample_run import Overrides, Trained, losses, steps, weights
+from tests.training.sample_run import Captured, Overrides, Trained, losses, steps, weights
 
 
 def test_a_run_leaves_what_others_read(
-    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capsys: Captured
 ) -> None:
     every = {"checkpoint_every": 4, "log_every": 3, "val_every": 5}
     assert train.main(overrides(max_steps=12, keep_checkpoints=2, lr=0.01, **every)) == 0
@@ -133,7 +133,7 @@ def test_a_run_finds_its_documents_from_every_folder(
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": null}\n' * 3)
     monkeypatch.chdir(corpus.parent)

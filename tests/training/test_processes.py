@@ -20,6 +20,7 @@ from longctx import files, system
 from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.training.saver import Saver
 from tests.training.sample_run import (
+    Captured,
     Overrides,
     Trained,
     newest,
@@ -117,7 +118,7 @@ def stopped(
 
 
 def test_a_deleted_folder_of_a_run_stays_deleted(
-    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Overrides, tmp_path: Path, capsys: Captured
 ) -> None:
     folder = tmp_path / "runs" / "r"
     process = start(overrides(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)

@@ -13,29 +13,13 @@ from torch import Tensor
 import train
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
-from tests.training.sample_run import newest, replace_newest
+from tests.training.sample_run import Captured, newest, replace_newest
 
 Checkpoint = dict[str, Any]
 EMBEDDING = "model.embed.weight"
 
 
-@pytest.fixture(scope="module")
-def finished(
-    overrides_in: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A run of two steps, with one checkpoint."""
-    runs = tmp_path_factory.mktemp("runs")
-    assert train.main(overrides_in(runs, name="r", max_steps=2)) == 0
-    return runs / "r"
-
-
-@pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of that run."""
-    return shutil.copytree(finished, tmp_path / "r", symlinks=True)
-
-
-def refused(folder: Path, content: Checkpoint, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(folder: Path, content: Checkpoint, capsys: Captured) -> str:
     """The one line that a resume from `content` is refused with."""
     replace_newest(content, folder)
     rows = metrics_file.read(folder)
@@ -62,24 +46,24 @@ SHAPES: list[Change] = [
 
 @pytest.mark.parametrize("change", [*SHAPES, lambda x: x.clone().fill_(math.nan)])
 def test_an_average_of_another_model_is_refused(
-    change: Change, folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Change, two_steps: Path, capsys: Captured
 ) -> None:
-    content = newest(folder)
+    content = newest(two_steps)
     state(content)[0]["exp_avg"] = change(state(content)[0]["exp_avg"])
-    assert "exp_avg of " in refused(folder, content, capsys)
+    assert "exp_avg of " in refused(two_steps, content, capsys)
 
 
 @pytest.mark.parametrize("change", [*SHAPES, None])
 def test_a_weight_of_another_model_is_refused(
-    change: Change | None, folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Change | None, two_steps: Path, capsys: Captured
 ) -> None:
-    content = newest(folder)
+    content = newest(two_steps)
     weight = content["state_dict"].pop(EMBEDDING)
     if change is not None:
         content["state_dict"][EMBEDDING] = change(weight)
-    assert EMBEDDING in refused(folder, content, capsys)
+    assert EMBEDDING in refused(two_steps, content, capsys)
     with pytest.raises(ValueError, match=EMBEDDING):
-        load_model(folder)
+        load_model(two_steps)
 
 
 STATES: list[Callable[[Checkpoint], Any]] = [
@@ -92,19 +76,21 @@ STATES: list[Callable[[Checkpoint], Any]] = [
 
 @pytest.mark.parametrize("change", STATES)
 def test_a_state_of_another_optimizer_is_refused(
-    change: Callable[[Checkpoint], Any], folder: Path, capsys: pytest.CaptureFixture[str]
+    change: Callable[[Checkpoint], Any], two_steps: Path, capsys: Captured
 ) -> None:
-    content = newest(folder)
+    content = newest(two_steps)
     change(content)
-    assert run_folder.checkpoints(folder)[-1].name in refused(folder, content, capsys)
+    assert run_folder.checkpoints(two_steps)[-1].name in refused(two_steps, content, capsys)
 
 
-def test_optimizer_settings_come_from_the_run(folder: Path, finished: Path, tmp_path: Path) -> None:
-    straight = shutil.copytree(finished, tmp_path / "straight", symlinks=True)
-    content = newest(folder)
+def test_optimizer_settings_come_from_the_run(
+    two_steps: Path, finished_run: Path, tmp_path: Path
+) -> None:
+    straight = shutil.copytree(finished_run, tmp_path / "straight", symlinks=True)
+    content = newest(two_steps)
     for group in content["optimizer_states"][0]["param_groups"]:
         group |= {"eps": 1e9, "betas": ("a", None), "maximize": True, "weight_decay": 1e9}
-    replace_newest(content, folder)
-    for one in (folder, straight):
-        assert train.main([f"resume={one}", "max_steps=3"]) == 0
-    torch.testing.assert_close(newest(folder)["state_dict"], newest(straight)["state_dict"])
+    replace_newest(content, two_steps)
+    for folder in (two_steps, straight):
+        assert train.main([f"resume={folder}", "max_steps=3"]) == 0
+    torch.testing.assert_close(newest(two_steps)["state_dict"], newest(straight)["state_dict"])

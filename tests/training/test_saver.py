@@ -25,7 +25,7 @@ from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
 from tests.processes import killed_at
-from tests.training.sample_run import Overrides, newest, steps
+from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
 
 Arrange = Callable[[Callable[[], Any]], None]
 
@@ -46,16 +46,12 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_copy_changes_no_byte(
-    overrides: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 7}
     written = {}
     for name in ("behind", "waited"):
-        assert train.main(overrides(name=name, **every)) == 0
-        paths = run_folder.checkpoints(tmp_path / "runs" / name)
+        paths = run_folder.checkpoints(trained(name, **every))
         written[name] = {path.name: checkpoint_index.read(path)["files"] for path in paths}
         out = capsys.readouterr().out
         saved = [step for step in range(1, 9) if f"saved      after step {step}," in out]
@@ -67,7 +63,7 @@ def test_a_copy_changes_no_byte(
 
 
 def test_training_continues_during_a_save(
-    overrides: Overrides, tmp_path: Path, in_the_write: Arrange
+    trained: Trained, tmp_path: Path, in_the_write: Arrange
 ) -> None:
     folder, seen = tmp_path / "runs" / "r", []
 
@@ -77,7 +73,7 @@ def test_training_continues_during_a_save(
         seen.extend(names(folder))
 
     in_the_write(wait_for_steps)
-    assert train.main(overrides(name="r", checkpoint_every=2, max_steps=6)) == 0
+    trained(checkpoint_every=2, max_steps=6)
     assert seen == [".step-00000002.ckpt.partial"]
     content = checkpoint_index.read(run_folder.checkpoints(folder)[-1])
     model = GPTConfig.of_saved(content["longctx"]["config"]["model"])
@@ -86,11 +82,8 @@ def test_training_continues_during_a_save(
     assert names(folder) == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
 
 
-def test_a_disk_that_fills_up_ends_the_next_step(
-    overrides: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "runs" / "r"
-    assert train.main(overrides(name="r", max_steps=2)) == 0
+def test_a_disk_that_fills_up_ends_the_next_step(trained: Trained, capsys: Captured) -> None:
+    folder = trained(max_steps=2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -123,10 +116,7 @@ def test_a_signal_during_a_save_leaves_both_on_disk(
 
 
 def test_a_second_signal_cancels_the_save(
-    overrides: Overrides,
-    tmp_path: Path,
-    in_the_write: Arrange,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: Overrides, tmp_path: Path, in_the_write: Arrange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handled, on_signal = threading.Semaphore(0), StopSignal.on_signal
     is_given_up, cancel = threading.Event(), Saving.cancel
@@ -161,7 +151,7 @@ def test_a_run_that_fails_completes_the_checkpoint(
     tmp_path: Path,
     in_the_write: Arrange,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     step_of_run = loop.optimizer_step
 
@@ -180,13 +170,10 @@ def test_a_run_that_fails_completes_the_checkpoint(
     checkpoints.verify(run_folder.checkpoint_path(folder, 3))
 
 
-def test_counters_are_of_the_step_that_is_saved(
-    overrides: Overrides, tmp_path: Path, in_the_write: Arrange
-) -> None:
+def test_counters_are_of_the_step_that_is_saved(trained: Trained, in_the_write: Arrange) -> None:
     in_the_write(lambda: time.sleep(0.3))
     every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 9}
-    assert train.main(overrides(name="r", spike="skip", keep_best=True, val_every=1, **every)) == 0
-    folder = tmp_path / "runs" / "r"
+    folder = trained(spike="skip", keep_best=True, val_every=1, **every)
     tokens = {row["step"]: row["tokens_seen"] for row in metrics_file.read(folder)}
     for path in run_folder.checkpoints(folder):
         content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
@@ -217,23 +204,20 @@ REPLACES = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
 
 
 @pytest.fixture
-def replacing(overrides: Overrides, at_each_deletion: Arrange) -> Arrange:
+def replacing(trained: Trained, at_each_deletion: Arrange) -> Arrange:
     """Train a run that replaces its first checkpoint by its last; call a function before each file
     is deleted.
     """
 
     def run(action: Callable[[], Any]) -> None:
         at_each_deletion(action)
-        assert train.main(overrides(name="r", **REPLACES)) == 0
+        trained(**REPLACES)
 
     return run
 
 
 def test_no_save_begins_while_a_checkpoint_is_deleted(
-    overrides: Overrides,
-    tmp_path: Path,
-    at_each_deletion: Arrange,
-    monkeypatch: pytest.MonkeyPatch,
+    trained: Trained, tmp_path: Path, at_each_deletion: Arrange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk needs room for one more than are kept."""
     seen: list[list[str]] = []
@@ -245,16 +229,12 @@ def test_no_save_begins_while_a_checkpoint_is_deleted(
 
     monkeypatch.setattr(Saving, "begin", begin_and_look)
     at_each_deletion(lambda: time.sleep(0.3))
-    changes = {"checkpoint_every": 1, "keep_checkpoints": 1, "max_steps": 3}
-    assert train.main(overrides(name="r", **changes)) == 0
+    trained(checkpoint_every=1, keep_checkpoints=1, max_steps=3)
     assert seen == [[], ["last.ckpt", "step-00000001.ckpt"], ["last.ckpt", "step-00000002.ckpt"]]
 
 
 def test_a_deletion_that_fails_is_one_warning(
-    replacing: Arrange,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    replacing: Arrange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     def refuse() -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
@@ -272,10 +252,7 @@ def test_a_deletion_that_fails_is_one_warning(
 
 
 def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
-    replacing: Arrange,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    replacing: Arrange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     is_ending, is_cancelled = threading.Event(), threading.Event()
     end_removal = saver.Saver.end_removal

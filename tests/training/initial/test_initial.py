@@ -5,7 +5,6 @@ of it afterwards; weights that are refused.
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import eval as evaluate
 import train
-from longctx import files
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
@@ -26,17 +24,21 @@ from longctx.planner.schedule import default_learning_rate
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.resolve import scheduled
-from tests.training.sample_run import Overrides, Trained, check_equal_weights, weights
+from tests.training.sample_run import (
+    Captured,
+    Overrides,
+    Refused,
+    Trained,
+    check_equal_weights,
+    check_resumes_exactly,
+    steps,
+)
 
 TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
 
 
 def test_a_run_needs_the_folder_of_init_only_once(
-    start: Overrides,
-    tuned: Trained,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    start: Overrides, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
     straight = tmp_path / "straight" / "Small-1.5-flash-64-text-001"
@@ -54,12 +56,8 @@ def test_a_run_needs_the_folder_of_init_only_once(
     tokens = torch.randint(320, (1, 50))
     torch.testing.assert_close(still(tokens), theirs(tokens).logits)
     assert tokenizer.vocab_size == 310
-
-    cut = tuned("cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9)
-    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     shutil.rmtree(folder)
-    assert train.main([f"resume={cut}"]) == 0
-    check_equal_weights(straight, cut)
+    check_resumes_exactly(straight)
 
 
 @pytest.mark.parametrize("rank", [None, 2])
@@ -89,7 +87,7 @@ def test_what_the_weights_leave_open_can_be_said(tuned: Trained) -> None:
     ("seq_len", "rope", "warns"), [(96, "keep", False), (192, "keep", True), (192, "auto", False)]
 )
 def test_positions_beyond_the_trained_ones_warn(
-    tuned: Trained, capsys: pytest.CaptureFixture[str], seq_len: int, rope: str, warns: bool
+    tuned: Trained, capsys: Captured, seq_len: int, rope: str, warns: bool
 ) -> None:
     tuned(seq_len=seq_len, max_steps=1, **({} if rope == "keep" else {"rope": rope}))
     assert ("2.0 times the 96 tokens" in (said := capsys.readouterr().out)) == warns
@@ -106,14 +104,11 @@ def test_conversations_by_the_folders_own_template(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
     lines = (json.dumps({"messages": TALK * n}) for n in range(1, 12))
     (tmp_path / "talks.jsonl").write_text("\n".join(lines))
-    every = {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    every = {"max_steps": 4, "checkpoint_every": 2}
     run = tuned(data__path=tmp_path / "talks.jsonl", data__chat="true", **every)
-    straight = weights(run)
     assert (run / "chat_template.jinja").read_text() == template
-    files.remove(run_folder.checkpoints(run)[-1])
     (folder / "tokenizer_config.json").unlink()
-    assert train.main([f"resume={run}"]) == 0
-    torch.testing.assert_close(weights(run), straight, rtol=0, atol=0)
+    check_resumes_exactly(run)
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
@@ -166,7 +161,7 @@ def test_evaluation_of_a_folder(
     corpus: Path,
     tuned: Trained,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(folder.rglob("*"))
@@ -200,7 +195,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
 ) -> None:
     commit = "c0ffee" + "0" * 34
     model = tmp_path / "hub" / "models--me--small"
@@ -216,9 +211,8 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     monkeypatch.chdir(tmp_path)
 
     (snapshot / "model.safetensors").rename(snapshot / "away")
-    assert train.main(start(init="me/small")) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"error: init=me/small@{commit}: the model has no model.safetensors")
+    message = f"error: init=me/small@{commit}: the model has no model.safetensors"
+    refused(train.main(start(init="me/small")), message)
     assert not (tmp_path / "runs").exists()
     (snapshot / "away").rename(snapshot / "model.safetensors")
     assert train.main(start(init="me/small", max_steps=1, lr=0.0)) == 0
@@ -237,9 +231,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     assert train.main([f"resume={run}", "max_steps=2"]) == 0
 
 
-def test_the_balance_of_experts_can_be_given(
-    start: Overrides, folder: Path, tmp_path: Path
-) -> None:
+def test_the_balance_of_experts_can_be_given(tuned: Trained, folder: Path) -> None:
     sizes = json.loads((folder / "config.json").read_text())
     kept = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     config = MixtralConfig(
@@ -247,15 +239,14 @@ def test_the_balance_of_experts_can_be_given(
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
     )
     MixtralForCausalLM(config).save_pretrained(folder)
-    assert train.main(start(name="r", model__experts__balance=0.5)) == 0
-    run = tmp_path / "runs" / "r"
-    rows = [row for row in metrics_file.read(run) if "loss" in row]
+    run = tuned(model__experts__balance=0.5)
+    rows = steps(run)
     # Balanced it is the experts of a token, two
     assert all(1 < row["aux_loss"] < 8 and 1 <= row["expert_load"] <= 2 for row in rows)
     assert train.main([str(run / "config.yaml"), "name=again"]) == 0
-    saved = yaml.safe_load((tmp_path / "runs" / "again" / "config.yaml").read_text())
-    assert saved["model"]["experts"]["balance"] == 0.5
-    check_equal_weights(run, tmp_path / "runs" / "again")
+    again = run.with_name("again")
+    assert run_folder.read_config(again)["model.experts.balance"] == 0.5
+    check_equal_weights(run, again)
     assert train.main([f"resume={run}", "max_steps=3"]) == 0
 
 
@@ -275,23 +266,18 @@ def test_the_balance_of_experts_can_be_given(
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
-    start: Overrides,
-    tmp_path: Path,
-    refused: Callable[[int, str], str],
-    changes: dict[str, object],
-    message: str,
+    start: Overrides, tmp_path: Path, refused: Refused, changes: dict[str, object], message: str
 ) -> None:
     refused(train.main(start(**changes)), message)
     assert not (tmp_path / "runs").exists()
 
 
 def test_broken_weights_are_found_before_the_run(
-    start: Overrides, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, folder: Path, tmp_path: Path, refused: Refused
 ) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
-    assert train.main(start()) == 2
-    assert "model.safetensors: not a whole safetensors file" in capsys.readouterr().err
+    refused(train.main(start()), "model.safetensors: not a whole safetensors file")
     assert not (tmp_path / "runs").exists()
 
 
@@ -304,12 +290,7 @@ def test_broken_weights_are_found_before_the_run(
     ],
 )
 def test_what_lies_outside_of_the_folder_is_not_read(
-    start: Overrides,
-    folder: Path,
-    tmp_path: Path,
-    refused: Callable[[int, str], str],
-    name: str,
-    kind: str,
+    start: Overrides, folder: Path, tmp_path: Path, refused: Refused, name: str, kind: str
 ) -> None:
     file = folder / name
     outside = tmp_path / f"private-{name}"
@@ -323,11 +304,8 @@ def test_what_lies_outside_of_the_folder_is_not_read(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_resumed_run_keeps_what_it_began_with(
-    start: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "runs" / "r"
-    assert train.main(start(name="r", seq_len=384, rope="yarn", max_steps=2)) == 0
+def test_a_resumed_run_keeps_what_it_began_with(tuned: Trained, capsys: Captured) -> None:
+    run = tuned(seq_len=384, rope="yarn")
     assert train.main([f"resume={run}", "init=elsewhere"]) == 2
     assert "init cannot change when" in capsys.readouterr().err
     text = (run / "config.yaml").read_text()

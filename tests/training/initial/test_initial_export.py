@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 import eval as evaluate
 import train
-from longctx import files
 from longctx.cli import main as export
 from longctx.evaluation.load import load_model
-from tests.training.sample_run import Overrides, Trained, check_equal_weights, newest
+from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, newest
 
 
 def test_what_was_trained_opens_in_transformers(
@@ -47,7 +46,7 @@ def test_what_was_trained_opens_in_transformers(
 
 
 def test_stretched_run_opens_stretched_in_transformers(
-    start: Overrides, tuned: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tuned: Trained, tmp_path: Path, capsys: Captured
 ) -> None:
     run, out = tuned(lr=0.01, seq_len=384, rope="auto", data__documents=20), tmp_path / "out"
     assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
@@ -69,14 +68,10 @@ def test_stretched_run_opens_stretched_in_transformers(
 
 @pytest.mark.parametrize("rslora", ["false", "true"])
 def test_lora_from_start_to_export(
-    rslora: str,
-    tuned: Trained,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    rslora: str, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lora__rslora": rslora, "lr": 0.05}
-    keys |= {"max_steps": 4, "checkpoint_every": 2, "keep_checkpoints": 9}
+    keys |= {"max_steps": 4, "checkpoint_every": 2}
     run, out, adapter = tuned(**keys), tmp_path / "out", tmp_path / "adapter"
     assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
     saved = newest(run)
@@ -85,11 +80,7 @@ def test_lora_from_start_to_export(
     assert torch.equal(saved["state_dict"]["model.embed.weight"], embedding)
     assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
 
-    cut = tuned("cut", **keys)
-    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
-    assert train.main([f"resume={cut}"]) == 0
-    check_equal_weights(run, cut)
-
+    check_resumes_exactly(run)
     model, _, _ = load_model(run)
     tokens = torch.randint(320, (1, 150))
     expected = model(tokens)
@@ -115,9 +106,7 @@ def test_lora_from_start_to_export(
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
-def test_export_writes_only_the_adapter(
-    tuned: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_writes_only_the_adapter(tuned: Trained, tmp_path: Path, capsys: Captured) -> None:
     run, adapter = tuned(rope="auto", lora__rank=2, max_steps=1), tmp_path / "adapter"
     assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     assert "positions are stretched" not in capsys.readouterr().out
@@ -156,11 +145,7 @@ def test_lora_is_merged_into_the_folders_weights(
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_lora_without_the_folder_it_began_with(
-    tuned: Trained,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    is_gone: bool,
+    tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured, is_gone: bool
 ) -> None:
     """The run's own copy, which is rounded, takes the place of weights that are gone or others."""
     run = tuned(**IN_BF16)

@@ -10,13 +10,12 @@ from transformers import AutoModelForCausalLM
 import eval as evaluate
 import train
 from benchmarks.shapes import reference
-from longctx import files
 from longctx.cli import main as longctx
 from longctx.data import tokenizer as bpe
 from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file
 from tests.processes import ROOT, finished, train_together
-from tests.training.sample_run import Overrides, Trained, check_equal_weights, losses
+from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, losses
 
 
 @pytest.fixture
@@ -29,16 +28,11 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
     return folder
 
 
-def test_it_trains_and_continues_to_the_bit(
-    start: Overrides, tuned: Trained, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    straight = tuned("straight", max_steps=4, checkpoint_every=2, memory="balanced")
+def test_it_trains_and_continues_to_the_bit(tuned: Trained, folder: Path, capsys: Captured) -> None:
+    run = tuned(max_steps=4, checkpoint_every=2, memory="balanced")
     assert "computed by transformers" in capsys.readouterr().out
-    cut = tuned("cut", max_steps=4, checkpoint_every=2, keep_checkpoints=9)
-    files.remove(cut / "checkpoints" / "step-00000004.ckpt")
     shutil.rmtree(folder)
-    assert train.main([f"resume={cut}"]) == 0
-    check_equal_weights(straight, cut)
+    check_resumes_exactly(run, "memory=fast")
 
 
 def test_without_training_it_is_the_model_of_the_folder(tuned: Trained, folder: Path) -> None:
@@ -50,7 +44,7 @@ def test_without_training_it_is_the_model_of_the_folder(tuned: Trained, folder: 
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_it_is_evaluated_samples_and_is_exported(
-    tuned: Trained, tmp_path: Path, rank: int | None, capsys: pytest.CaptureFixture[str]
+    tuned: Trained, tmp_path: Path, rank: int | None, capsys: Captured
 ) -> None:
     run = tuned("r", lora__rank=rank, sample_every=1)
     assert evaluate.main([f"checkpoint={run}", "documents=2", "device=cpu"]) == 0
@@ -111,14 +105,14 @@ def test_a_family_of_ours_may_be_left_to_transformers(
     ],
 )
 def test_what_ours_alone_can_do_is_refused(
-    start: Overrides, changes: dict[str, object], named: str, capsys: pytest.CaptureFixture[str]
+    start: Overrides, changes: dict[str, object], named: str, capsys: Captured
 ) -> None:
     assert train.main(start(**changes)) == 2
     assert named in capsys.readouterr().err
 
 
 def test_layers_that_leak_leave_no_folder(
-    start: Overrides, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    start: Overrides, tmp_path: Path, folder: Path, capsys: Captured
 ) -> None:
     leaking = tmp_path / "models" / "Leaking"
     reference("lfm3").save_pretrained(leaking)

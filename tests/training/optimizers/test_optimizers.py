@@ -1,15 +1,13 @@
 """Optimizers by name: each is built, a mistake is refused, and the planner knows each."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from longctx import cli, files
+from longctx import cli
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
@@ -19,10 +17,9 @@ from longctx.model import GPT, GPTConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import OPTIMIZER, predict
-from longctx.runs import run_folder
 from longctx.training.optimizers import build, register
 from longctx.training.run import Run
-from tests.training.sample_run import Overrides, newest, sample_run
+from tests.training.sample_run import Trained, check_resumes_exactly, sample_run
 from train import main
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
@@ -89,14 +86,9 @@ def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(sgd: str) -> None
     assert predict(policies[0]).gpu[OPTIMIZER] == 0
 
 
-def test_a_muon_run_resumes_to_the_bit(overrides: Overrides, tmp_path: Path) -> None:
-    straight, resumed = tmp_path / "runs" / "straight", tmp_path / "runs" / "resumed"
-    assert main(overrides(optimizer="muon", name="straight", checkpoint_every=3)) == 0
-    shutil.copytree(straight, resumed)
-    files.remove(run_folder.checkpoints(resumed)[-1])
-    saved = cli.from_file(resumed / "config.yaml", []).config.optimizer
+def test_a_muon_run_resumes_to_the_bit(trained: Trained) -> None:
+    folder = trained(optimizer="muon", checkpoint_every=3)
+    saved = cli.from_file(folder / "config.yaml", []).config.optimizer
     assert saved == OptimizerConfig("muon", 0.95, 5)
-    assert main([f"resume={resumed}", "optimizer=adamw"]) == 2
-    assert main([f"resume={resumed}"]) == 0
-    for part in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(newest(resumed)[part], newest(straight)[part], rtol=0, atol=0)
+    assert main([f"resume={folder}", "optimizer=adamw"]) == 2
+    check_resumes_exactly(folder)
