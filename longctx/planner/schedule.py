@@ -93,7 +93,9 @@ def drawn(schedule: Schedule) -> str:
     schedule.check()
     last, steps = schedule.max_steps - 1, schedule.stable_steps()
     columns = [round(last * n / (COLUMNS - 1)) for n in range(COLUMNS)]
-    heights = [schedule.rate(step) / schedule.lr * len(BARS) for step in columns]
+    # Of the peak, which may be 0
+    shape = schedule._replace(lr=1.0)
+    heights = [shape.rate(step) * len(BARS) for step in columns]
     bars = "".join(BARS[max(0, math.ceil(height - 1e-9) - 1)] for height in heights)
     falls = f", falls after step {steps:,}" if steps < schedule.max_steps else ""
     return (

@@ -132,6 +132,8 @@ def test_a_drawing_shows_peak_decay_and_end() -> None:
     for figure in ("rate 0.25 at step 40", "falls after step 320", "0.025 at the end"):
         assert figure in figures
     assert "falls" not in drawn(config(lr_schedule="constant", **keys).schedule)
+    nothing = config(lr_schedule="wsd", **keys | {"lr": 0.0}).schedule
+    assert bars in drawn(nothing), "the shape of the rate, though it is 0 everywhere"
 
 
 def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(

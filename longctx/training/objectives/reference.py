@@ -29,6 +29,7 @@ from longctx.training.objectives.answers import answers, collate
 from longctx.training.run import Run
 
 COPY = "reference.npz"  # in the run's folder
+TABLE = "log_p.npy"  # in the cache
 LARGEST = 0.05  # nats of a token by which a cached value may differ
 
 
@@ -50,15 +51,16 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
     for part in data.parts.values():
         key = fingerprint([part.fingerprint, part.seq_len, run.workload.precision, weights])
         folder = part.config.cache_folder() / "references" / key
-        # Every rank takes part in computing, so the first one decides for all
-        if parallel.all_gather_objects(is_whole(folder))[0]:
-            compare(run, part, folder, module, parallel)
+        # Rank 0 reads the cache for all: other machines may have none, or another one
+        is_cached = parallel.is_first and is_whole(folder)
+        table, *_ = parallel.all_gather_objects(np.load(folder / TABLE) if is_cached else None)
+        if table is not None:
+            compare(run, part, folder, table, module, parallel)
         else:
             table = computed(run, part, module, parallel)
             if parallel.is_first:
-                cached(folder, lambda at, table=table: np.save(at / "log_p.npy", table))  # type: ignore[misc]
-        found = np.load(folder / "log_p.npy") if parallel.is_first else np.zeros(0)
-        part.reference = parallel.all_gather_objects(found)[0]
+                cached(folder, lambda at, table=table: np.save(at / TABLE, table))  # type: ignore[misc]
+        part.reference = table
     if parallel.is_first:
         tables: dict[str, Any] = {
             name or "data": part.reference for name, part in data.parts.items()
@@ -106,14 +108,17 @@ def log_ps(
     module.train()
 
 
-def compare(run: Run, part: Part, folder: Path, module: Any, parallel: Parallel) -> None:
-    """Raise ValueError, on every rank, if the first cached values are not those of the model."""
-    table = torch.from_numpy(np.load(folder / "log_p.npy")).to(parallel.device)
+def compare(
+    run: Run, part: Part, folder: Path, table: np.ndarray, module: Any, parallel: Parallel
+) -> None:
+    """Raise ValueError, on every rank, if the first values of the cached `table` are not those of
+    the model.
+    """
     documents, log_p, _ = next(log_ps(run, part, "train", module, parallel))
     module.train()
-    off = (table[documents] - log_p).abs().max() / part.seq_len
-    differs = parallel.first_problem(None if off < LARGEST else f"{folder}: not the log-")
-    if differs is not None:
-        raise ValueError(
-            f"{differs}probabilities of this model by {off:.2g} nats a token; remove it"
-        )
+    cached_log_p = torch.from_numpy(table).to(parallel.device)[documents]
+    off = (cached_log_p - log_p).abs().max() / part.seq_len
+    differs = f"{folder}: not the log-probabilities of this model by {off:.2g} nats a token"
+    problem = parallel.first_problem(None if off < LARGEST else differs)
+    if problem is not None:
+        raise ValueError(f"{problem}; remove it")
