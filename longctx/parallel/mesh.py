@@ -266,40 +266,42 @@ class Parallel:
         """Return `count`, of whole sequences, on one of the ranks that share them, 0 on others."""
         return count if self.context.ranks.rank == 0 else 0
 
-    def all_reduce_sum(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Add up `x` over all ranks, in place."""
-        return self._all_reduce(x, dist.ReduceOp.SUM)
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
-    def all_reduce_max(self, x: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Set each value of `x` to the largest of any rank, in place."""
-        return self._all_reduce(x, dist.ReduceOp.MAX)
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, x: Tensor, operation: Any) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.ranks > 1:
             with measured():
-                dist.all_reduce(x, op=operation)
-        return x
+                dist.all_reduce(tensor, op=operation)
+        return tensor
 
-    def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Return the rows x (B, ...) of every data rank, in order: (data ranks · B, ...)."""
+    def all_gather_rows(self, tensor: Tensor) -> Tensor:
+        """Return the rows `tensor` (B, ...) of every data rank, in order: (data ranks · B, ...)."""
         if self.data_ranks == 1:
-            return x
+            return tensor
         assert self.mesh is not None
-        parts = [torch.empty_like(x) for _ in range(self.data_ranks)]
-        dist.all_gather(parts, x.contiguous(), group=self.mesh.get_group(self._rows_dimension))
+        parts = [torch.empty_like(tensor) for _ in range(self.data_ranks)]
+        group = self.mesh.get_group(self._rows_dimension)
+        dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.cat(parts)
 
-    def all_gather_objects(self, x: T) -> list[T]:
+    def all_gather_objects(self, value: T) -> list[T]:
         """Return every rank's `x`, in order; rank 0's own is the first."""
-        every: list[Any] = [x]
+        every: list[Any] = [value]
         if self.ranks > 1:
             every = [None] * self.ranks
-            dist.all_gather_object(every, x)
+            dist.all_gather_object(every, value)
         return every
 
     def first_problem(self, problem: str | None) -> str | None:
         """Return, on all ranks, the `problem` of the first rank that has one."""
-        return next((x for x in self.all_gather_objects(problem) if x is not None), None)
+        problems = self.all_gather_objects(problem)
+        return next((found for found in problems if found is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -57,72 +57,74 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
-def local(x: Tensor) -> Tensor:
-    """Return this rank's rows of x; x itself if it is not sharded."""
-    return x.to_local() if isinstance(x, DTensor) else x
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of `tensor`, or `tensor` itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def rows(x: Tensor) -> slice:
-    """Return the numbers of this rank's rows, as fully_shard divides them; all if x is whole."""
-    if not isinstance(x, DTensor):
-        return slice(0, x.shape[0])
-    return rows_of_ranks(x)[x.device_mesh.get_local_rank()]
+def rows(tensor: Tensor) -> slice:
+    """Return the numbers of this rank's rows, as fully_shard divides them."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, tensor.shape[0])
+    return rows_of_ranks(tensor)[tensor.device_mesh.get_local_rank()]
 
 
-def rows_of_ranks(x: Tensor) -> list[slice]:
+def rows_of_ranks(tensor: Tensor) -> list[slice]:
     """Return the `rows` of every rank of the mesh, in order."""
-    if not isinstance(x, DTensor):
-        return [rows(x)]
-    size = -(-x.shape[0] // x.device_mesh.size())
-    starts = [min(rank * size, x.shape[0]) for rank in range(x.device_mesh.size())]
-    return [slice(start, min(start + size, x.shape[0])) for start in starts]
+    if not isinstance(tensor, DTensor):
+        return [rows(tensor)]
+    size = -(-tensor.shape[0] // tensor.device_mesh.size())
+    starts = [min(rank * size, tensor.shape[0]) for rank in range(tensor.device_mesh.size())]
+    return [slice(start, min(start + size, tensor.shape[0])) for start in starts]
 
 
-def full(x: Tensor) -> Tensor:
-    """Return all rows of x, gathered from the ranks; all ranks call it."""
-    if not isinstance(x, DTensor):
-        return x
+def full(tensor: Tensor) -> Tensor:
+    """Return all rows of `tensor`, gathered from the ranks; all ranks call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with measured():
-        return x.full_tensor()
+        return tensor.full_tensor()
 
 
-def like(x: DTensor, part: Tensor) -> DTensor:
-    """Return a tensor sharded as x is; `part` has this rank's rows."""
+def like(tensor: DTensor, part: Tensor) -> DTensor:
+    """Return a tensor sharded as `tensor` is; `part` has this rank's rows."""
     result: DTensor = DTensor.from_local(
-        part, x.device_mesh, x.placements, shape=x.shape, stride=x.stride()
+        part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
     )
     return result
 
 
 @torch.no_grad()
-def write(x: Tensor, values: Tensor, first: int = 0) -> None:
-    """Copy `values` to the rows of x from `first` on; a rank writes only its own rows.
+def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
+    """Copy `values` to the rows of `tensor` from `first` on; a rank writes only its own rows.
 
-    If x is packed, `values` are packed first.
+    If `tensor` is packed, `values` are packed first.
     """
-    if is_packed(x) and not is_packed(values):
-        values = packed(values.to(x.device), x.shape[1])
-    mine = rows(x)
+    if is_packed(tensor) and not is_packed(values):
+        values = packed(values.to(tensor.device), tensor.shape[1])
+    mine = rows(tensor)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:
-        local(x)[start - mine.start : stop - mine.start].copy_(values[start - first : stop - first])
+        local(tensor)[start - mine.start : stop - mine.start].copy_(
+            values[start - first : stop - first]
+        )
 
 
-def draw(x: Tensor, fill: Callable[[Tensor], Any]) -> None:
-    """Fill x at random, with the same values however it is sharded."""
-    if isinstance(x, DTensor):
+def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
+    """Fill `tensor` at random, with the same values however it is sharded."""
+    if isinstance(tensor, DTensor):
         # The whole tensor exists for this moment, so that random numbers are those of one device
-        values = torch.empty(x.shape, dtype=x.dtype, device=x.to_local().device)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
         fill(values)
-        write(x, values)
+        write(tensor, values)
     else:
-        fill(x)
+        fill(tensor)
 
 
-def write_rows_of(source: Any, x: Tensor) -> None:
-    """Copy to x its rows of `source`, a tensor or `Rows` of the same whole shape."""
-    mine = rows(x)
-    write(x, source[mine], mine.start)
+def write_rows_of(source: Any, tensor: Tensor) -> None:
+    """Copy to `tensor` its rows of `source`, a tensor or `Rows` of the same whole shape."""
+    mine = rows(tensor)
+    write(tensor, source[mine], mine.start)
 
 
 def reshard(module: nn.Module) -> None:
@@ -156,21 +158,22 @@ def parts(module: nn.Module) -> dict[str, Sharded]:
     """Return this rank's part of each weight of `module`, for a checkpoint."""
     reshard(module)
     return {
-        name: Sharded(local(x), x.shape, rows_of_ranks(x)) for name, x in module.named_parameters()
+        name: Sharded(local(weight), weight.shape, rows_of_ranks(weight))
+        for name, weight in module.named_parameters()
     }
 
 
 def trained_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the trained weights, in the order of `optimizer`'s state_dict."""
-    names = {id(x): name for name, x in module.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    names = {id(weight): name for name, weight in module.named_parameters()}
+    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
 
 def state_of_rank(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state_dict of `optimizer` with this rank's rows of each tensor of `saved`, whole
     tensors or `Rows`.
     """
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Any]] = {}
     for number, values in saved["state"].items():
         mine = rows(weights[number])

@@ -105,9 +105,9 @@ def merged(workload: Workload) -> list[Workload]:
     """Return the same step in 1, 2, ... equal micro-batches, up to the number that it has."""
     sequences = workload.batch_size * workload.accumulate
     return [
-        replace(workload, batch_size=sequences // n, accumulate=n)
-        for n in range(1, workload.accumulate + 1)
-        if sequences % n == 0
+        replace(workload, batch_size=sequences // count, accumulate=count)
+        for count in range(1, workload.accumulate + 1)
+        if sequences % count == 0
     ]
 
 
@@ -150,7 +150,7 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
         return "attention=flash, which keeps no seq_len × seq_len scores"
     # the same step in more micro-batches
     sequences = workload.accumulate * workload.batch_size
-    sizes = [n for n in range(workload.batch_size - 1, 0, -1) if sequences % n == 0]
+    sizes = [size for size in range(workload.batch_size - 1, 0, -1) if sequences % size == 0]
     for size in sizes:
         smaller = replace(workload, batch_size=size, accumulate=sequences // size)
         if fits(smaller, gpu, host):
@@ -232,12 +232,12 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     if chip.flops is None or chip.bandwidth is None:
         return None
     workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-    m, memory, e = workload.model, workload.memory, workload.activation_bytes
-    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, m.channels
+    model, memory, e = workload.model, workload.memory, workload.activation_bytes
+    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, model.channels
     N = -(-N // workload.context)  # of this device
     # products: weights before and after attention, and weights of recomputed products
     peak = chip.flops * (1.0 if e == 2 else 0.5)
-    blocks, L = workload.blocks, m.layers
+    blocks, L = workload.blocks, model.layers
     before = sum(block.attention.linears[0].weights for block in blocks) / L
     after = sum(block.multiplied for block in blocks) / L - before
     inner = sum(block.mlp.moved for block in blocks) / L
@@ -246,20 +246,20 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     rate = PRODUCTS * C / (C + SMALL) * peak
     added = workload.added
     each = 4 if added else 6  # frozen weights have no gradient
-    in_8_bits = workload.fp8_layers / m.layers
+    in_8_bits = workload.fp8_layers / model.layers
     each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
     products = (
-        N * m.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
+        N * model.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
     )
-    loss = each * N * int(m.vocab_size or 0) * C / rate
+    loss = each * N * int(model.vocab_size or 0) * C / rate
     # bytes of elementwise kernels
-    moved = e * N * m.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
+    moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
     # FP8: inputs and gradients of products, read for their scale, read again and written both ways
-    ends = 4 * C + 2 * (m.heads + m.kv_heads) * m.head_size + 3 * m.ffn
+    ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
     # weights are read for their scale and for each copy
     of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
     of_weights /= workload.accumulate if workload.quantizes_once else 1
-    moved += workload.fp8_layers * (N * (6 * ends + 3 * m.ffn) + of_weights)
+    moved += workload.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
     per_micro = {
         "attention": attention_seconds(workload, chip),
         "projections and MLP": products,
@@ -277,7 +277,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
         weights = links.waiting_for_weights(workload, chip, compute)
         parts["waiting for other devices"] = exchanged + weights
     tokens = N * workload.accumulate
-    flops = tokens * m.flops_per_token(pairs_of_row(workload) / m.layers / T, added)
+    flops = tokens * model.flops_per_token(pairs_of_row(workload) / model.layers / T, added)
     return Seconds(parts, tokens * workload.devices, flops / sum(parts.values()) / chip.flops)
 
 
@@ -298,16 +298,17 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
 def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of attention in one micro-batch, forward and backward, all layers."""
     assert chip.flops is not None and chip.bandwidth is not None
-    m, description = workload.model, workload.attention.description
+    model, description = workload.model, workload.attention.description
     layer = workload.layer(workload.batch_size, workload.seq_len)
     runs_again = layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
-        scores = workload.batch_size * workload.seq_len**2 * m.heads * m.layers / workload.context
+        heads = model.heads * model.layers
+        scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
         forward, backward = description.score_bytes
         return scores * (forward * (1 + runs_again) + backward) / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = description.rates_for(layer, chip.generation)
     pairs = workload.batch_size * pairs_of_row(workload)
-    flops = 4 * pairs * m.heads * m.head_size / workload.context
+    flops = 4 * pairs * model.heads * model.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
         flops *= IMBALANCE
     return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
@@ -321,7 +322,7 @@ def pairs_of_row(workload: Workload) -> int:
     )
 
 
-def visible(T: int, window: int | None) -> int:
-    """Count the visible pairs of a causal sequence of T tokens."""
-    w = min(T, window or T)
-    return w * (w + 1) // 2 + (T - w) * w
+def visible(length: int, window: int | None) -> int:
+    """Count the visible pairs of a causal sequence of `length` tokens."""
+    reach = min(length, window or length)
+    return reach * (reach + 1) // 2 + (length - reach) * reach

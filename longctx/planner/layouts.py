@@ -56,8 +56,9 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
         least = min(decided, key=lambda work: predict(work).peak)
         return Choice(least, "takes least, though none is predicted to fit")
     speeds = [tokens_per_second(work, chip) for work in fit]
-    as_fast = [n for n, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
-    chosen = min(as_fast, key=lambda n: fitting.on_host(fit[n]) > 0)  # the plainest with least
+    as_fast = [number for number, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
+    # Candidates are in order: the plainest, unless a later one needs no host memory
+    chosen = min(as_fast, key=lambda number: fitting.on_host(fit[number]) > 0)
     if len(fit) == 1:
         reason = "nothing else fits"
     elif not speeds[0]:

@@ -40,10 +40,10 @@ def attention_exchange(workload: Workload, chip: Chip) -> float:
 
 
 def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
-    m, ranks = workload.model, workload.context
+    model, ranks = workload.model, workload.context
     e, rows = workload.activation_bytes, workload.batch_size
     n = ceil(workload.seq_len / ranks)
-    q, kv = m.heads * m.head_size, 2 * m.kv_heads * m.head_size
+    q, kv = model.heads * model.head_size, 2 * model.kv_heads * model.head_size
     if exchanges_halo(workload, window):
         # keys and values, again in backward, and their gradients back
         assert window is not None
@@ -53,12 +53,12 @@ def _of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
     if workload.context_method == "allgather":
         # k and v in forward and in backward, group of heads by group; partial sums of their
         # gradients in fp32
-        groups = -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
+        groups = -(-model.kv_heads // allgather_group(model.kv_heads, ranks))
         gathered = 2 * ring(e * kv * n * ranks * rows, groups, ranks, workload, chip)
         return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
     # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
     # q, k and v once more if they are computed again
-    kv *= kv_copies(m.heads, m.kv_heads, ranks)
+    kv *= kv_copies(model.heads, model.kv_heads, ranks)
     again = workload.memory.recompute == "block"
     each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
     return all_to_all(e * each * n * rows, workload, chip)
@@ -103,11 +103,11 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     backward and sums its gradients while other blocks compute; ddp sums all gradients during the
     last backward. Nothing hides fsdp's first gather, or the last gradient, the embedding's.
     """
-    m, ranks = workload.model, workload.devices
+    model, ranks = workload.model, workload.devices
     if ranks == 1:
         return 0.0
     # embedding and lm_head are not part of a block
-    outside = int(m.vocab_size or 0) * m.channels * (1 if m.tied else 2)
+    outside = int(model.vocab_size or 0) * model.channels * (1 if model.tied else 2)
     blocks = workload.parameters - outside
     added = workload.added
     trained, trained_outside = (added, 0) if added else (blocks, outside)
@@ -121,7 +121,7 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
         return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)
     e = workload.activation_bytes
     gathered = workload.own_bytes - e * outside  # of blocks, packed perhaps
-    first = shared(e * outside + gathered / m.layers, 1)
+    first = shared(e * outside + gathered / model.layers, 1)
     last = shared(FP32 * trained_outside, 1)
-    hidden = 2 * shared(gathered, m.layers) + shared(FP32 * trained, m.layers)
+    hidden = 2 * shared(gathered, model.layers) + shared(FP32 * trained, model.layers)
     return workload.accumulate * (first + last + max(0.0, hidden - BEHIND * compute))

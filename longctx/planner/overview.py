@@ -124,9 +124,9 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:
     """Return 1, 2, 4, ... up to the devices of `request`, if context.degree divides them."""
-    doubling = [2**n for n in range(request.devices.bit_length())]
+    doubling = [2**power for power in range(request.devices.bit_length())]
     degree = 1 if isinstance(request.context.degree, str) else request.context.degree
-    return [n for n in sorted({*doubling, request.devices}) if n % degree == 0]
+    return [count for count in sorted({*doubling, request.devices}) if count % degree == 0]
 
 
 def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:

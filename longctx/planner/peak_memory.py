@@ -80,15 +80,15 @@ class _Step:
     """The inventory of one training step."""
 
     def __init__(self, workload: Workload) -> None:
-        device, m = workload.device, workload.model
+        device, model = workload.device, workload.model
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-        self.workload, self.model, self.memory = workload, m, workload.memory
+        self.workload, self.model, self.memory = workload, model, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
         self.blocks = workload.blocks
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
         self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
-        self.C, self.L, self.V = m.channels, m.layers, int(m.vocab_size or 0)
+        self.C, self.L, self.V = model.channels, model.layers, int(model.vocab_size or 0)
         self.e = workload.activation_bytes
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
         self.sharded, self.slices = workload.sharing.shards_weights, workload.slices

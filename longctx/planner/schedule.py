@@ -92,7 +92,7 @@ def drawn(schedule: Schedule) -> str:
     check_warmup(schedule.warmup_steps, schedule.max_steps)
     schedule.check()
     last, steps = schedule.max_steps - 1, schedule.stable_steps()
-    columns = [round(last * n / (COLUMNS - 1)) for n in range(COLUMNS)]
+    columns = [round(last * column / (COLUMNS - 1)) for column in range(COLUMNS)]
     # Of the peak, which may be 0
     shape = schedule._replace(lr=1.0)
     heights = [shape.rate(step) * len(BARS) for step in columns]

@@ -129,13 +129,13 @@ class Workload:
     @property
     def head_parts(self) -> int:
         """Count the parts of the heads, computed one after another if ranks share sequences."""
-        m, ranks = self.model, self.context
+        model, ranks = self.model, self.context
         if ranks == 1:
             return 1
         if self.context_method == "allgather":
-            return -(-m.kv_heads // allgather_group(m.kv_heads, ranks))
+            return -(-model.kv_heads // allgather_group(model.kv_heads, ranks))
         tokens = self.batch_size * -(-self.seq_len // ranks)
-        return ulysses_parts(m.kv_heads // ranks, tokens) if m.kv_heads % ranks == 0 else 1
+        return ulysses_parts(model.kv_heads // ranks, tokens) if model.kv_heads % ranks == 0 else 1
 
     def layer(self, sequences: int, length: int) -> Layer:
         """Return attention of one layer for so many sequences of `length` tokens."""
