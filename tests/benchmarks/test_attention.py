@@ -3,27 +3,13 @@ limit holds.
 """
 
 import dataclasses
-import json
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import attention as bench
 from benchmarks import timing
-from benchmarks.attention import (
-    MASKS,
-    PEERS,
-    Clock,
-    Options,
-    against,
-    fill,
-    left_out,
-    measure,
-    packed_rows,
-)
-from benchmarks.words import main
+from benchmarks.attention import MASKS, PEERS, Clock, Options, against, fill, left_out, measure
 from longctx.attention import attention
 
 SMALL = dataclasses.replace(
@@ -90,17 +76,7 @@ def test_the_time_limit_leaves_rows_with_reasons() -> None:
     assert left_out([*over, *rows])[over[0]["skipped"]][0] == "flash in 1 of 2 cases"
 
 
-def test_packed_sequences_are_full_of_documents() -> None:
-    rows = packed_rows(3, 4096)
-    assert rows.shape == (3, 4096)
-    assert (np.diff(rows, axis=1) >= 0).all()
-    documents = [len(np.unique(row)) for row in rows]
-    assert documents == sorted(documents, reverse=True)
-    assert documents[0] > 1
-    assert (packed_rows(3, 4096) == rows).all()
-
-
-def test_benchmark_writes_tables_json_and_plot(tmp_path, monkeypatch, capsys) -> None:
+def test_a_benchmark_writes_tables_json_and_plot(result_of, tmp_path, monkeypatch, capsys) -> None:
     if not torch.cuda.is_available():
         original = bench.measure
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -113,23 +89,18 @@ def test_benchmark_writes_tables_json_and_plot(tmp_path, monkeypatch, capsys) ->
                 return original(*args[:6], "cpu", args[7])
 
         monkeypatch.setattr(bench, "measure", on_cpu)
-    out = tmp_path / "deep" / "r"
     overrides = ["lengths=64,100", "head_sizes=32", "channels=64", "row_tokens=128", "repeats=3"]
-    words = ["masks=causal,window", *overrides, "seconds=30", f"out={out}"]
-    assert main(["attention", *words]) == 0
-    report = json.loads(out.with_suffix(".json").read_text())
+    report = result_of("attention", "masks=causal,window", *overrides, "seconds=30")
     assert len(report["rows"]) == 4 * len(PEERS)
     assert report["command"].startswith("python -m benchmarks attention masks=causal,window")
     assert capsys.readouterr().out
-    assert matplotlib.image.imread(out.with_suffix(".png")).std() > 0.01
+    assert (tmp_path / "result.png").exists()
 
 
 @pytest.mark.gpu
-def test_measured_rates_follow_from_times(tmp_path) -> None:
-    out = tmp_path / "r"
+def test_measured_rates_follow_from_times(result_of) -> None:
     overrides = ["lengths=1000", "head_sizes=64", "masks=causal,window,documents", "repeats=3"]
-    assert main(["attention", *overrides, f"out={out}"]) == 0
-    report = json.loads(out.with_suffix(".json").read_text())
+    report = result_of("attention", *overrides)
     causal = {row["backend"]: row for row in report["rows"] if row["mask"] == "causal"}
     row, peer = causal["flash"], causal["sdpa-flash"]
     flops = 4 * 16 * (1000 * 1001 // 2) * 32 * 64

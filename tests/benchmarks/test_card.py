@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.card import Options, attention_cases, table
+from benchmarks.card import Options, attention_cases
 from benchmarks.words import main
 
 TINY = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
@@ -15,15 +15,6 @@ def test_packed_and_windowed_attention_have_one_case_each() -> None:
     assert len(cases) == len(set(cases)) == 6
     assert [mask for mask, *_ in cases[4:]] == ["documents", "window"]
     assert cases[4][1:] == cases[5][1:] == (128, 16384)
-
-
-def test_a_line_of_the_table_is_a_case() -> None:
-    case = {"mask": "full", "head_size": 64, "tokens": 8}
-    rates = [{"both_tflops": 200.0, "both_ratio": 2.0}, {"both_tflops": 100.0}]
-    rows = [case | {"backend": name} | rate for name, rate in zip("ab", rates, strict=True)]
-    columns, lines = table([*rows, case | {"backend": "c", "skipped": "x"}])
-    assert columns == [*case, "a", "b"]
-    assert lines == [case | {"a": "200.0 (2.00 ×)", "b": "100.0"}]
 
 
 @pytest.mark.slow

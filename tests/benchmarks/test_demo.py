@@ -4,31 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import real_weights
 from benchmarks.words import main
-from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what makes the demo small: a random model that is made for 512 tokens."""
-    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "max_position_embeddings": 512}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, **heads))
-    model.lm_head.weight.data[:3] = 0  # so that it writes none of the special tokens
-    model.save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    write(tmp_path / "model", CHATML)
+def words(model: Path, tmp_path: Path) -> list[str]:
+    """Return what makes the demo small."""
     prose = "\n\n".join(f"Paragraph {n} tells about {n * n}." for n in range(999))
     (tmp_path / "prose.md").write_text(prose)
     own = ["context=1024", "seq_len=256", "steps=2", "lengths=[512,1024]", "depths=2"]
-    paths = {"init": "model", "path": "prose.md", "out": "out"}
-    own += [f"{name}={tmp_path / path}" for name, path in paths.items()]
+    own += [f"init={model}", f"path={tmp_path / 'prose.md'}", f"out={tmp_path / 'out'}"]
     return [*own, "device=cpu", "precision=fp32"]
 
 

@@ -4,12 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.preference_curve import questions, quoted_share
 from benchmarks.words import main
-from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 
 def test_questions_are_answered_by_their_text() -> None:
@@ -25,18 +22,9 @@ def test_words_in_runs_of_five_are_quoted() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_drawn_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
-    folder, out = tmp_path / "model", tmp_path / "out"
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "max_position_embeddings": 1024}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, **heads))
-    model.lm_head.weight.data[:3] = 0  # so that it writes none of the special tokens
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    write(folder, CHATML)
-    words = [f"init={folder}", "texts=24", "steps=2", "device=cpu", f"out={out}"]
+def test_a_model_is_drawn_before_and_after(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [f"init={model}", "texts=24", "steps=2", "device=cpu", f"out={out}"]
     assert main(["preference_curve", *words]) == 0
     result = json.loads((out / "result.json").read_text())
     validations = [row["step"] for row in result["curve"] if "val_rewards/margins" in row]

@@ -1,11 +1,9 @@
 """The benchmark of preferences with tiny shapes, on a CPU."""
 
-import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-
-from benchmarks.words import main
 
 LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "layers=2"]
 
@@ -23,16 +21,11 @@ LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "lay
         ),
     ],
 )
-def test_preferences_are_measured(tmp_path: Path, parts: list[str], cases: list[str]) -> None:
-    given = [
-        f"parts={','.join(parts)}",
-        "tiny=true",
-        "attentions=sdpa",
-        *LENGTHS,
-        f"out={tmp_path}/p",
-    ]
-    assert main(["preferences", *given]) == 0
-    rows = json.loads((tmp_path / "p.json").read_text())["results"]
+def test_preferences_are_measured(
+    result_of: Callable[..., Any], parts: list[str], cases: list[str]
+) -> None:
+    own = [f"parts={','.join(parts)}", "tiny=true", "attentions=sdpa", *LENGTHS]
+    rows = result_of("preferences", *own)["results"]
     measured = [row for row in rows if row["case"] != "all of it"]
     assert [row["case"] for row in measured] == cases
     assert not any(row.get("failed") for row in measured)

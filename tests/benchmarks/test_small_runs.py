@@ -1,7 +1,9 @@
 """Benchmarks that start runs of their own, tiny and on a CPU: extension, optimizers, waits."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,12 +91,10 @@ def test_optimizers_are_compared_once(texts: Path, tmp_path: Path) -> None:
 
 
 def test_waits_of_real_runs_are_timed(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    texts: Path, tmp_path: Path, result_of: Callable[..., Any]
 ) -> None:
     data = ["data=text", f"data.path={texts}", "data.vocab_size=300"]
-    own = ["steps=6", "starts=1", f"folder={tmp_path}/f", f"out={tmp_path}/w"]
-    assert main(["waits", *TINY, *data, *own]) == 0, capsys.readouterr().err
-    result = json.loads((tmp_path / "w.json").read_text())
+    result = result_of("waits", *TINY, *data, "steps=6", "starts=1", f"folder={tmp_path}/f")
     for start in (result["cold"], *result["warm"]):
         assert 0 < start["first_line"] < start["step_1"]
     end = result["end"]
@@ -104,20 +104,13 @@ def test_waits_of_real_runs_are_timed(
     assert not (tmp_path / "f").exists()
 
 
-def test_a_failed_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = [f"folder={tmp_path}/f", f"out={tmp_path}/w", "data=text", "data.path=nowhere.txt"]
-    assert main(["waits", *TINY, *own]) == 2
-    assert "nowhere.txt" in capsys.readouterr().err
-    assert not (tmp_path / "w.json").exists()
-
-
-def test_a_folder_with_other_things_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_that_fail_write_nothing(tmp_path: Path, refused: Callable[[int, str], str]) -> None:
+    """A run that fails, and a folder with other things in it."""
     (tmp_path / "mine").write_text("x")
-    assert main(["waits", *TINY, f"folder={tmp_path}", f"out={tmp_path}/w"]) == 2
-    assert "folder=" in capsys.readouterr().err
-    assert (tmp_path / "mine").read_text() == "x"
+    own = [*TINY, "data=text", "data.path=nowhere.txt", f"out={tmp_path}/w"]
+    for folder, message in ((tmp_path / "f", "nowhere.txt"), (tmp_path, "folder=")):
+        refused(main(["waits", *own, f"folder={folder}"]), message)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_step_after_a_save_is_timed_with_it() -> None:

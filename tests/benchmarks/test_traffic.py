@@ -24,19 +24,22 @@ def test_closed_forms_are_those_of_the_literature():
     assert shared_memory(128) == 129 * 1024
 
 
+FAKE_NCU = """#!{}
+import sys
+words = sys.argv[1:]
+assert words[words.index("--clock-control") + 1] == "none"
+assert "dram__bytes_read.sum,dram__bytes_write.sum" in words
+open(words[words.index("--log-file") + 1], "w").write({!r})
+if (story := {!r}) != "null":
+    open(words[-1], "w").write(story)
+sys.exit({})
+"""
+
+
 def fake_ncu(tmp_path, lines, code=0, story=None):
     """A command that prints what ncu would, and leaves what the child would."""
     script = tmp_path / "ncu"
-    script.write_text(
-        f"#!{sys.executable}\n"
-        "import sys\n"
-        "words = sys.argv[1:]\n"
-        "assert words[words.index('--clock-control') + 1] == 'none'\n"
-        "assert 'dram__bytes_read.sum,dram__bytes_write.sum' in words\n"
-        f"open(words[words.index('--log-file') + 1], 'w').write({chr(10).join(lines)!r})\n"
-        + (f"open(words[-1], 'w').write({json.dumps(story)!r})\n" if story else "")
-        + f"sys.exit({code})\n"
-    )
+    script.write_text(FAKE_NCU.format(sys.executable, "\n".join(lines), json.dumps(story), code))
     script.chmod(0o755)
     return str(script)
 
@@ -91,10 +94,8 @@ def test_without_ncu_or_gpu_closed_forms_are_printed(tmp_path, capsys):
     not shutil.which("ncu"),
     reason="counts bytes by ncu (NVIDIA Nsight Compute), which is not on PATH here",
 )
-def test_counted_bytes_are_at_least_those_moved(tmp_path):
-    own = ["lengths=2048", "heads=8", "backends=naive,flash", f"out={tmp_path}/t"]
-    assert main(["traffic", *own]) == 0
-    report = json.loads((tmp_path / "t.json").read_text())
+def test_counted_bytes_are_at_least_those_moved(result_of):
+    report = result_of("traffic", "lengths=2048", "heads=8", "backends=naive,flash")
     moved = {(row["backend"], row["direction"]): row for row in report["rows"]}
     assert moved["flash", "forward"]["read_gb"] > 0.5 * 3 * 2048 * 8 * 128 * 2 / 1e9
     assert moved["naive", "forward"]["moved_gb"] > 3 * moved["flash", "forward"]["moved_gb"]
