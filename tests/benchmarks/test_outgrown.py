@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,8 @@ import torch
 
 import train
 from benchmarks.outgrown import Watched, growth
-from benchmarks.process_group import ROOT
 from longctx.attention import Mask
+from tests.processes import ROOT, finished
 
 BM, BN = 32, 16
 
@@ -63,7 +60,7 @@ def test_masked_tiles_are_not_checked() -> None:
     assert (first[1], last[1]) == (False, True)
 
 
-def test_the_rows_of_a_run_are_counted(tmp_path: Path) -> None:
+def test_the_rows_of_a_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"word{n % 97} of {n % 11}" for n in range(4000)))
     model = ["model=tiny", "model.layers=2", "model.channels=128", "model.heads=2"]
@@ -71,16 +68,10 @@ def test_the_rows_of_a_run_are_counted(tmp_path: Path) -> None:
     data = ["data=text", f"data.path={text}", "data.vocab_size=300", "data.val_fraction=0"]
     own = [f"runs={tmp_path}", "name=r", "seq_len=512", "batch_size=1", "wandb.mode=disabled"]
     assert train.main([*model, *data, *own]) == 0
-    count = ["-m", "benchmarks", "outgrown", f"checkpoint={tmp_path}/r", "rows=3"]
-    # the Hopper kernel is read for its tiles, and has no interpreter
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *count, f"out={tmp_path}/o"],
-        capture_output=True,
-        text=True,
-        env=env,
-        cwd=ROOT,
-    )
+    # The Hopper kernel is read for its tiles, and has no interpreter.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    count = ["outgrown", f"checkpoint={tmp_path}/r", "rows=3", f"out={tmp_path}/o"]
+    done = finished("-m", ["benchmarks", *count], ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "o.json").read_text())
     assert [layer["rows"] for layer in result["layers"]] == [3 * 512 * 2] * 2

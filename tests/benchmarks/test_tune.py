@@ -21,15 +21,24 @@ class Config(NamedTuple):
     turns: bool
 
 
-@pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    """A CPU tensor that the table of launch configs takes for one of the GPU "Test", and the file
-    of measured tables.
-    """
-    path = tmp_path / "launch.json"
-    monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
+def forget() -> None:
+    """Forget the tables that were read."""
     for function in (measured, launch.configure):
         function.cache_clear()
+
+
+@pytest.fixture
+def path(monkeypatch, tmp_path):
+    """The file of measured tables."""
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(tmp_path / "launch.json"))
+    forget()
+    yield tmp_path / "launch.json"
+    forget()
+
+
+@pytest.fixture
+def q(monkeypatch):
+    """A CPU tensor that the table of launch configs takes for one of the GPU "Test"."""
 
     class Like(NamedTuple):
         shape: tuple = (1, 100, 2, 64)
@@ -40,9 +49,7 @@ def gpu(monkeypatch, tmp_path):
             return 2
 
     monkeypatch.setattr(launch, "_name", lambda _: "Test")
-    yield Like(), path
-    for function in (measured, launch.configure):
-        function.cache_clear()
+    return Like()
 
 
 def race(times, wrong=(), now="now"):
@@ -89,15 +96,11 @@ def test_candidates_are_tiles(kernel):
     assert all(launch._is_config(kernel, list(config)) for config in candidates)
 
 
-def test_training_reads_what_was_written(gpu):
-    q, path = gpu
+def test_training_reads_what_was_written(q, path):
     table = {}
-    for length, config in (
-        (1024, [64, 32, 4, 3]),
-        (4096, [64, 32, 4, 3]),
-        (16384, [128, 32, 8, 2]),
-    ):
-        tune.add(table, "forward", 50, length, [1024, 4096, 16384], config)
+    fastest = {1024: [64, 32, 4, 3], 4096: [64, 32, 4, 3], 16384: [128, 32, 8, 2]}
+    for length, config in fastest.items():
+        tune.add(table, "forward", 50, length, list(fastest), config)
     assert table == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
     before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
     tune.write(path, before, "Test", table, {"date": "2026-01-01"})
@@ -111,60 +114,47 @@ def test_training_reads_what_was_written(gpu):
     shipped = launch.table()
     assert launch_config("dkv", q, 100) == Launch(*shipped["any"]["dkv"]["64"]["0"])
     unmeasured = torch.zeros(1, 8, 1, 64)  # fp32
-    assert launch_config("forward", unmeasured, 100) == Launch(
-        *shipped["any-fp32"]["forward"]["64"]["0"]
-    )
+    expected = Launch(*shipped["any-fp32"]["forward"]["64"]["0"])
+    assert launch_config("forward", unmeasured, 100) == expected
 
 
-def test_a_hopper_module_gets_its_config_once(gpu):
-    _, path = gpu
+def test_a_hopper_module_gets_its_config_once(q, path):
     module = type(launch)("module")
     module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
     tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
     launch.configure(module, "hopper_forward", CPU)
     assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
     tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
-    measured.cache_clear()
-    launch.configure.cache_clear()
+    forget()
     with pytest.raises(ValueError, match="another version of longctx; run tune again"):
         launch.configure(module, "hopper_forward", CPU)
 
 
 @pytest.mark.gpu
-def test_tune_on_a_gpu(monkeypatch, tmp_path, capsys):
-    out = tmp_path / "launch.json"
+def test_tune_on_a_gpu(monkeypatch, path):
     few = {name: tune.portable_candidates(name)[:2] for name in launch.PORTABLE}
     monkeypatch.setattr(tune, "portable_candidates", few.__getitem__)
-    monkeypatch.setenv("LONGCTX_LAUNCH", str(out))
-    out.write_text("{}")
-    for function in (measured, launch.configure):
-        function.cache_clear()
-    assert main(["tune", "head_sizes=64", "lengths=1024", f"out={out}"]) == 0
-    tables = json.loads(out.read_text())[torch.cuda.get_device_name()]
+    path.write_text("{}")
+    assert main(["tune", "head_sizes=64", "lengths=1024", f"out={path}"]) == 0
+    tables = json.loads(path.read_text())[torch.cuda.get_device_name()]
     assert tables["measured"].keys() >= {"date", "torch", "triton", "ptxas", "driver", "device"}
     assert {"forward", "dkv", "dq"} <= tables.keys()
     assert (torch.cuda.get_device_capability()[0] == 9) == ("hopper_forward" in tables)
     measured.cache_clear()
     q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     assert list(launch_config("forward", q, 1024)) == tables["forward"]["64"]["0"]
-    for function in (measured, launch.configure):
-        function.cache_clear()
 
 
 @pytest.mark.parametrize(
     "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
 )
-def test_malformed_table_is_refused(gpu, row):
-    q, path = gpu
+def test_malformed_table_is_refused(q, path, row):
     path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
-    with pytest.raises(
-        ValueError, match=r"launch.json: not a table of launch configs .* run tune again"
-    ):
+    with pytest.raises(ValueError, match=r"launch.json: .* configs .* run tune again"):
         launch_config("forward", q, 100)
 
 
-def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, gpu):
-    q, path = gpu
+def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, q, path):
     monkeypatch.setenv("LONGCTX_LAUNCH", "")
     assert measured_file() is None
     assert measured("Test") == {}
