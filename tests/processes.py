@@ -57,12 +57,18 @@ def train_together(ranks: int, commands: Sequence[Sequence[str]]) -> None:
 
 
 def finished(
-    script: Path | str, words: Sequence[str], cwd: Path, **environment: object
+    script: Path | str,
+    words: Sequence[str],
+    cwd: Path,
+    inside: Sequence[str] = (),
+    **environment: object,
 ) -> subprocess.CompletedProcess[str]:
-    """`script` with these words, one thread a process, once it has ended."""
+    """Run `script`, or -c or -m, with `words` to its end, one thread a process; `inside` begins the
+    command.
+    """
     own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
     return subprocess.run(
-        [sys.executable, str(script), *words],
+        [*inside, sys.executable, str(script), *words],
         cwd=cwd,
         env=os.environ | {name: str(value) for name, value in own.items()},
         capture_output=True,

@@ -2,11 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,7 +17,7 @@ import longctx
 from longctx import cli
 from longctx.runs import metrics_file
 from tests.model.families import parity
-from tests.processes import PYTHONPATH, ROOT
+from tests.processes import ROOT, finished
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -175,13 +172,8 @@ def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
             sizes += [f"name=run{number}", *TINY[brings_model:]]
             sizes += [] if any(word.startswith("data=") for word in arguments) else text[:2]
         jobs.append([*arguments, *sizes])
-    process = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps(jobs)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-    )
+    words = [RUN_ALL, json.dumps(jobs)]
+    process = finished("-c", words, tmp_path, LONGCTX_CACHE=tmp_path / "cache")
     assert process.returncode == 0, process.stderr
     assert (tmp_path / f"runs/run{len(jobs) - 4}" / "losses.csv").read_text().count(",") == 2
     rows = metrics_file.read(next(tmp_path.glob(f"runs/run{len(jobs) - 3}")))

@@ -3,9 +3,6 @@ own: huggingface_hub reads its variables when it is imported.
 """
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from longctx.hub_snapshot import is_snapshot, model_name
+from tests.processes import finished
 
 OLD, NEW = "a" * 40, "b" * 40
 TOKEN = "hf_secretsecretsecret"
@@ -107,9 +105,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     settings = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN}
 
     def run(*words: str, script: str = SCRIPT, **variables: str) -> tuple[int, list[str], str]:
-        command = [sys.executable, "-c", script, *words]
-        environ = os.environ | settings | variables
-        process = subprocess.run(command, env=environ, capture_output=True, text=True)
+        process = finished("-c", [script, *words], Path.cwd(), **settings | variables)
         assert TOKEN not in process.stdout + process.stderr
         return process.returncode, process.stdout.splitlines(), process.stderr
 

@@ -1,14 +1,12 @@
 """Dependencies between the parts point one way; each outside library is used in one place."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT, finished
+
 GROUND = {"files", "hub_snapshot", "untrusted", "tables", "system"}
 GROUND |= {"config", "plugins", "runs"}
 MAY_IMPORT = {
@@ -115,12 +113,5 @@ def test_what_needs_no_large_library_imports_none(tmp_path: Path) -> None:
     lines = ["import sys"]
     for work, absent in WITHOUT.items():
         lines += [work, f"assert not {absent} & set(sys.modules), {absent} & set(sys.modules)"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    process = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    process = finished("-c", ["\n".join(lines)], tmp_path, TMPDIR=tmp_path)
     assert process.returncode == 0, process.stderr

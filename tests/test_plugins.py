@@ -1,7 +1,5 @@
 """Plugins: files of the user's own register names, and never run because a run recorded them."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from longctx import cli, plugins
 from longctx.attention import description, registry
 from longctx.data import sources
 from longctx.runs import metrics_file
-from tests.processes import PYTHONPATH, ROOT
+from tests.processes import ROOT, finished
 
 PLUGIN = '''
 from longctx.attention import register
@@ -128,9 +126,8 @@ def test_plan_knows_a_backend_of_a_plugin(here: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow  # two processes import torch
 def test_every_process_loads_the_plugins(here: Path) -> None:
     words = ["plugins=[my.py]", "attention=mine", "devices=2", "name=two", *RUN]
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": PYTHONPATH})
-    assert process.returncode == 0
+    process = finished(ROOT / "train.py", words, here)
+    assert process.returncode == 0, process.stderr
     rows = metrics_file.read(here / "runs" / "two")
     assert rows[-1]["step"] == 2
 

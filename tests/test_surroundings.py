@@ -3,15 +3,13 @@
 `unshare` gives a process a small /dev/shm, or a user whom the machine does not know.
 """
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.processes import PYTHONPATH, ROOT
+from tests.processes import ROOT, finished
 
 STRANGER = ["unshare", "--map-user=54321", "--map-group=54321"]
 RUN = ["model=tiny", "seq_len=128", "max_steps=2", "batch_size=1", "accumulate=8", "device=cpu"]
@@ -33,12 +31,8 @@ def train_in(
     text.write_text("".join(f"Line {n} of a document.\n" for n in range(2000)))
     data = ["data=text", f"data.path={text}", "data.vocab_size=300", "data.val_fraction=0"]
     own = ["wandb.mode=disabled", f"runs={folder / 'runs'}", "name=r", *words]
-    return subprocess.run(
-        [*surroundings, sys.executable, str(ROOT / "train.py"), *RUN, *data, *own],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": str(folder)} | environment,
-        capture_output=True,
-        text=True,
-    )
+    variables = {"LONGCTX_CACHE": folder} | environment
+    return finished(ROOT / "train.py", [*RUN, *data, *own], Path.cwd(), surroundings, **variables)
 
 
 LONG = "t" * 100  # the path of a socket has at most 108 letters

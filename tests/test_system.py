@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longctx import system
-from tests.processes import PYTHONPATH, ROOT
+from tests.processes import PYTHONPATH, ROOT, finished
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -83,13 +83,10 @@ system.exit_with(7)
 
 
 def test_exit_keeps_its_code_beside_busy_threads() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = finished("-c", [ENDING], ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (7, "left\n", "")
 
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": PYTHONPATH}
 PRINT_COMMAND = "from longctx.system import typed_command; print(typed_command())"
 PARENT = """
 import os, signal, subprocess, sys
@@ -105,14 +102,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("first", [str(Path(sys.executable).parent), "/usr/bin"])
 def test_typed_command_runs_in_the_users_shell(first: str, tmp_path: Path) -> None:
     for folder in (ROOT, tmp_path):
-        shell = {"cwd": folder, "env": ENVIRONMENT | {"PATH": f"{first}:/usr/bin:/bin"}}
+        paths = {"PYTHONPATH": PYTHONPATH, "PATH": f"{first}:/usr/bin:/bin"}
+        shell = {"cwd": folder, "env": os.environ | paths}
         ask = [sys.executable, "-c", PRINT_COMMAND]
         command = subprocess.check_output(ask, text=True, **shell).strip()
         subprocess.run(f"{command} watch --help", shell=True, check=True, **shell)
 
 
 def test_child_ends_with_a_killed_parent() -> None:
-    command = [sys.executable, "-c", PARENT]
-    # the output ends once both are gone
-    parent = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    parent = finished("-c", [PARENT], ROOT)  # its output ends once both are gone
     assert (parent.returncode, parent.stdout) == (-signal.SIGKILL, "started\n"), parent.stderr

@@ -1,20 +1,18 @@
 """train.py as a command: --help, a mistake, its traceback, and what it leaves behind (nothing)."""
 
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 
 SLOW_TO_IMPORT = {"torch", "triton", "lightning", "datasets", "transformers", "pyarrow", "wandb"}
 
 
-def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def train(*overrides: str, cwd: Path) -> CompletedProcess[str]:
     """Run train.py in `cwd`, which stays empty."""
-    command = [sys.executable, str(ROOT / "train.py"), *overrides]
-    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    process = finished(ROOT / "train.py", overrides, cwd)
     assert not list(cwd.iterdir())
     return process
 

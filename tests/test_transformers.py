@@ -5,9 +5,6 @@ gradients of each alone with eager attention; what it cannot compute raises Valu
 import copy
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,11 @@ from transformers.masking_utils import create_causal_mask
 from benchmarks.shapes import reference, settings_of
 from longctx.transformers import BACKENDS, check
 from tests.model.families.parity import write_tokenizer
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 
 LENGTHS = (17, 5, 30)
 OFFSETS = torch.tensor([0, 17, 22, 52], dtype=torch.int32)
+VARLEN = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30}
 KINDS = ("gemma3_text", "gpt_oss", "deepseek_v3", "gemma2", "qwen3")  # windows, sinks, MLA, softcap
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 TOKENS = torch.randint(3, 301, (1, 52), generator=torch.Generator().manual_seed(1))
@@ -56,19 +54,12 @@ def assert_same_gradients(model: Any, theirs: Any) -> None:
             assert (x.grad - y.grad).norm() <= 2e-5 * y.grad.norm(), name
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"position_ids": POSITIONS},
-        {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 30},
-    ],
-    ids=["positions", "lengths"],
-)
+@pytest.mark.parametrize("lengths", [{}, VARLEN], ids=["positions", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_equals_alone(kind: str, told: dict[str, Any]) -> None:
+def test_packed_equals_alone(kind: str, lengths: dict[str, Any]) -> None:
     theirs = reference(kind)
     model = ours(theirs)
-    logits = model(TOKENS, **{"position_ids": POSITIONS, **told}, use_cache=False).logits
+    logits = model(TOKENS, position_ids=POSITIONS, **lengths, use_cache=False).logits
     expected = alone(theirs)
     assert_close(logits, expected)
     logits.square().mean().backward()
@@ -242,16 +233,9 @@ def test_sft_trainer_packs_without_leaks(tmp_path: Path) -> None:
     trainer = Compared(
         ours(theirs),
         trl.SFTConfig(
-            output_dir=str(tmp_path / "out"),
-            packing=True,
-            max_length=64,
-            max_steps=3,
-            learning_rate=1e-3,
-            per_device_train_batch_size=2,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
+            **{"output_dir": str(tmp_path / "out"), "save_strategy": "no", "report_to": []},
+            **{"packing": True, "max_length": 64, "per_device_train_batch_size": 2},
+            **{"max_steps": 3, "learning_rate": 1e-3, "bf16": False, "use_cpu": True},
         ),
         train_dataset=datasets.Dataset.from_dict({"input_ids": texts}),
         processing_class=AutoTokenizer.from_pretrained(tmp_path),
@@ -275,19 +259,13 @@ print(transformers.__version__)
 @pytest.mark.slow  # a minute: installs transformers
 @pytest.mark.parametrize("words", [["transformers==5.0.0"], ["--no-deps", "transformers"]])
 def test_oldest_and_newest_transformers(words: list[str], tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(tmp_path)]
-    pip += words
-    installation = subprocess.run(pip, capture_output=True, text=True)
+    words = ["pip", "install", "-q", "--target", str(tmp_path), *words]
+    installation = finished("-m", words, ROOT)
     if "No matching distribution" in installation.stderr:
         pytest.skip("pip reaches no index that has it")
     assert installation.returncode == 0, installation.stderr
     settings = json.dumps([settings_of(kind) for kind in ("llama", "gemma3_text")])
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, settings],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
+    process = finished("-c", [SCRIPT, settings], ROOT, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert process.returncode == 0, process.stderr
     installed = next(tmp_path.glob("transformers-*.dist-info")).name
     assert installed == f"transformers-{process.stdout.split()[-1]}.dist-info"

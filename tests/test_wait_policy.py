@@ -1,27 +1,20 @@
 """OpenMP's threads spin briefly at barriers, unless the user has set how they wait."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 
-OWN = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def spins(code: str, **environment: str) -> str:
     """Return how long OpenMP's threads spin in a process that runs `code`, in its own words."""
-    others = {name: value for name, value in os.environ.items() if name not in OWN}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=others | {"OMP_DISPLAY_ENV": "verbose"} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = finished("-c", [code], ROOT, OMP_DISPLAY_ENV="verbose", **environment)
+    assert done.returncode == 0, done.stderr
     _, found, rest = done.stderr.partition("GOMP_SPINCOUNT = '")
     if not found:
         pytest.skip("torch's OpenMP is not GNU's")

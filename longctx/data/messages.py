@@ -113,11 +113,13 @@ def _of_sharegpt(number: int, entry: Any) -> Message:
 
 
 def _of_alpaca(row: Row) -> list[Message]:
-    question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    turns: Sequence[Any] = [*(row.get("history") or []), (question, row["output"])]
     roles = ("user", "assistant")
-    return [
-        {"role": role, "content": text}
-        for turn in turns
-        for role, text in zip(roles, turn, strict=True)
-    ]
+    fields = "'instruction' and 'input' must be text, 'history' pairs of texts"
+    with named(fields, errors=(TypeError, ValueError)):
+        question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+        turns: Sequence[Any] = [*(row.get("history") or []), (question, row["output"])]
+        return [
+            {"role": role, "content": text}
+            for turn in turns
+            for role, text in zip(roles, turn, strict=True)
+        ]

@@ -349,6 +349,8 @@ SPECIAL = "x<|im_end|>"
         ({"messages": [3]}, "message 1 .*role"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),
         ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
+        ({"instruction": 3, "output": "a"}, "chats.jsonl:1: .*'instruction'"),
+        ({"instruction": "q", "output": "a", "history": [3]}, "chats.jsonl:1: .*'history'"),
         ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
         ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
         ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),

@@ -200,6 +200,8 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
                 "other endings need a glob, such as '*.py'"
             )
         for name, file in found:
+            # Linux allows any bytes in a name, but a document's name is text.
+            name = name.encode(errors="replace").decode()
             files.setdefault(os.path.realpath(file), (name, file))
     return list(files.values())
 
