@@ -161,6 +161,7 @@ def _revision(path: str, config: DataConfig) -> str | None:
         return config.revision
     record = config.cache_folder() / "revisions" / f"{fingerprint([path, config.revision])}.json"
     try:
+        # 10 s: without a network, a run soon takes the commit seen last.
         api = huggingface_hub.HfApi()
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
