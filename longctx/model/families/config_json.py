@@ -79,6 +79,10 @@ class ConfigJson:
         """The same with a value for each key of `defaults` that is missing."""
         return ConfigJson(self.file, {**defaults, **self.keys})
 
+    def with_keys(self, **keys: Any) -> ConfigJson:
+        """Return the same with `keys` in the place of its own."""
+        return ConfigJson(self.file, self.keys | keys)
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key` as it stands there, unchecked."""
         return self.keys.get(key, default)

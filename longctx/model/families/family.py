@@ -7,7 +7,8 @@ itself; reading, checking, loading and writing of folders ask the registry and n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,29 +39,45 @@ class Family:
     rank: ClassVar[int]
     # what transformers takes where config.json lacks a key
     defaults: ClassVar[dict[str, Any]] = {}
-    # keys of config.json that it reads, beside those that all families have
+    # rope_parameters that transformers takes where config.json has none
+    rope: ClassVar[dict[str, Any]] = {}
+    # keys of GPTConfig that have one value in all models of this family
+    fixed: ClassVar[dict[str, Any]] = {}
+    # key of config.json, true or false → keys of GPTConfig that all have its value
+    flags: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # key of config.json → key of GPTConfig: whole numbers, and numbers that are 1 if missing
+    sizes: ClassVar[dict[str, str]] = {}
+    numbers: ClassVar[dict[str, str]] = {}
+    # other keys of config.json that it reads, beside those that all families have
     keys: ClassVar[tuple[str, ...]] = ()
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
-    # word in our names of tensors → this family's; tensors of one name are joined by rows
+    # False: its class in transformers knows head_dim only if it is given
+    states_head_dim: ClassVar[bool] = True
+    # words of our tensors' names → this family's, replaced in this order; tensors of one name are
+    # joined by rows
     names: ClassVar[dict[str, str]] = {}
-    # keys of GPTConfig that it can express, beside COMMON; all others must have their defaults
+    # other keys of GPTConfig that it can express, beside COMMON; the rest must have their defaults
     features: ClassVar[tuple[str, ...]] = ()
 
     def suits(self, config: GPTConfig) -> bool:
-        """Whether `config` has what sets this family apart, so that it should write it."""
+        """Return True if `config` has what sets this family apart, so that it should write it."""
         raise NotImplementedError
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        """The keys of GPTConfig in `features`, as config.json says them."""
-        raise NotImplementedError
+        """Return the keys of GPTConfig in `features` but for windows, as config.json says them."""
+        return {}
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        """The keys of config.json that this family has and others may not have."""
-        raise NotImplementedError
+        """Return the keys of config.json that this family has and others may not have."""
+        return {}
 
     def check_features(self, config: GPTConfig) -> None:
         """Raise ValueError for values of `features` that do not go together in this family."""
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        """Return the layers with a window if config.json has no layer_types."""
+        return range(layers)
 
     def check_tokenizer(self, file: Path) -> None:
         """Raise ValueError for a tokenizer.json that transformers would not use for this family."""
@@ -84,8 +101,10 @@ class Family:
         joined: dict[str, Piece] = {}
         for part in block.parts():
             for piece in part.pieces(f"model.layers.{n}", f"blocks.{n}"):
-                words = piece.theirs.split(".")
-                theirs = ".".join(self.names.get(word, word) for word in words)
+                theirs = f"{piece.theirs}."
+                for ours, own in self.names.items():
+                    theirs = theirs.replace(f".{ours}.", f".{own}.")
+                theirs = theirs.removesuffix(".")
                 piece = piece._replace(theirs=theirs)
                 if before := joined.get(theirs):
                     rows = before.shape[0] + piece.shape[0]
@@ -94,15 +113,18 @@ class Family:
         yield from joined.values()
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        """The model of a config.json; ValueError naming the first key that GPT does not cover."""
+        """Return the model of a config.json; ValueError names the first key that GPT lacks."""
+        if self.rope and not (source.get("rope_parameters") or source.get("rope_scaling")):
+            source = source.with_keys(rope_parameters=self.rope)
         source = source.with_defaults(self.defaults)
-        source.refuse_uncovered(self.keys, self.harmless)
+        source.refuse_uncovered(self.read_keys(), self.harmless)
         layers, heads = source.size("num_hidden_layers"), source.size("num_attention_heads")
         channels, head_dim = source.size("hidden_size"), None
         if source.get("head_dim") is not None and source.size("head_dim") * heads != channels:
             head_dim = source.size("head_dim")
         shared = source.get("num_key_value_heads") is not None
         theta, scaling = source.rope()
+        windowed = self.read_windowed(source, layers)
         config = GPTConfig(
             vocab_size=source.size("vocab_size"),
             layers=layers,
@@ -111,15 +133,25 @@ class Family:
             kv_heads=source.size("num_key_value_heads") if shared else heads,
             head_dim=head_dim,
             ffn=source.size("intermediate_size"),
+            rope_theta=theta,
             rotary_share=source.rotary_share("rotary_share" in self.features),
             norm_eps=source.number("rms_norm_eps", 1e-6),
             tied=source.flag("tie_word_embeddings"),
             init_std=source.number("initializer_range", 0.02),
             context=source.size("max_position_embeddings"),
-            **{"rope_theta": theta, **self.read_features(source, layers)},
+            window=source.size("sliding_window") if windowed else None,
+            window_layers=windowed if 0 < len(windowed) < layers else None,
         )
-        place = f"{source.file}: {source.rope_key}"
-        check_scaling(place, scaling, config.rotary_size, config.context)
+        values = dict(self.fixed)
+        for key, names in self.flags.items():
+            values |= dict.fromkeys(names, source.flag(key))
+        values |= {ours: source.size(key) for key, ours in self.sizes.items()}
+        values |= {ours: source.number(key, 1.0) for key, ours in self.numbers.items()}
+        for name, value in (values | self.read_features(source, layers)).items():
+            group, _, key = name.rpartition(".")
+            setattr(attrgetter(group)(config) if group else config, key, value)
+        path = f"{source.file}: {source.rope_key}"
+        check_scaling(path, scaling, config.rotary_size, config.context)
         config.rope_scaling = scaling
         try:
             config.validate()
@@ -127,18 +159,38 @@ class Family:
             raise source.error(str(error)) from error
         return config
 
+    def read_keys(self) -> set[str]:
+        """Return the keys of config.json that this family reads and not all do."""
+        window = {"sliding_window"} if "window" in self.features else set()
+        return {*self.keys, *self.flags, *self.sizes, *self.numbers} | window
+
+    def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
+        """Return the layers that have a window."""
+        used = "use_sliding_window" not in self.keys or source.flag("use_sliding_window")
+        used = used and "window" in self.features and source.get("sliding_window") is not None
+        kinds = source.layer_types(layers, sliding=used)
+        if used and kinds is None:
+            return list(self.default_windowed(source, layers))
+        return [n for n, kind in enumerate(kinds or ()) if kind == WINDOWED]
+
     def check(self, config: GPTConfig) -> None:
         """Raise ValueError naming the first key of `config` that this family cannot express."""
         default = GPTConfig()
+        free = {*COMMON, *self.features, *self.sizes.values(), *self.numbers.values()}
+        for names in self.flags.values():
+            free |= {*names}
+            for name in names:
+                if attrgetter(name)(config) != attrgetter(names[0])(config):
+                    raise self.cannot(config, name)
         for name, declared in keys(GPTConfig).items():
-            if name in COMMON or name in self.features or declared.is_group:
-                continue
-            if attrgetter(name)(config) != attrgetter(name)(default):
-                raise self.cannot(config, name)
+            if name not in free and not declared.is_group:
+                wanted = self.fixed.get(name, attrgetter(name)(default))
+                if attrgetter(name)(config) != wanted:
+                    raise self.cannot(config, name)
         self.check_features(config)
 
     def cannot(self, config: GPTConfig, key: str) -> ValueError:
-        """The error for a key of `config` that this family cannot express."""
+        """Return the error for a key of `config` that this family cannot express."""
         value = attrgetter(key)(config)
         shown = str(value).lower() if isinstance(value, bool) else value
         return ValueError(
@@ -147,10 +199,24 @@ class Family:
         )
 
     def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
-        """config.json of `config` for `context` tokens; ValueError where it cannot say that."""
+        """Return config.json of `config` for `context` tokens; ValueError if it cannot say that."""
         self.check(config)
         if config.rope_scaling.get("rope_type") == "dynamic":
             context = config.context or context  # from which its base starts to grow
+        config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
+        own = {key: names[0] for key, names in self.flags.items()} | self.sizes | self.numbers
+        values = {key: attrgetter(ours)(config) for key, ours in own.items()}
+        if self.states_head_dim or config.head_dim is not None:
+            values["head_dim"] = config.head_size
+        if "use_sliding_window" in self.keys:
+            values["use_sliding_window"] = config.window is not None
+        if "window" in self.features:
+            values["sliding_window"] = config.window
+        if "window_layers" in self.features:
+            windowed = windowed_layers(config)
+            values["layer_types"] = [
+                WINDOWED if n in windowed else FULL for n in range(config.layers)
+            ]
         return {
             "architectures": [f"{self.class_name}ForCausalLM"],
             "model_type": self.model_type,
@@ -168,6 +234,7 @@ class Family:
             "attention_dropout": 0.0,
             "use_cache": True,
             **write_rope(config),
+            **values,
             **self.write_features(config),
         }
 
@@ -183,7 +250,7 @@ def register(family: type[Family]) -> type[Family]:
 
 
 def write_rope(config: GPTConfig) -> dict[str, Any]:
-    """RoPE as transformers 5 names it (rope_parameters), and as tools that follow older ones do."""
+    """Return RoPE as transformers 5 names it (rope_parameters), and as tools of older ones do."""
     base: dict[str, Any] = {"rope_theta": config.rope_theta}
     if config.rotary_share != 1:
         base["partial_rotary_factor"] = config.rotary_share
@@ -192,41 +259,14 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
     return {"rope_parameters": scaling | base, **base, **older}
 
 
-def read_windows(
-    source: ConfigJson, layers: int, used: bool, otherwise: Callable[[], Sequence[int]]
-) -> dict[str, Any]:
-    """`window` and `window_layers` of GPTConfig; a model without windows is not `used` to them.
-
-    The windowed layers stand in layer_types. Where that is missing, `otherwise` gives them.
-    """
-    sized = used and source.get("sliding_window") is not None
-    window = source.size("sliding_window") if sized else None
-    kinds = source.layer_types(layers, sliding=window is not None)
-    if window is None:
-        return {"window": None}
-    if kinds is None:
-        sliding = list(otherwise())
-    else:
-        sliding = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
-    if not sliding:
-        return {"window": None}
-    return {"window": window, "window_layers": None if len(sliding) == layers else sliding}
+def all_but_every(period: int, layers: int) -> list[int]:
+    """Return the layers but for every `period`-th."""
+    return [n for n in range(layers) if (n + 1) % period]
 
 
 def windowed_layers(config: GPTConfig) -> list[int]:
-    """The layers of `config` that have a window."""
+    """Return the layers of `config` that have a window."""
     return [n for n in range(config.layers) if config.window_of(n) is not None]
-
-
-def write_windows(config: GPTConfig) -> dict[str, Any]:
-    """The windows of `config` in config.json, layer by layer."""
-    sliding = windowed_layers(config)
-    return {
-        "sliding_window": config.window,
-        "layer_types": [
-            "sliding_attention" if n in sliding else "full_attention" for n in range(config.layers)
-        ],
-    }
 
 
 class TwoRopes(Family):
@@ -245,11 +285,10 @@ class TwoRopes(Family):
         full |= source.get("rope_scaling") or {}
         base = source.get("rope_local_base_freq", self.thetas[1])
         windowed = {"rope_theta": base, **(kinds.get(WINDOWED) or {})}
-        plain = {"rope_parameters": full, "rope_scaling": None}
-        config = super().read(ConfigJson(source.file, source.keys | plain))
+        config = super().read(source.with_keys(rope_parameters=full, rope_scaling=None))
         if config.window is not None:
-            plain["rope_parameters"] = windowed
-            theta, scaling = ConfigJson(source.file, source.keys | plain).rope()
+            only = source.with_keys(rope_parameters=windowed, rope_scaling=None)
+            theta, scaling = only.rope()
             if not scaling:
                 config.window_rope_theta = theta
             elif (theta, scaling) != (config.rope_theta, config.rope_scaling):

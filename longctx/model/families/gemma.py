@@ -4,13 +4,13 @@ embedding. Its norms multiply by 1 + w.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from longctx.config.model_config import GPTConfig, Multipliers
+from longctx.config.model_config import GPTConfig
 from longctx.config.parts import OnePlus, Piece
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import TwoRopes, read_windows, register, write_windows
+from longctx.model.families.family import TwoRopes, all_but_every, register
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
@@ -38,15 +38,15 @@ class Gemma3Text(TwoRopes):
         "sliding_window_pattern": 6,
         "use_bidirectional_attention": False,
     }
+    fixed = {"norms": "sandwich", "qk_norm": "head"}
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
     keys = (
-        *("attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window"),
+        *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"),
         *("sliding_window_pattern", "final_logit_softcapping", "use_bidirectional_attention"),
-        "rope_local_base_freq",
     )
     harmless = ("hidden_act", "cache_implementation")
     features = (
-        *("norms", "qk_norm", "activation", "attention_scale", "qkv_bias", "out_bias"),
-        *("window", "window_layers", "window_rope_theta"),
+        *("activation", "attention_scale", "window", "window_layers", "window_rope_theta"),
         *("multipliers.embedding", "multipliers.logit_softcap"),
     )
     thetas = 1_000_000.0, 10_000.0
@@ -60,31 +60,25 @@ class Gemma3Text(TwoRopes):
         )
         activation = source.get("hidden_activation")
         source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
-        every = source.size("sliding_window_pattern")
-        windowed = [n for n in range(layers) if (n + 1) % every]
-        biased, scalar = source.flag("attention_bias"), source.size("query_pre_attn_scalar")
+        scalar = source.size("query_pre_attn_scalar")
         capped = source.get("final_logit_softcapping") is not None
         return {
-            "norms": "sandwich",
-            "qk_norm": "head",
             "activation": ACTIVATIONS[activation],
             "attention_scale": None if scalar == source.size("head_dim") else scalar**-0.5,
-            "qkv_bias": biased,
-            "out_bias": biased,
-            "multipliers": Multipliers(
-                embedding=source.size("hidden_size") ** 0.5,
-                logit_softcap=source.number("final_logit_softcapping", 1.0) if capped else None,
+            "multipliers.embedding": source.size("hidden_size") ** 0.5,
+            "multipliers.logit_softcap": (
+                source.number("final_logit_softcapping", 1.0) if capped else None
             ),
-            **read_windows(source, layers, used=True, otherwise=lambda: windowed),
         }
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return all_but_every(source.size("sliding_window_pattern"), layers)
 
     def check_features(self, config: GPTConfig) -> None:
         if config.multipliers.embedding != config.channels**0.5:
             raise self.cannot(config, "multipliers.embedding")
         if config.attention_scale not in (None, self.scalar_of(config) ** -0.5):
             raise self.cannot(config, "attention_scale")
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
         if config.channels % config.heads:
             raise self.cannot(config, "heads")
 
@@ -97,12 +91,10 @@ class Gemma3Text(TwoRopes):
         names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
         return {
             # transformers wants a window even if no layer has it
-            **write_windows(config) | {"sliding_window": config.window or 4096},
+            "sliding_window": config.window or self.defaults["sliding_window"],
             "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
-            "head_dim": config.head_size,
             "hidden_activation": names[config.activation],
             "query_pre_attn_scalar": self.scalar_of(config),
-            "attention_bias": config.qkv_bias,
             "final_logit_softcapping": config.multipliers.logit_softcap,
         }
 

@@ -7,10 +7,8 @@ is a model of experts behind some dense layers, with norms and pairs as in Llama
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
-from longctx.config.experts import ExpertsConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Interleaved, Piece
 from longctx.model.families.config_json import ConfigJson
@@ -20,30 +18,18 @@ from longctx.model.families.family import Family, register
 class SigmoidExperts(Family):
     """A family with experts that a sigmoid router chooses, behind some dense layers."""
 
-    # key of ExpertsConfig → the same in config.json
-    counts: ClassVar[dict[str, str]]
-    # keys of config.json: of the weights' factor, and the number of dense layers
-    scale: ClassVar[str]
+    fixed = {"experts.router": "sigmoid_bias"}
+    # key of config.json: the number of dense layers
     dense: ClassVar[str]
 
-    def read_experts(self, source: ConfigJson, layers: int, **more: Any) -> ExpertsConfig:
-        """Return the experts of a config.json; `more` are its own."""
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         dense = source.get(self.dense)
         if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
             raise source.error(f"{self.dense}={dense!r} must be a whole number from 0 up")
-        more |= {ours: source.size(theirs) for ours, theirs in self.counts.items()}
-        return ExpertsConfig(
-            router="sigmoid_bias",
-            dense_layers=list(range(min(dense, layers))),
-            scale=source.number(self.scale, 1.0),
-            **more,
-        )
+        return {"experts.dense_layers": list(range(min(dense, layers)))}
 
-    def write_experts(self, config: GPTConfig) -> dict[str, Any]:
-        """Return their keys of config.json."""
-        experts = replace(config.experts, ffn=config.expert_ffn)
-        sizes = {theirs: getattr(experts, ours) for ours, theirs in self.counts.items()}
-        return sizes | {self.scale: experts.scale, self.dense: len(experts.dense_layers)}
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {self.dense: len(config.experts.dense_layers)}
 
     def check_features(self, config: GPTConfig) -> None:
         dense = config.experts.dense_layers
@@ -68,7 +54,9 @@ class Glm4(Family):
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     }
-    keys = ("attention_bias", "partial_rotary_factor")
+    fixed = {"norms": "sandwich"}
+    flags = {"attention_bias": ("qkv_bias",)}
+    keys = ("partial_rotary_factor",)
     harmless = ("mlp_bias",)
     names = {
         **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -76,21 +64,14 @@ class Glm4(Family):
         "pre_feedforward_layernorm": "post_attention_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
-    features = ("qkv_bias", "norms", "rotary_share")
+    features = ("rotary_share",)
 
     def suits(self, config: GPTConfig) -> bool:
         is_gemma = config.activation != "silu" or config.softcap is not None
         return config.norms == "sandwich" and config.qk_norm == "none" and not is_gemma
 
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return {"qkv_bias": source.flag("attention_bias"), "norms": "sandwich"}
-
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {
-            "attention_bias": config.qkv_bias,
-            "head_dim": config.head_size,
-            "partial_rotary_factor": config.rotary_share,
-        }
+        return {"partial_rotary_factor": config.rotary_share}
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         fold = Interleaved(config.head_size, config.rotary_size)
@@ -108,47 +89,40 @@ class Glm4Moe(SigmoidExperts):
     model_type = "glm4_moe"
     class_name = "Glm4Moe"
     rank = 7
-    counts = {
-        "count": "n_routed_experts",
-        "per_token": "num_experts_per_tok",
-        "ffn": "moe_intermediate_size",
-        "groups": "n_group",
-        "groups_per_token": "topk_group",
-        "shared": "n_shared_experts",
-    }
-    scale, dense = "routed_scaling_factor", "first_k_dense_replace"
     defaults = {
         **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
         **{"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408},
         **{"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     }
-    keys = (
-        *("attention_bias", "use_qk_norm", "partial_rotary_factor", "norm_topk_prob"),
-        "num_local_experts",
-        *(*counts.values(), scale, dense),
-    )
+    flags = {"attention_bias": ("qkv_bias",), "norm_topk_prob": ("experts.normalize",)}
+    sizes = {
+        "n_routed_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+        "moe_intermediate_size": "experts.ffn",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_per_token",
+        "n_shared_experts": "experts.shared",
+    }
+    numbers = {"routed_scaling_factor": "experts.scale"}
+    dense = "first_k_dense_replace"
+    keys = (dense, "use_qk_norm", "partial_rotary_factor", "num_local_experts")
     harmless = ("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers")
-    features = (
-        *("qkv_bias", "qk_norm", "rotary_share", "experts.router", "experts.scale"),
-        *("experts.dense_layers", "experts.normalize", *(f"experts.{key}" for key in counts)),
-    )
+    names = {"mlp.correction.weight": "mlp.gate.e_score_correction_bias"}
+    features = ("qk_norm", "rotary_share", "experts.dense_layers")
 
     def suits(self, config: GPTConfig) -> bool:
         return config.experts.router == "sigmoid_bias" and config.norms == "pre"
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Another name, which transformers reads too
-        count = source.get("num_local_experts")
-        renamed = {} if count is None else {"n_routed_experts": count}
-        return super().read(ConfigJson(source.file, source.keys | renamed))
+        if source.get("num_local_experts") is not None:
+            source = source.with_keys(n_routed_experts=source.size("num_local_experts"))
+        return super().read(source)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return {
-            "qkv_bias": source.flag("attention_bias"),
-            "qk_norm": "head" if source.flag("use_qk_norm") else "none",
-            "experts": self.read_experts(source, layers, normalize=source.flag("norm_topk_prob")),
-        }
+        norm = "head" if source.flag("use_qk_norm") else "none"
+        return super().read_features(source, layers) | {"qk_norm": norm}
 
     def check_features(self, config: GPTConfig) -> None:
         super().check_features(config)
@@ -156,20 +130,12 @@ class Glm4Moe(SigmoidExperts):
             raise self.cannot(config, "qk_norm")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return self.write_experts(config) | {
-            "attention_bias": config.qkv_bias,
+        return super().write_features(config) | {
             "use_qk_norm": config.qk_norm == "head",
-            "head_dim": config.head_size,
             "partial_rotary_factor": config.rotary_share,
-            "norm_topk_prob": config.experts.normalize,
             "num_nextn_predict_layers": 0,
         }
 
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
         layer = tensor.removeprefix("model.layers.").partition(".")[0]
         return layer.isdecimal() and int(layer) >= config.layers
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        for piece in super().tensors(config):
-            bias = "mlp.gate.e_score_correction_bias"
-            yield piece._replace(theirs=piece.theirs.replace("mlp.correction.weight", bias))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.experts import STEEPNESS, ExpertsConfig
+from longctx.config.experts import STEEPNESS
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Fold, Piece
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, read_windows, register, write_windows
+from longctx.model.families.family import Family, register
 from longctx.model.families.mixtral import AUX_LOSS, read_balance
 
 # transformers' own, where config.json has none
@@ -63,64 +63,44 @@ class GptOss(Family):
         "num_local_experts": 128,
         "num_experts_per_tok": 4,
         "attention_bias": True,
+        "rope_theta": ROPE["rope_theta"],
         "swiglu_alpha": STEEPNESS,
         "swiglu_limit": 7.0,
     }
-    keys = (
-        *("attention_bias", "sliding_window", "num_local_experts", "num_experts_per_tok"),
-        *("swiglu_alpha", "swiglu_limit", "quantization_config", AUX_LOSS),
-    )
+    rope = ROPE
+    fixed = {"sinks": True, "experts.biased": True}
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
+    sizes = {
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+    }
+    keys = ("swiglu_alpha", "swiglu_limit", "quantization_config", AUX_LOSS)
     # the number of experts has two names
     harmless = ("output_router_logits", "experts_per_token", "initial_context_length")
-    features = (
-        *("sinks", "qkv_bias", "out_bias", "window", "window_layers"),
-        *("experts.count", "experts.per_token", "experts.ffn", "experts.biased"),
-        *("experts.clamp", "experts.balance"),
-    )
+    names = {"mlp.gate": "mlp.router"}
+    features = ("window", "window_layers", "experts.ffn", "experts.clamp", "experts.balance")
 
     def suits(self, config: GPTConfig) -> bool:
         return config.experts.count is not None and config.experts.biased
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        if source.get("rope_parameters") is None and source.get("rope_scaling") is None:
-            source = ConfigJson(source.file, source.keys | {"rope_parameters": ROPE})
-        return super().read(source.with_defaults({"rope_theta": ROPE["rope_theta"]}))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         source.refuse_unless("swiglu_alpha", source.get("swiglu_alpha"), (STEEPNESS,))
         quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
-        biased = source.flag("attention_bias")
-        experts = ExpertsConfig(
-            count=source.size("num_local_experts"),
-            per_token=source.size("num_experts_per_tok"),
-            biased=True,
-            clamp=source.number("swiglu_limit", 7.0),
-            balance=read_balance(source),
-        )
-        every_second = range(0, layers, 2)
-        windows = read_windows(source, layers, used=True, otherwise=lambda: every_second)
-        features = {"sinks": True, "qkv_bias": biased, "out_bias": biased, "experts": experts}
-        return features | windows
+        clamp = source.number("swiglu_limit", 7.0)
+        return {"experts.clamp": clamp, "experts.balance": read_balance(source)}
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return range(0, layers, 2)
 
     def check_features(self, config: GPTConfig) -> None:
-        for key, is_right in (
-            ("sinks", config.sinks),
-            ("experts.clamp", config.experts.clamp is not None),
-            ("out_bias", config.out_bias == config.qkv_bias),
-        ):
-            if not is_right:
-                raise self.cannot(config, key)
+        if config.experts.clamp is None:
+            raise self.cannot(config, "experts.clamp")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return {
-            **write_windows(config),
             "intermediate_size": config.expert_ffn,
-            "head_dim": config.head_size,
-            "attention_bias": config.qkv_bias,
-            "num_local_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.per_token,
             "swiglu_alpha": STEEPNESS,
             "swiglu_limit": config.experts.clamp,
             AUX_LOSS: config.experts.balance,
@@ -131,7 +111,7 @@ class GptOss(Family):
         for piece in super().tensors(config):
             layer, is_expert, matrix = piece.theirs.partition(".mlp.experts.")
             if not is_expert:
-                yield piece._replace(theirs=piece.theirs.replace(".mlp.gate.", ".mlp.router."))
+                yield piece
             elif piece.first == 0:  # of the first expert stands for all
                 is_gate, is_bias = "gate_proj" in matrix, matrix.endswith(".bias")
                 name = ("gate_up_proj" if is_gate else "down_proj") + "_bias" * is_bias

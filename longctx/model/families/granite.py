@@ -5,20 +5,14 @@ sinks and windows too.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.config.rope_config import is_number
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import (
-    Family,
-    read_windows,
-    register,
-    windowed_layers,
-    write_windows,
-)
-
-FACTORS = ("multipliers.embedding", "multipliers.residual", "multipliers.logits", "attention_scale")
+from longctx.model.families.family import Family, register, windowed_layers
+from longctx.model.families.llama import BIASES
 
 
 @register
@@ -29,11 +23,15 @@ class Granite(Family):
     class_name = "Granite"
     rank = 5
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
-    keys: ClassVar[tuple[str, ...]] = (
-        *("attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier"),
-        *("residual_multiplier", "logits_scaling"),
-    )
-    features: ClassVar[tuple[str, ...]] = ("qkv_bias", "out_bias", "mlp_bias", *FACTORS)
+    flags = BIASES
+    numbers = {
+        "attention_multiplier": "attention_scale",
+        "embedding_multiplier": "multipliers.embedding",
+        "residual_multiplier": "multipliers.residual",
+    }
+    keys: ClassVar[tuple[str, ...]] = ("logits_scaling",)
+    features: ClassVar[tuple[str, ...]] = ("multipliers.logits",)
+    states_head_dim = False
 
     def suits(self, config: GPTConfig) -> bool:
         is_plain = config.norms == "pre" and config.qk_norm == "none"
@@ -41,35 +39,15 @@ class Granite(Family):
         return is_plain and has_factors
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        biased = source.flag("attention_bias")
-        return {
-            **{"qkv_bias": biased, "out_bias": biased, "mlp_bias": source.flag("mlp_bias")},
-            "attention_scale": source.number("attention_multiplier", 1.0),
-            "multipliers": Multipliers(
-                embedding=source.number("embedding_multiplier", 1.0),
-                residual=source.number("residual_multiplier", 1.0),
-                logits=1 / source.number("logits_scaling", 1.0),
-            ),
-        }
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
+        return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        factors, scale = config.multipliers, config.attention_scale
-        keys = {
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
+        scale = config.attention_scale
+        return {
             "attention_multiplier": config.head_size**-0.5 if scale is None else scale,
-            "embedding_multiplier": factors.embedding,
-            "residual_multiplier": factors.residual,
             # 15 digits, so that 1 / (1 / x) is x again
-            "logits_scaling": float(f"{1 / factors.logits:.15g}"),
+            "logits_scaling": float(f"{1 / config.multipliers.logits:.15g}"),
         }
-        if config.head_dim is not None:
-            keys["head_dim"] = config.head_size
-        return keys
 
 
 @register
@@ -86,19 +64,18 @@ class GraniteSWA(Granite):
         "tie_word_embeddings": True,
         "sliding_window": 128,
     }
-    keys = (*Granite.keys, "sliding_window", "layer_rope_theta")
+    fixed = {"sinks": True}
+    keys = (*Granite.keys, "layer_rope_theta")
     features = (
         *Granite.features,
-        *("sinks", "window", "window_layers", "window_rope_theta", "nope_layers"),
+        *("window", "window_layers", "window_rope_theta", "nope_layers"),
     )
 
     def suits(self, config: GPTConfig) -> bool:
         return config.sinks and config.experts.count is None
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        every_fourth = [n for n in range(layers) if n % 4]
-        windows = read_windows(source, layers, used=True, otherwise=lambda: every_fourth)
-        features = {"sinks": True, **windows, **super().read_features(source, layers)}
+        features = super().read_features(source, layers)
         thetas = source.get("layer_rope_theta")
         if thetas is None:
             return features
@@ -107,8 +84,7 @@ class GraniteSWA(Granite):
             raise source.error(
                 f"layer_rope_theta={json.dumps(thetas)[:80]} must be a list of {layers} numbers"
             )
-        windowed = windows.get("window_layers")
-        windowed = range(layers if windows["window"] else 0) if windowed is None else windowed
+        windowed = self.read_windowed(source, layers)
         bases = {theta for n, theta in enumerate(thetas) if theta and n in windowed}
         full = {theta for n, theta in enumerate(thetas) if theta and n not in windowed} or bases
         if len(full) > 1 or len(bases) > 1 or (len(full | bases) > 1 and source.rope()[1]):
@@ -122,8 +98,10 @@ class GraniteSWA(Granite):
             features["window_rope_theta"] = float(max(bases))
         return features
 
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return [n for n in range(layers) if n % 4]
+
     def check_features(self, config: GPTConfig) -> None:
-        super().check_features(config)
         if config.window_rope_theta is not None and config.rope_scaling:
             raise self.cannot(config, "window_rope_theta")
 
@@ -134,8 +112,7 @@ class GraniteSWA(Granite):
             thetas[n] = 0
         return {
             **super().write_features(config),
-            **write_windows(config),
             # transformers asks for one even if no layer has it
-            "sliding_window": config.window or 128,
+            "sliding_window": config.window or self.defaults["sliding_window"],
             "layer_rope_theta": thetas,
         }

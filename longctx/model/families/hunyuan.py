@@ -5,8 +5,6 @@ Its "dynamic" rope with an alpha is a larger base for every length, and is read 
 
 from __future__ import annotations
 
-from typing import Any
-
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
@@ -20,14 +18,14 @@ class HunYuanDenseV1(Family):
     class_name = "HunYuanDenseV1"
     rank = 5
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-    keys = ("attention_bias",)
+    fixed = {"qk_norm": "head", "qk_norm_after_rope": True}
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
     # Of its published folders; its class in transformers has no such keys
     harmless = (
         *("mlp_bias", "eod_token_id", "use_qk_norm", "attention_head_dim", "org_vocab_size"),
         *("use_cla", "cla_share_factor", "norm_type", "mask_init_id", "pad_id"),
     )
     names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-    features = ("qk_norm", "qk_norm_after_rope", "qkv_bias", "out_bias")
 
     def suits(self, config: GPTConfig) -> bool:
         return config.qk_norm == "head" and config.qk_norm_after_rope
@@ -37,19 +35,5 @@ class HunYuanDenseV1(Family):
         if scaling.get("rope_type") == "dynamic" and scaling.get("alpha") is not None:
             size = source.size("head_dim")
             theta *= ConfigJson(source.file, scaling).number("alpha", 1) ** (size / (size - 2))
-            plain = {"rope_parameters": {"rope_theta": theta}, "rope_scaling": None}
-            source = ConfigJson(source.file, source.keys | plain)
+            source = source.with_keys(rope_parameters={"rope_theta": theta}, rope_scaling=None)
         return super().read(source)
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        source.layer_types(layers, sliding=False)
-        biased = source.flag("attention_bias")
-        norms = {"qk_norm": "head", "qk_norm_after_rope": True}
-        return norms | {"qkv_bias": biased, "out_bias": biased}
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"attention_bias": config.qkv_bias, "head_dim": config.head_size}

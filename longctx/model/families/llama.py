@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, read_windows, register, write_windows
+from longctx.model.families.family import Family, register
+
+BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
 
 
 @register
@@ -18,33 +21,17 @@ class Llama(Family):
     class_name = "Llama"
     rank = 0
     defaults = {"max_position_embeddings": 2048}
-    keys = ("attention_bias", "mlp_bias")
-    features = ("qkv_bias", "out_bias", "mlp_bias")
+    flags = BIASES
 
     def suits(self, config: GPTConfig) -> bool:
         return True
 
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        biased = source.flag("attention_bias")
-        mlp_bias = source.flag("mlp_bias")
-        windows = read_windows(source, layers, used=False, otherwise=list)
-        return {"qkv_bias": biased, "out_bias": biased, "mlp_bias": mlp_bias, **windows}
-
     def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
         if config.channels % config.heads:
             raise ValueError(
                 f"model.channels={config.channels} with model.heads={config.heads}: "
                 "Llama wants a multiple of the heads"
             )
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
-            "head_dim": config.head_size,
-        }
 
 
 @register
@@ -60,15 +47,10 @@ class SmolLM3(Family):
         "rope_theta": 2000000.0,
         "tie_word_embeddings": True,
     }
-    keys = (
-        "attention_bias",
-        "mlp_bias",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "use_sliding_window",
-        "sliding_window",
-    )
-    features = ("nope_layers", "qkv_bias", "out_bias", "mlp_bias", "window", "window_layers")
+    flags = BIASES
+    keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window")
+    features = ("nope_layers", "window", "window_layers")
+    states_head_dim = False
 
     def suits(self, config: GPTConfig) -> bool:
         some_windowed = config.window_layers is not None
@@ -76,43 +58,22 @@ class SmolLM3(Family):
         return bool(config.nope_layers) or (some_windowed and is_biased)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        biased = source.flag("attention_bias")
-        unrotated = read_unrotated(source, layers)
-        used = source.flag("use_sliding_window")
-        return {
-            "nope_layers": unrotated,
-            "qkv_bias": biased,
-            "out_bias": biased,
-            "mlp_bias": source.flag("mlp_bias"),
-            **read_windows(source, layers, used, otherwise=lambda: unrotated),
-        }
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
+        return {"nope_layers": self.default_windowed(source, layers)}
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        keys = {
-            "use_sliding_window": config.window is not None,
-            **write_windows(config),
-            "attention_bias": config.qkv_bias,
-            "mlp_bias": config.mlp_bias,
-            "no_rope_layers": [int(n not in config.nope_layers) for n in range(config.layers)],
-        }
-        if config.head_dim is not None:
-            keys["head_dim"] = config.head_size
-        return keys
+        rotates = [int(n not in config.nope_layers) for n in range(config.layers)]
+        return {"no_rope_layers": rotates}
 
-
-def read_unrotated(source: ConfigJson, layers: int) -> list[int]:
-    """The layers without rotation: those with 0 in no_rope_layers, by default every fourth."""
-    flags = source.get("no_rope_layers")
-    if flags is None:
-        every = source.with_defaults({"no_rope_layer_interval": 4}).size("no_rope_layer_interval")
-        return list(range(every - 1, layers, every))
-    is_list = isinstance(flags, list) and len(flags) >= layers
-    if not is_list or any(flag not in (0, 1) for flag in flags):
-        raise source.error(
-            f"no_rope_layers={json.dumps(flags)[:80]} must be a list of {layers} times 0 or 1"
-        )
-    return [n for n in range(layers) if not flags[n]]
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        """Return the layers without rotation: 0 in no_rope_layers, by default every fourth."""
+        flags = source.get("no_rope_layers")
+        if flags is None:
+            name = "no_rope_layer_interval"
+            every = source.with_defaults({name: 4}).size(name)
+            return list(range(every - 1, layers, every))
+        is_list = isinstance(flags, list) and len(flags) >= layers
+        if not is_list or any(flag not in (0, 1) for flag in flags):
+            raise source.error(
+                f"no_rope_layers={json.dumps(flags)[:80]} must be a list of {layers} times 0 or 1"
+            )
+        return [n for n in range(layers) if not flags[n]]

@@ -7,7 +7,7 @@ from typing import Any
 from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import read_windows, register, write_rope
+from longctx.model.families.family import register, write_rope
 from longctx.model.families.mistral import Mistral
 
 BETA = "llama_4_scaling_beta"
@@ -37,14 +37,15 @@ class Ministral3(Mistral):
         "max_position_embeddings": 262144,
         "rms_norm_eps": 1e-5,
     }
-    keys = ("sliding_window", BETA)
+    rope = ROPE
+    keys = (BETA,)
     features = ("window", "query_growth")
 
     def suits(self, config: GPTConfig) -> bool:
         return bool(config.query_growth) and config.qk_norm == "none"
 
     def read(self, source: ConfigJson) -> GPTConfig:
-        place, rope = source.rope_key, source.get(source.rope_key) or ROPE
+        place, rope = source.rope_key, source.get(source.rope_key) or self.rope
         if not isinstance(rope, dict):
             raise source.error(f"{place}={rope!r} must be an object")
         # as transformers fills it in
@@ -54,13 +55,11 @@ class Ministral3(Mistral):
         if kind in KEYS and ORIGINAL not in KEYS[kind][0]:
             left_out.add(ORIGINAL)
         rest = {key: value for key, value in rope.items() if key not in left_out}
-        keys = source.keys | {place: rest, BETA: rope.get(BETA), ORIGINAL: length}
-        return super().read(ConfigJson(source.file, keys))
+        keys = {place: rest, BETA: rope.get(BETA), ORIGINAL: length}
+        return super().read(source.with_keys(**keys))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        growth = [source.number(BETA, 0.0), float(source.size(ORIGINAL))]
-        windows = read_windows(source, layers, used=True, otherwise=lambda: range(layers))
-        return {"query_growth": growth, **windows}
+        return {"query_growth": [source.number(BETA, 0.0), float(source.size(ORIGINAL))]}
 
     def check_features(self, config: GPTConfig) -> None:
         # one key of rope_parameters holds both lengths
@@ -70,9 +69,8 @@ class Ministral3(Mistral):
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         beta, tokens = config.query_growth
         added = {BETA: beta, ORIGINAL: int(tokens)}
-        ropes = {
+        return {
             key: value | added
             for key, value in write_rope(config).items()
             if key in ("rope_parameters", "rope_scaling")
         }
-        return super().write_features(config) | ropes

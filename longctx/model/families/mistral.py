@@ -6,12 +6,13 @@ fourth. transformers saves a Mistral folder with layer_types as Ministral.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import ORIGINAL
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, read_windows, register, write_windows
+from longctx.model.families.family import Family, register
 
 
 @register
@@ -26,18 +27,11 @@ class Mistral(Family):
         "sliding_window": 4096,
         "max_position_embeddings": 131072,
     }
-    keys: ClassVar[tuple[str, ...]] = ("sliding_window",)
     harmless = ("use_sliding_window",)
     features: ClassVar[tuple[str, ...]] = ("window",)
 
     def suits(self, config: GPTConfig) -> bool:
         return config.window is not None and not config.qkv_bias
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return read_windows(source, layers, used=True, otherwise=lambda: range(layers))
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"sliding_window": config.window, "head_dim": config.head_size}
 
 
 @register
@@ -52,9 +46,6 @@ class Ministral(Mistral):
     def suits(self, config: GPTConfig) -> bool:
         return config.window_layers is not None and not config.qkv_bias
 
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {**write_windows(config), "head_dim": config.head_size}
-
 
 CWM_THETA = 1_000_000.0
 CWM_ROPE = {
@@ -68,7 +59,7 @@ CWM_ROPE = {
 
 
 @register
-class Cwm(Family):
+class Cwm(Ministral):
     """A family to read only: Ministral or Llama computes the same, and they write it."""
 
     model_type = "cwm"
@@ -81,17 +72,10 @@ class Cwm(Family):
         "rope_theta": CWM_THETA,
         "sliding_window": 8192,
     }
-    keys = ("sliding_window",)
-    harmless = ("use_sliding_window",)
+    rope = CWM_ROPE
 
     def suits(self, config: GPTConfig) -> bool:
         return False
 
-    def read(self, source: ConfigJson) -> GPTConfig:
-        if source.get("rope_parameters") is None:
-            source = ConfigJson(source.file, source.keys | {"rope_parameters": CWM_ROPE})
-        return super().read(source)
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        windowed = [n for n in range(layers) if n % 4]
-        return read_windows(source, layers, used=True, otherwise=lambda: windowed)
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return [n for n in range(layers) if n % 4]

@@ -7,7 +7,7 @@ from typing import Any
 from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import ORIGINAL
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, read_windows, register
+from longctx.model.families.family import Family, register
 
 
 @register
@@ -25,7 +25,7 @@ class Phi3(Family):
         ORIGINAL: 4096,
         "rms_norm_eps": 1e-5,
     }
-    keys = ("sliding_window", "partial_rotary_factor")
+    keys = ("partial_rotary_factor",)
     # auto_map: code of Microsoft's folders, the same computation as transformers' own class
     harmless = (
         *("attention_bias", "auto_map", "embd_pdrop", "full_attn_mod", "interpolate_factor"),
@@ -36,6 +36,7 @@ class Phi3(Family):
         **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     }
     features = ("window", "rotary_share")
+    states_head_dim = False
 
     def suits(self, config: GPTConfig) -> bool:
         is_plain = config.norms == "pre" and config.qk_norm == "none"
@@ -46,22 +47,18 @@ class Phi3(Family):
         # what the first folders called longrope
         if isinstance(rope, dict) and rope.get("type", rope.get("rope_type")) in ("su", "yarn"):
             rope = {key: rope[key] for key in rope if key != "type"} | {"rope_type": "longrope"}
-            source = ConfigJson(source.file, source.keys | {source.rope_key: rope})
+            source = source.with_keys(**{source.rope_key: rope})
         return super().read(source)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         kind = source.rope()[1].get("rope_type", "default")
         source.refuse_unless(f"{source.rope_key}.rope_type", kind, ("longrope", "default"))
-        return read_windows(source, layers, used=True, otherwise=lambda: range(layers))
+        return {}
 
     def check_features(self, config: GPTConfig) -> None:
         if config.rope_scaling.get("rope_type", "default") not in ("default", "longrope"):
             raise self.cannot(config, "rope_scaling")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        keys: dict[str, Any] = {"sliding_window": config.window}
-        if config.head_dim is not None:
-            keys["head_dim"] = config.head_size
-        if original := config.rope_scaling.get(ORIGINAL):
-            keys[ORIGINAL] = original
-        return keys
+        original = config.rope_scaling.get(ORIGINAL)
+        return {ORIGINAL: original} if original else {}

@@ -6,6 +6,7 @@ stretches the others alone. In EXAONE 4 the layers without a window have no posi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
@@ -13,10 +14,9 @@ from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import (
     Family,
     TwoRopes,
-    read_windows,
+    all_but_every,
     register,
     windowed_layers,
-    write_windows,
 )
 
 
@@ -28,28 +28,12 @@ class Olmo2(Family):
     class_name = "Olmo2"
     rank = 5
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-    keys: ClassVar[tuple[str, ...]] = ("attention_bias",)
-    features: ClassVar[tuple[str, ...]] = ("norms", "qk_norm", "qkv_bias", "out_bias")
+    fixed = {"norms": "post", "qk_norm": "whole"}
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
+    states_head_dim = False
 
     def suits(self, config: GPTConfig) -> bool:
         return config.norms == "post" and config.qk_norm == "whole"
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        biased = source.flag("attention_bias")
-        block = {"norms": "post", "qk_norm": "whole", "qkv_bias": biased, "out_bias": biased}
-        return block | self.read_kinds(source, layers)
-
-    def read_kinds(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        """Return the windows."""
-        return read_windows(source, layers, used=False, otherwise=list)
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.out_bias != config.qkv_bias:
-            raise self.cannot(config, "out_bias")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        own_size = {} if config.head_dim is None else {"head_dim": config.head_size}
-        return own_size | {"attention_bias": config.qkv_bias}
 
 
 @register
@@ -60,19 +44,14 @@ class Olmo3(TwoRopes, Olmo2):
     class_name = "Olmo3"
     rank = 6
     defaults = Olmo2.defaults | {"sliding_window": 4096}
-    keys = (*Olmo2.keys, "sliding_window")
-    features = (*Olmo2.features, "window", "window_layers", "window_rope_theta")
+    features = ("window", "window_layers", "window_rope_theta")
     thetas = 500_000.0, 500_000.0
 
     def suits(self, config: GPTConfig) -> bool:
         return super().suits(config) and config.window is not None
 
-    def read_kinds(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        windowed = [n for n in range(layers) if (n + 1) % 4]
-        return read_windows(source, layers, used=True, otherwise=lambda: windowed)
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_features(config) | write_windows(config)
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return all_but_every(4, layers)
 
 
 @register
@@ -89,24 +68,22 @@ class Exaone4(Family):
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     }
-    keys = ("sliding_window", "sliding_window_pattern")
-    features = ("norms", "qk_norm", "nope_layers", "window", "window_layers")
+    fixed = {"norms": "post", "qk_norm": "head"}
+    keys = ("sliding_window_pattern",)
+    features = ("nope_layers", "window", "window_layers")
+    states_head_dim = False
 
     def suits(self, config: GPTConfig) -> bool:
         return config.norms == "post" and config.qk_norm == "head"
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        def local_layers() -> list[int]:
-            every = source.size("sliding_window_pattern")
-            return [n for n in range(layers) if (n + 1) % every]
+        if source.get("sliding_window") is None:
+            return {}
+        windowed = self.read_windowed(source, layers)
+        return {"nope_layers": [n for n in range(layers) if n not in windowed]}
 
-        windows = read_windows(source, layers, used=True, otherwise=local_layers)
-        windowed = windows.get("window_layers", ())
-        if windowed is None or source.get("sliding_window") is None:
-            unrotated = []
-        else:
-            unrotated = [n for n in range(layers) if n not in windowed]
-        return {"norms": "post", "qk_norm": "head", "nope_layers": unrotated, **windows}
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return all_but_every(source.size("sliding_window_pattern"), layers)
 
     def check_features(self, config: GPTConfig) -> None:
         full = sorted({*range(config.layers)} - {*windowed_layers(config)})
@@ -114,7 +91,6 @@ class Exaone4(Family):
             raise self.cannot(config, "nope_layers")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        own_size = {} if config.head_dim is None else {"head_dim": config.head_size}
         # A window without layers tells transformers to leave positions out
-        window = config.window or (4096 if config.nope_layers else None)
-        return own_size | write_windows(config) | {"sliding_window": window}
+        default = self.defaults["sliding_window"] if config.nope_layers else None
+        return {"sliding_window": config.window or default}
