@@ -22,11 +22,19 @@ from longctx.model.families.config_json import ConfigJson
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
-# Keys of GPTConfig that every family can express, whatever their values.
-COMMON = (
-    *("vocab_size", "layers", "channels", "heads", "kv_heads", "head_dim", "ffn"),
-    *("rope_theta", "rope_scaling", "norm_eps", "tied", "context", "init_std"),
-)
+# What every family reads and writes: key of config.json → key of GPTConfig
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "channels",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "max_position_embeddings": "context",
+}
+FLAGS = {"tie_word_embeddings": ("tied",)}
+# Other keys of GPTConfig that every family can express
+COMMON = ("head_dim", "rope_theta", "rope_scaling", "norm_eps", "init_std")
 
 
 class Family:
@@ -118,38 +126,35 @@ class Family:
             source = source.with_keys(rope_parameters=self.rope)
         source = source.with_defaults(self.defaults)
         source.refuse_uncovered(self.read_keys(), self.harmless)
-        layers, heads = source.size("num_hidden_layers"), source.size("num_attention_heads")
-        channels, head_dim = source.size("hidden_size"), None
-        if source.get("head_dim") is not None and source.size("head_dim") * heads != channels:
-            head_dim = source.size("head_dim")
-        shared = source.get("num_key_value_heads") is not None
-        theta, scaling = source.rope()
-        windowed = self.read_windowed(source, layers)
-        config = GPTConfig(
-            vocab_size=source.size("vocab_size"),
-            layers=layers,
-            channels=channels,
-            heads=heads,
-            kv_heads=source.size("num_key_value_heads") if shared else heads,
-            head_dim=head_dim,
-            ffn=source.size("intermediate_size"),
-            rope_theta=theta,
-            rotary_share=source.rotary_share("rotary_share" in self.features),
-            norm_eps=source.number("rms_norm_eps", 1e-6),
-            tied=source.flag("tie_word_embeddings"),
-            init_std=source.number("initializer_range", 0.02),
-            context=source.size("max_position_embeddings"),
-            window=source.size("sliding_window") if windowed else None,
-            window_layers=windowed if 0 < len(windowed) < layers else None,
-        )
-        values = dict(self.fixed)
-        for key, names in self.flags.items():
+        if source.get("num_key_value_heads") is None:  # every head has keys of its own
+            source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
+        layers, (theta, scaling) = source.size("num_hidden_layers"), source.rope()
+        values: dict[str, Any] = {
+            **self.fixed,
+            **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
+            **{ours: source.number(key, 1.0) for key, ours in self.numbers.items()},
+            "rope_theta": theta,
+            "rotary_share": source.rotary_share("rotary_share" in self.features),
+            "norm_eps": source.number("rms_norm_eps", 1e-6),
+            "init_std": source.number("initializer_range", 0.02),
+        }
+        for key, names in (FLAGS | self.flags).items():
             values |= dict.fromkeys(names, source.flag(key))
-        values |= {ours: source.size(key) for key, ours in self.sizes.items()}
-        values |= {ours: source.number(key, 1.0) for key, ours in self.numbers.items()}
+        # channels / heads is what null means, so an equal model has an equal config
+        if source.get("head_dim") is not None:
+            size = source.size("head_dim")
+            is_usual = size * values["heads"] == values["channels"]
+            values["head_dim"] = None if is_usual else size
+        if windowed := self.read_windowed(source, layers):
+            values["window"] = source.size("sliding_window")
+            values["window_layers"] = None if len(windowed) == layers else windowed
+
+        # Keys such as experts.count are those of a group
+        config = GPTConfig()
         for name, value in (values | self.read_features(source, layers)).items():
             group, _, key = name.rpartition(".")
             setattr(attrgetter(group)(config) if group else config, key, value)
+        # Checked apart, since its errors name the key of the file
         path = f"{source.file}: {source.rope_key}"
         check_scaling(path, scaling, config.rotary_size, config.context)
         config.rope_scaling = scaling
@@ -176,8 +181,9 @@ class Family:
     def check(self, config: GPTConfig) -> None:
         """Raise ValueError naming the first key of `config` that this family cannot express."""
         default = GPTConfig()
-        free = {*COMMON, *self.features, *self.sizes.values(), *self.numbers.values()}
-        for names in self.flags.values():
+        free = {*COMMON, *self.features, *SIZES.values(), *self.sizes.values()}
+        free |= {*self.numbers.values()}
+        for names in (FLAGS | self.flags).values():
             free |= {*names}
             for name in names:
                 if attrgetter(name)(config) != attrgetter(names[0])(config):
@@ -203,8 +209,10 @@ class Family:
         self.check(config)
         if config.rope_scaling.get("rope_type") == "dynamic":
             context = config.context or context  # from which its base starts to grow
+        # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
-        own = {key: names[0] for key, names in self.flags.items()} | self.sizes | self.numbers
+        flags = {key: names[0] for key, names in (FLAGS | self.flags).items()}
+        own = SIZES | flags | self.sizes | self.numbers
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
         if self.states_head_dim or config.head_dim is not None:
             values["head_dim"] = config.head_size
@@ -220,21 +228,14 @@ class Family:
         return {
             "architectures": [f"{self.class_name}ForCausalLM"],
             "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.channels,
-            "intermediate_size": config.ffn,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
+            **values,
             "hidden_act": "silu",
             "max_position_embeddings": context,
             "initializer_range": config.init_std,
             "rms_norm_eps": config.norm_eps,
-            "tie_word_embeddings": config.tied,
             "attention_dropout": 0.0,
             "use_cache": True,
             **write_rope(config),
-            **values,
             **self.write_features(config),
         }
 

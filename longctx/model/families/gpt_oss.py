@@ -11,7 +11,7 @@ from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Fold, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
-from longctx.model.families.mixtral import AUX_LOSS, read_balance
+from longctx.model.families.softmax_experts import AUX_LOSS, read_balance
 
 # transformers' own, where config.json has none
 ROPE = {

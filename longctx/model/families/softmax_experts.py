@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with experts in all layers, or in some."""
+"""Mixtral: Mistral with experts in every layer; Qwen3-MoE: Qwen3 with experts in all or some.
+
+A softmax router chooses. The weights of a token's experts add up to 1, in Qwen3-MoE if it says so.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,52 @@ from typing import Any
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
-from longctx.model.families.mixtral import AUX_LOSS, read_balance
+
+AUX_LOSS = "router_aux_loss_coef"
+
+
+@register
+class Mixtral(Family):
+    """No biases; one window, or none."""
+
+    model_type = "mixtral"
+    class_name = "Mixtral"
+    rank = 5
+    defaults = {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    sizes = {
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+    }
+    keys = ("router_jitter_noise", AUX_LOSS)
+    harmless = ("output_router_logits",)
+    names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    features = ("window", "experts.ffn", "experts.balance")
+
+    def suits(self, config: GPTConfig) -> bool:
+        return config.experts.count is not None and config.qk_norm == "none"
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        source.refuse_unless("router_jitter_noise", source.get("router_jitter_noise", 0.0), (0.0,))
+        return {"experts.balance": read_balance(source)}
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {
+            "intermediate_size": config.expert_ffn,
+            AUX_LOSS: config.experts.balance,
+        }
+
+
+def read_balance(source: ConfigJson) -> float:
+    """Return the factor of the balancing loss; 0 if it is missing."""
+    value = source.get(AUX_LOSS)
+    return source.number(AUX_LOSS, 1.0) if value else 0.0
 
 
 @register
