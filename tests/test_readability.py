@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 205,
-    "lines": 41632,
+    "files": 201,
+    "lines": 41363,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
