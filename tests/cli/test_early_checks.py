@@ -1,4 +1,4 @@
-"""A path that is missing, or exists already, is a mistake before torch is imported."""
+"""A mistake is one line before torch is imported: a wrong key, a missing path, an absent GPU."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import torch
 
 from longctx import cli
 from longctx.cli import early_checks
+from longctx.parallel.launch import TORCHRUN
 from longctx.planner import hardware
 from longctx.runs import run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
@@ -48,8 +49,29 @@ def write_checkpoint(path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["wacth"], "did you mean watch?"),
+        (["bench"], "bench: not a command"),
+        (["kernels"], "kernels show"),
+        (["watch"], "RUN is missing"),
+        (["watch", "runs/a", "runs/b"], "runs/b: one too many"),
+        (["watch", "runs/none"], "runs/none: no such folder"),
+        (["compare"], "RUNS is missing"),
+        (["compare", "outt=x"], "did you mean out?"),
+        (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
+        (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
+        (["dashboard", "--project", "p"], "--project: not an option"),
+        (["dashboard"], "project is not set"),
+        (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
+        (["train", "++model.layers=2"], "did you mean model.layers?"),
+        (["train", "resume="], "resume="),
+        (["resume", "runs/a", "max_step=3"], "did you mean max_steps?"),
+        (["train", "resume=."], "it has no config.yaml"),
+        (["train", "resume=runs/nothing"], "resume=runs/nothing: no such folder"),
+        (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
+        (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),
+        (["train", "sample_prompt=x\udcff"], r"sample_prompt=x\udcff: not text"),
+        (["train", "plugins=no.py"], "plugins=no.py: no such file"),
         (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
-        (["train", "data=needles", "data.path=no/"], "data.path=no/: no such file"),
         (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
         (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),
         (["train", "name=done"], "name=done: runs/done exists already"),
@@ -64,12 +86,9 @@ def write_checkpoint(path: Path) -> None:
         (["train", "data=text", "data.path=broken.jsonl"], "broken.jsonl:2: not JSON"),
         (["train", "data=text", "data.path=other.jsonl"], "other.jsonl:1: no field 'text'"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
-        (["train", "attention=sdpa", "attention.options.x=1"], "x=1 is not an option of sdpa"),
-        (["train", "-m", "seq_len=64,128", "data=text", "data.path=no"], "data.path=no: no such"),
         (["eval", "runs/dnoe"], "did you mean runs/done?"),
         (["eval", "runs"], "checkpoint=runs: not the folder of a run"),
-        (["eval", "checkpoint=runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
-        (["export", "runs/dnoe", "out"], "run=runs/dnoe: no such file or folder"),
+        (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
         pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),
         pytest.param(["train", "attention.options.kernel=hopper"], "Hopper GPU", marks=NO_GPU),
@@ -111,35 +130,39 @@ def test_no_large_library_is_imported_before(
     assert message in process.stderr
 
 
-def test_a_damaged_last_checkpoint_is_no_end_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step-00000007.ckpt").write_bytes(b"PK cut short")
-    run_folder.check_unfinished(tmp_path, 7)
-    (tmp_path / "checkpoints" / "step-00000008.ckpt").mkdir()
-    run_folder.check_unfinished(tmp_path, 8)
-    (tmp_path / "checkpoints" / "step-00000008.ckpt").rmdir()
-    write_checkpoint(tmp_path / "checkpoints" / "step-00000008.ckpt")
-    run_folder.check_unfinished(tmp_path, 9)
+def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here: Path) -> None:
+    run = here / "runs" / "done"
+    damaged = run / "checkpoints" / "step-00000008.ckpt"
+    damaged.mkdir()
+    run_folder.check_unfinished(run, 8)
+    damaged.rmdir()
+    write_checkpoint(damaged)
+    run_folder.check_unfinished(run, 9)
     with pytest.raises(ValueError, match="8 steps"):
-        run_folder.check_unfinished(tmp_path, 8)
+        run_folder.check_unfinished(run, 8)
 
 
+@pytest.mark.parametrize(
+    ("words", "launcher", "is_said"),
+    [
+        (["devices=2"], [], False),
+        (["devices=8"], [], True),
+        # rank 0 warns of its own machine
+        ([], ["0", "16", "0", "8", "node1", "29500"], True),
+    ],
+)
 def test_processes_that_share_cores_are_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    launcher: list[str],
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(hardware, "cores", lambda: 2)
-    for devices, is_said in ((2, False), (8, True)):
-        config = cli.compose("train", ["device=cpu", f"devices={devices}"]).config
-        early_checks.check_device(config)
-        output = capsys.readouterr().out
-        assert (f"devices={devices}" in output and "2 cores" in output) == is_said
-    for name, number in (("RANK", 0), ("WORLD_SIZE", 16), ("LOCAL_RANK", 0)):
-        monkeypatch.setenv(name, str(number))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setenv("MASTER_ADDR", "node1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    early_checks.check_device(cli.compose("train", ["device=cpu"]).config)
-    assert "2 cores" in capsys.readouterr().out  # rank 0 warns of its own machine
+    for name, value in zip(TORCHRUN, launcher, strict=False):
+        monkeypatch.setenv(name, value)
+    early_checks.check_device(cli.compose("train", ["device=cpu", *words]).config)
+    assert ("2 cores" in capsys.readouterr().out) == is_said
 
 
 @NO_GPU
