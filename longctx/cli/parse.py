@@ -328,41 +328,46 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     """Return key → value of the file at `path`: nested or dotted keys, or config.yaml of a run.
 
     The keys `given` on the command line are left out, and all keys of a group that it chooses.
-    Defaults are left out too, since another preset may refuse them. A model keeps its defaults: a
-    run does not record its preset.
     """
-    values = file_values(path)
+    values, known = file_values(path), keys(schema)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
-    # A group that a run recorded with all its values becomes its preset and what differs from it
     result: dict[str, Any] = {}
     for group, value in values.items():
-        if not isinstance(value, dict):
-            result[group] = value
-            continue
-        usual: dict[str, Any] = {}
-        if group in keys(schema) and keys(schema)[group].is_group:
-            usual = run_folder.plain(keys(schema)[group].type())
-        name = value.get(next(iter(usual), None))
-        if name in presets.names(group):
-            result[group] = name
-            usual |= presets.read(group, name)
-        usual = run_folder.flat({group: usual})
-        for key, inner in run_folder.flat({group: value}).items():
-            if (group == "model" and inner != []) or key not in usual or usual[key] != inner:
-                result[key] = inner
-    without = set(given)
+        if isinstance(value, dict) and group in known and known[group].is_group:
+            result |= differing(group, value, known[group].type)
+        else:
+            result |= run_folder.flat({group: value})
+    # max_steps in place of max_tokens, or another schedule
+    without = set(given) | replaced(given)
     # passkey=false switches a group off, as a preset replaces it
     without |= {name.partition(".")[0] for name, value in given.items() if value is False}
-    # max_steps in place of max_tokens, or another schedule
-    without |= replaced(given)
     full = {full_key(schema, name): value for name, value in result.items()}
     return {
         name: value
         for name, value in full.items()
         if name not in without and name.partition(".")[0] not in without
     }
+
+
+def differing(group: str, values: dict[str, Any], schema: Any) -> dict[str, Any]:
+    """Return the preset of a group that a run recorded whole, and key → value of what differs from
+    it. Another preset on the command line may refuse the defaults of this one.
+
+    A model keeps its defaults: a run does not record its preset.
+    """
+    usual = run_folder.plain(schema())
+    name = values.get(next(iter(usual)))
+    result: dict[str, Any] = {}
+    if name in presets.names(group):
+        result[group] = name
+        usual |= presets.read(group, name)
+    usual = run_folder.flat({group: usual})
+    for key, value in run_folder.flat({group: values}).items():
+        if (group == "model" and value != []) or key not in usual or usual[key] != value:
+            result[key] = value
+    return result
 
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
