@@ -33,7 +33,9 @@ class Block:
     @cached_property
     def linears(self) -> dict[str, Linear]:
         """Every linear layer by the path of its module in the block."""
-        return {f"{part.name}.{x.name}": x for part in self.parts() for x in part.linears}
+        return {
+            f"{part.name}.{linear.name}": linear for part in self.parts() for linear in part.linears
+        }
 
     @cached_property
     def parameters(self) -> int:
@@ -59,7 +61,7 @@ class Block:
         """Return the bytes of its weights, with `each` of one that is not packed as `base`."""
         if base is None:
             return each * self.weights
-        saved = (each * x.weights - x.packed_bytes(base) for x in self.packed)
+        saved = [each * linear.weights - linear.packed_bytes(base) for linear in self.packed]
         return each * self.weights - sum(saved)
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -244,31 +245,33 @@ class GPTConfig(Group):
 
     def blocks(self) -> list[Block]:
         """Return the parts of every block; layers that are alike share one value."""
-        kinds = [
-            (self.window_of(n), n in self.nope_layers, self.has_experts(n))
-            for n in range(self.layers)
+        # All else is the same in every layer
+        differences = [
+            (self.window_of(layer), layer in self.nope_layers, self.has_experts(layer))
+            for layer in range(self.layers)
         ]
-        made = {kind: self.block(kinds.index(kind)) for kind in set(kinds)}
-        return [made[kind] for kind in kinds]
+        blocks = {each: self.block(differences.index(each)) for each in set(differences)}
+        return [blocks[each] for each in differences]
 
     def ropes(self) -> list[Rope]:
         """Return the rotary positions of its layers, each once."""
         ropes: list[Rope] = []
-        for rope in (block.attention.rope for block in self.blocks()):
-            if rope not in ropes:
-                ropes.append(rope)
+        # Their scaling is a dictionary, so a set cannot hold them
+        for block in self.blocks():
+            if block.attention.rope not in ropes:
+                ropes.append(block.attention.rope)
         return ropes
 
     def with_layers(self, chosen: Sequence[int]) -> GPTConfig:
         """Return the model that has these layers alone."""
 
         def renumbered(layers: list[int]) -> list[int]:
-            return [n for n, layer in enumerate(chosen) if layer in layers]
+            return [number for number, layer in enumerate(chosen) if layer in layers]
 
         windows, theirs = self.window_layers, self.transformers
         if theirs:
             cut = {
-                key: [value[n] for n in chosen]
+                key: [value[layer] for layer in chosen]
                 if isinstance(value, list) and len(value) == self.layers
                 else value
                 for key, value in theirs["config"].items()
@@ -284,9 +287,8 @@ class GPTConfig(Group):
         )
 
     def windows(self) -> dict[int | None, int]:
-        """Window (None: the whole past) → the number of layers that have it."""
-        each = [self.window_of(n) for n in range(self.layers)]
-        return {window: each.count(window) for window in dict.fromkeys(each)}
+        """Return window (None: the whole past) → the number of layers that have it."""
+        return dict(Counter(self.window_of(layer) for layer in range(self.layers)))
 
     def check_together(self) -> None:
         """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
@@ -344,7 +346,7 @@ class GPTConfig(Group):
             "experts.dense_layers": self.experts.dense_layers,
         }
         for name, layers in chosen.items():
-            if list(layers) != sorted(set(layers)) or any(not 0 <= n < self.layers for n in layers):
+            if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(self.layers)):
                 raise ValueError(
                     f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, "
                     "each once, in order"
@@ -369,7 +371,8 @@ class GPTConfig(Group):
         """Return rows and columns of every matrix that lora.base can pack."""
         if self.transformers:
             return [(rows, columns) for rows, columns in self.transformers["matrices"]]
-        return [(x.outputs, x.columns) for block in self.blocks() for x in block.packed]
+        packed = [linear for block in self.blocks() for linear in block.packed]
+        return [(linear.outputs, linear.columns) for linear in packed]
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
@@ -449,7 +452,8 @@ class LoraConfig:
         if self.rank is None:
             return 0
         if model.transformers:
-            return self.rank * sum(model.transformers["lora"].get(x, 0) for x in self.targets)
+            sizes = model.transformers["lora"]
+            return self.rank * sum(sizes.get(target, 0) for target in self.targets)
         linears = [linear for block in model.blocks() for linear in block.linears.values()]
-        sizes = [x.columns + x.outputs for x in linears if x.name in self.targets]
-        return self.rank * sum(sizes)
+        targets = [linear for linear in linears if linear.name in self.targets]
+        return self.rank * sum(linear.columns + linear.outputs for linear in targets)

@@ -30,7 +30,9 @@ class NamedGroup(Group):
     def filled(self: Chosen) -> Chosen:
         """Return a copy with the defaults of its name in place of nulls."""
         defaults = self.traits.keys.items()
-        return replace(self, **{k: value for k, value in defaults if getattr(self, k) is None})
+        return replace(
+            self, **{key: value for key, value in defaults if getattr(self, key) is None}
+        )
 
 
 @dataclass

@@ -113,7 +113,7 @@ class ContextConfig:
 
 def divisors(number: int) -> list[int]:
     """Return all whole numbers that divide `number`, in order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:

@@ -71,7 +71,10 @@ class RopeConfig(Group):
         allowed = sum(KEYS.get(self.type, ((), ())), ())
         for name, value in self.options.items():
             if name not in allowed or name in ("factor", ORIGINAL):
-                options = ", ".join(x for x in allowed if x not in ("factor", ORIGINAL)) or "none"
+                options = (
+                    ", ".join(option for option in allowed if option not in ("factor", ORIGINAL))
+                    or "none"
+                )
                 raise ValueError(
                     f"rope.options.{name}={value}: not an option of rope={self.type}; "
                     f"it has: {options}"
@@ -79,40 +82,40 @@ class RopeConfig(Group):
 
 
 def check_scaling(
-    place: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
+    prefix: str, scaling: Mapping[str, Any], head_dim: int, context: int | None
 ) -> None:
-    """Raise ValueError for the first wrong key of rope_parameters, which are called `place`."""
+    """Raise ValueError for the first wrong key of rope_parameters; `prefix` begins its name."""
     rope_type = scaling.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in KEYS:
         raise ValueError(
-            f"{place}.rope_type={rope_type} is not covered; there are {', '.join(KEYS)}"
+            f"{prefix}.rope_type={rope_type} is not covered; there are {', '.join(KEYS)}"
         )
     needed, optional = KEYS[rope_type]
     for name in needed:
         if scaling.get(name) is None:
-            raise ValueError(f"{place}.{name} is missing, which rope_type={rope_type} needs")
+            raise ValueError(f"{prefix}.{name} is missing, which rope_type={rope_type} needs")
     for name, value in scaling.items():
         if name == "rope_type":
             continue
         if name not in (*needed, *optional):
-            raise ValueError(f"{place}.{name}={value!r} is not covered for rope_type={rope_type}")
+            raise ValueError(f"{prefix}.{name}={value!r} is not covered for rope_type={rope_type}")
         is_right, expected = _checked(name, value, head_dim)
         if value is not None and not is_right:
             # Lists are too long for a line
             shown = "" if isinstance(value, list | tuple) else f"={value!r}"
-            raise ValueError(f"{place}.{name}{shown} must be {expected}")
+            raise ValueError(f"{prefix}.{name}{shown} must be {expected}")
     if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ValueError(
-            f"{place}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
+            f"{prefix}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
         )
     by_length = rope_type in ("dynamic", "longrope")
     if context is None and (by_length or (rope_type == "yarn" and not scaling.get("factor"))):
         raise ValueError(
-            f"{place}.rope_type={rope_type}: needs model.context, the tokens that the model was "
+            f"{prefix}.rope_type={rope_type}: needs model.context, the tokens that the model was "
             "made for"
         )
     if rope_type == "dynamic" and head_dim <= 2:
-        raise ValueError(f"{place}.rope_type=dynamic: needs heads of more than 2 channels")
+        raise ValueError(f"{prefix}.rope_type=dynamic: needs heads of more than 2 channels")
 
 
 def _checked(name: str, value: Any, head_dim: int) -> tuple[bool, str]:

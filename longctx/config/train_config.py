@@ -298,7 +298,7 @@ class TrainConfig(Group):
         """Return the keys that lr_schedule has, with its defaults in place of nulls."""
         defaults = SCHEDULES[self.lr_schedule].keys
         given = {name: getattr(self, name) for name in defaults}
-        return {k: defaults[k] if value is None else value for k, value in given.items()}
+        return {key: defaults[key] if value is None else value for key, value in given.items()}
 
     def _check_objective(self) -> None:
         """Raise ValueError for what the objective does not go with."""
@@ -391,15 +391,16 @@ class TrainConfig(Group):
         """Raise ValueError if the matrices of `model` have no FP8 products as asked for."""
         if self.precision != "fp8":
             return
-        D = model.head_size
-        gates = [("heads", model.heads)] if model.attention_gate == "head" else []
-        for name, size in (
-            *gates,
-            ("channels", model.channels),
-            ("ffn", model.ffn),
-            ("heads × head size", model.heads * D),
-            ("(heads + 2 · kv_heads) × head size", (model.heads + 2 * model.kv_heads) * D),
-        ):
+        query_size, key_size = model.heads * model.head_size, model.kv_heads * model.head_size
+        sizes = {
+            "channels": model.channels,
+            "ffn": model.ffn,
+            "heads × head size": query_size,
+            "(heads + 2 · kv_heads) × head size": query_size + 2 * key_size,
+        }
+        if model.attention_gate == "head":
+            sizes["heads"] = model.heads
+        for name, size in sizes.items():
             if size % 16:
                 raise ValueError(
                     f"precision=fp8: model.{name}={size} is not a multiple of 16, as FP8 products "
