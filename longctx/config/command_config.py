@@ -7,7 +7,7 @@ from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, Group, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
@@ -43,12 +43,12 @@ class SampleConfig(Group):
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
     )
-    max_new_tokens: int = key(200, "of each text; fewer if it ends", between=(1, 2**31))
+    max_new_tokens: int = positive(200, "of each text; fewer if it ends", limit=2**31)
     temperature: float = key(
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
-    top_k: int | None = key(
-        None, "choose among the k likeliest tokens; null: among all", between=(1, 2**31)
+    top_k: int | None = positive(
+        None, "choose among the k likeliest tokens; null: among all", limit=2**31
     )
     top_p: float | None = key(
         None,
@@ -112,7 +112,7 @@ class GenerateConfig(SampleConfig):
     chat: bool = key(
         False, "the prompt is a message; the answer is asked for by the model's chat template"
     )
-    batch_size: int = key(8, "prompts at a time", between=(1, 2**20))
+    batch_size: int = positive(8, "prompts at a time", limit=2**20)
     out: str | None = key(None, "write prompts and texts to this .jsonl too")
 
     def check_together(self) -> None:
@@ -165,9 +165,7 @@ class PlanOptions:
         "host memory, as gpu_memory; auto: this machine's, or 128 GiB for each GPU if gpu= is not "
         "here",
     )
-    gpus_per_machine: int = key(
-        8, "beyond them, GPUs reach each other by network", between=(1, 4096)
-    )
+    gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
     backends: tuple[str, ...] = key(
         ("naive", "sdpa", "flash"), "attention backends", choices=DESCRIPTIONS

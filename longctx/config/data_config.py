@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.config.doors import Door
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, positive
 
 SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 
@@ -53,17 +53,15 @@ class DataConfig(Group):
     )
     name: str | None = key(None, "hub: configuration of a data set that has several")
     split: str = key(
-        "train",
-        "hub: split of the data set to read; validation documents are taken out of it",
+        "train", "hub: split of the data set to read; validation documents are taken out of it"
     )
     files: Any = key(
-        None,
-        "hub: the files to read, with a builder: data.path=json data.files=a.jsonl",
+        None, "hub: the files to read, with a builder: data.path=json data.files=a.jsonl"
     )
     revision: str | None = key(
         None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
     )
-    documents: int | None = key(None, "documents to read at most; null: all", between=(1, 10**12))
+    documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
     length: int = key(8192, "needles: characters of a document", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(
@@ -71,8 +69,7 @@ class DataConfig(Group):
         "several documents in a sequence; false: one in each, for a model whose layers mix them",
     )
     tokenizer: str | None = key(
-        None,
-        "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents",
+        None, "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents"
     )
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(
@@ -83,8 +80,7 @@ class DataConfig(Group):
         below=1,
     )
     cache: str | None = key(
-        None,
-        "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx",
+        None, "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx"
     )
 
     def check_together(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, Group, group, key, refuse
+from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
@@ -43,7 +43,7 @@ class PasskeyConfig:
         between=(0, 1),
         distinct=True,
     )
-    samples: int = key(10, "texts for each length, depth and kind", between=(1, 10**6))
+    samples: int = positive(10, "texts for each length, depth and kind", limit=10**6)
     kinds: list[str] = key(
         list(KINDS), "passkey: one number | needle: one among others", choices=KINDS, distinct=True
     )
@@ -62,7 +62,7 @@ class RulerConfig(Group):
         thousand=1024,
         distinct=True,
     )
-    samples: int = key(20, "texts for each task and length; RULER takes 500", between=(1, 10**6))
+    samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
     tasks: list[str] | None = key(None, "null: all 13", choices=RULER_TASKS, distinct=True)
     seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
     squad: str | None = key(
@@ -115,20 +115,20 @@ class EvalConfig(Group):
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
     )
-    seq_len: int | None = key(
+    seq_len: int | None = positive(
         None,
         "tokens that the model sees at most; null: the length that the run trained at",
-        between=(1, 10**12),
+        limit=10**12,
         thousand=1024,
     )
-    stride: int | None = key(
+    stride: int | None = positive(
         None,
         "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
-        between=(1, 10**12),
+        limit=10**12,
         thousand=1024,
     )
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
-    documents: int | None = key(None, "documents to score at most", between=(1, 10**12))
+    documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(
         None,
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
@@ -136,15 +136,13 @@ class EvalConfig(Group):
         between=(2, float("inf")),
         thousand=1024,
     )
-    batch_size: int | None = key(
-        None,
-        "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU",
-        between=(1, 10**12),
+    batch_size: int | None = positive(
+        None, "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU", limit=10**12
     )
     device: str = key(
         "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
     )
-    devices: int = key(1, "GPUs, or processes on a CPU", between=(1, 4096))
+    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096)
     precision: str = key(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
     )

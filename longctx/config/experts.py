@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, positive
 from longctx.config.parts import FP32, Exact, FeedForward, Linear, Pass, Piece
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
@@ -29,9 +29,9 @@ class ExpertsConfig(Group):
     count: int | None = key(
         None, "of a layer; null: one feed-forward network, no experts", between=(2, 4096)
     )
-    per_token: int = key(2, "experts that compute each token", between=(1, 4096), needs="count")
-    ffn: int | None = key(
-        None, "inner width of an expert; null: model.ffn", between=(1, 2**20), needs="count"
+    per_token: int = positive(2, "experts that compute each token", limit=4096, needs="count")
+    ffn: int | None = positive(
+        None, "inner width of an expert; null: model.ffn", limit=2**20, needs="count"
     )
     dense_layers: list[int] = key(
         [], "layers without experts, as in Qwen3-MoE; first is 0", between=(0, 4095), needs="count"
@@ -43,17 +43,14 @@ class ExpertsConfig(Group):
         choices=("softmax", "sigmoid_bias"),
         needs="count",
     )
-    groups: int = key(
+    groups: int = positive(
         1,
         "equal parts of the experts, of which a token chooses first",
-        between=(1, 2048),
+        limit=2048,
         needs="router=sigmoid_bias",
     )
-    groups_per_token: int = key(
-        1,
-        "groups in which a token has its experts",
-        between=(1, 2048),
-        needs="router=sigmoid_bias",
+    groups_per_token: int = positive(
+        1, "groups in which a token has its experts", limit=2048, needs="router=sigmoid_bias"
     )
     shared: int = key(
         0,

@@ -72,6 +72,11 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def positive(default: Any, meaning: str, limit: int = 10**9, **rules: Any) -> Any:
+    """Declare a field that counts something: a whole number from 1 to `limit`."""
+    return key(default, meaning, between=(1, limit), **rules)
+
+
 def group(schema: type) -> Any:
     """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`."""
     return dataclasses.field(default_factory=schema)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, key
+from longctx.config.fields import Group, key, positive
 
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}  # of a chunk of the loss: tokens × words
 NOTHING_TWICE: dict[str, Any] = {
@@ -49,10 +49,8 @@ class MemoryConfig(Group):
         "computed again in backward: none | mlp | block: all (attention=flash: all but attention)",
         choices=("none", "mlp", "block"),
     )
-    keep_every: int | None = key(
-        None,
-        "with recompute=block: save the input of every n-th block only",
-        between=(1, 2**24),
+    keep_every: int | None = positive(
+        None, "with recompute=block: save the input of every n-th block only", limit=2**24
     )
     mlp_tile: int | None = key(
         None,
@@ -64,11 +62,11 @@ class MemoryConfig(Group):
         "with recompute=block: share of the saved activations in pinned host memory",
         between=(0, 1),
     )
-    loss_chunk: int | None = key(
+    loss_chunk: int | None = positive(
         None,
         "tokens whose logits exist at one time; null: 2^29 logits, 2^27 in long, at most 16,384 "
         "tokens; on a CPU 1,024 tokens",
-        between=(1, 2**24),
+        limit=2**24,
     )
     optimizer_state: str | None = key(
         None,

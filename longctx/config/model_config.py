@@ -10,7 +10,7 @@ from typing import Any
 
 from longctx.config.block import Block
 from longctx.config.experts import Experts, ExpertsConfig
-from longctx.config.fields import Group, build, group, key
+from longctx.config.fields import Group, build, group, key, positive
 from longctx.config.parallel_config import divisors
 from longctx.config.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 from longctx.config.rope_config import check_scaling
@@ -27,9 +27,7 @@ class Multipliers(Group):
     )
     logits: float = key(1.0, "factor of the logits, as in Granite", above=0)
     logit_softcap: float | None = key(
-        None,
-        "c: logits become c · tanh(logit / c), as in Gemma 2; null: as they are",
-        above=0,
+        None, "c: logits become c · tanh(logit / c), as in Gemma 2; null: as they are", above=0
     )
 
 
@@ -43,16 +41,16 @@ class GPTConfig(Group):
         "tokens of the vocabulary; null: the tokenizer's, rounded up to a multiple of 64",
         between=(2, 2**31 - 1),
     )
-    layers: int = key(4, "transformer blocks", between=(1, 4096))
-    channels: int = key(128, "width of the residual stream", between=(1, 2**20))
-    heads: int = key(4, "query heads", between=(1, 2**20))
-    kv_heads: int = key(
-        2, "key-value heads, each shared by heads / kv_heads query heads", between=(1, 2**20)
+    layers: int = positive(4, "transformer blocks", limit=4096)
+    channels: int = positive(128, "width of the residual stream", limit=2**20)
+    heads: int = positive(4, "query heads", limit=2**20)
+    kv_heads: int = positive(
+        2, "key-value heads, each shared by heads / kv_heads query heads", limit=2**20
     )
     head_dim: int | None = key(
         None, "channels of a head; null: channels / heads", between=(0, 2**20)
     )
-    ffn: int = key(384, "inner width of SwiGLU", between=(1, 2**20))
+    ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(
         None,
@@ -69,15 +67,13 @@ class GPTConfig(Group):
     nope_layers: list[int] = key(
         [], "layers without rotary embedding, as in SmolLM3; first is 0", between=(0, 4095)
     )
-    window: int | None = key(
+    window: int | None = positive(
         None,
         "keys that a query sees at most, its own among them; null: all before it",
-        between=(1, 2**31 - 1),
+        limit=2**31 - 1,
     )
     window_layers: list[int] | None = key(
-        None,
-        "layers that have the window, the first is 0; null: all",
-        between=(0, 4095),
+        None, "layers that have the window, the first is 0; null: all", between=(0, 4095)
     )
     norms: str = key(
         "pre",
@@ -134,10 +130,10 @@ class GPTConfig(Group):
     )
     multipliers: Multipliers = group(Multipliers)
     experts: ExpertsConfig = group(ExpertsConfig)
-    context: int | None = key(
+    context: int | None = positive(
         None,
         "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
-        between=(1, 2**31 - 1),
+        limit=2**31 - 1,
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
     transformers: dict[str, Any] = key(
@@ -397,16 +393,14 @@ LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.valu
 class LoraConfig:
     """Training of low-rank additions to frozen weights: lora.rank=16."""
 
-    rank: int | None = key(
-        None, "of the additions; null: no LoRA, all weights are trained", between=(1, 4096)
+    rank: int | None = positive(
+        None, "of the additions; null: no LoRA, all weights are trained", limit=4096
     )
     scaling: float = key(
         2.0, "factor of the additions: what others call alpha / rank", needs="rank"
     )
     rslora: bool = key(
-        False,
-        "divide alpha, which is scaling · rank, by √rank in place of rank",
-        needs="rank",
+        False, "divide alpha, which is scaling · rank, by √rank in place of rank", needs="rank"
     )
     targets: list[str] = key(
         list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, Objective, OptimizerTraits
-from longctx.config.fields import Group, check_own, key
+from longctx.config.fields import Group, check_own, key, positive
 
 Chosen = TypeVar("Chosen", bound="NamedGroup")
 
@@ -44,7 +44,7 @@ class OptimizerConfig(NamedGroup):
     momentum: float | None = key(
         None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
     )
-    iterations: int | None = key(None, "muon: of Newton-Schulz; null: 5", between=(1, 99))
+    iterations: int | None = positive(None, "muon: of Newton-Schulz; null: 5", limit=99)
 
     @property
     def traits(self) -> OptimizerTraits:

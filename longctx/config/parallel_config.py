@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longctx.config.fields import key
+from longctx.config.fields import key, positive
 
 
 @dataclass
@@ -47,11 +47,11 @@ STRATEGIES = {
 class ContextConfig:
     """Context parallelism: several devices share each sequence, and attention sees all of it."""
 
-    degree: int | str = key(
+    degree: int | str = positive(
         1,
         "set by context=N: devices that each hold a part of every sequence; auto: as many as make "
         "the run fit and fastest, by prediction",
-        between=(1, 4096),
+        limit=4096,
         word="auto",
         short=True,
     )

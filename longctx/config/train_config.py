@@ -10,7 +10,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import PLUGINS, Group, check_own, group, key, refuse, shown
+from longctx.config.fields import PLUGINS, Group, check_own, group, key, positive, refuse, shown
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
@@ -35,8 +35,7 @@ class WandbConfig:
         choices=("auto", "online", "offline", "disabled"),
     )
     group: str | None = key(
-        None,
-        "runs of one group are drawn together; null: offline, the run and what continues it",
+        None, "runs of one group are drawn together; null: offline, the run and what continues it"
     )
     job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
     tags: list[str] = key([], "such as [baseline,h200]")
@@ -78,29 +77,23 @@ class TrainConfig(Group):
         thousand=1024,
     )
     seq_len_schedule: list[list[int]] | None = key(
-        None,
-        "[[tokens per sequence, steps], …]: shorter ones first, the same tokens per step",
+        None, "[[tokens per sequence, steps], …]: shorter ones first, the same tokens per step"
     )
-    batch_size: int | None = key(
+    batch_size: int | None = positive(
         None,
         "sequences per device and micro-batch; null: the whole step if it fits, else 16,384 tokens",
-        between=(1, 10**9),
     )
-    accumulate: int | None = key(
-        None,
-        "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU",
-        between=(1, 10**9),
+    accumulate: int | None = positive(
+        None, "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU"
     )
-    max_steps: int | None = key(
-        None,
-        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU",
-        between=(1, 10**9),
+    max_steps: int | None = positive(
+        None, "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU"
     )
-    max_tokens: int | None = key(
+    max_tokens: int | None = positive(
         None,
         "stop after about this many tokens, padding included (tokens_seen counts none), instead of "
         "max_steps",
-        between=(1, 10**15),
+        limit=10**15,
         thousand=1000,
     )
     lr: float | None = key(
@@ -123,9 +116,7 @@ class TrainConfig(Group):
         None, "wsd: share of the steps in which the rate falls; null: 0.2", above=0, between=(0, 1)
     )
     lr_decay_from: int | None = key(
-        None,
-        "wsd: steps before the rate falls, in place of lr_decay_share",
-        between=(0, 10**9),
+        None, "wsd: steps before the rate falls, in place of lr_decay_share", between=(0, 10**9)
     )
     lr_decay_shape: str | None = key(
         None, "wsd: 1-sqrt | linear; null: 1-sqrt", choices=("1-sqrt", "linear")
@@ -143,8 +134,8 @@ class TrainConfig(Group):
         "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",
         choices=("flag", "skip"),
     )
-    spike_budget: int = key(
-        4, "steps of the last 128 that spike=skip may drop", between=(1, 128), needs="spike=skip"
+    spike_budget: int = positive(
+        4, "steps of the last 128 that spike=skip may drop", limit=128, needs="spike=skip"
     )
     seed: int = key(
         1, "of the initial weights and of the order of the sequences", between=(0, 2**63 - 1)
@@ -152,7 +143,7 @@ class TrainConfig(Group):
     device: str = key(
         "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
     )
-    devices: int = key(1, "GPUs, or processes on a CPU", between=(1, 4096))
+    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096)
     precision: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
@@ -178,8 +169,7 @@ class TrainConfig(Group):
     )
     deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
     name: str | None = key(
-        None,
-        "of the run's folder; null: made of what differs from the defaults, and a counter",
+        None, "of the run's folder; null: made of what differs from the defaults, and a counter"
     )
     init: str | None = key(
         None,
@@ -195,20 +185,16 @@ class TrainConfig(Group):
     dry_run: bool = key(False, "print the run and its predicted memory and time; train nothing")
     runs: str = key("runs", "the folder that runs are written to")
     plugins: list[str] | None = key(None, PLUGINS)
-    val_every: int | None = key(
-        None,
-        "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",
-        between=(1, 10**9),
+    val_every: int | None = positive(
+        None, "steps between validations, also one at step 0; null: a fifth of the run, 20 or more"
     )
     val_rows: int | None = key(
         None,
         "sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all",
         between=(0, 10**9),
     )
-    sample_every: int | None = key(
-        None,
-        "steps between samples of text, also one at the last step; null: none",
-        between=(1, 10**9),
+    sample_every: int | None = positive(
+        None, "steps between samples of text, also one at the last step; null: none"
     )
     sample_prompt: str | None = key(
         None,
@@ -216,19 +202,15 @@ class TrainConfig(Group):
         literal=True,
         needs="sample_every",
     )
-    checkpoint_every: int = key(
-        200, "steps between checkpoints; one always comes at the end", between=(1, 10**9)
-    )
-    keep_checkpoints: int = key(2, "how many stay on disk, the newest", between=(1, 10**9))
+    checkpoint_every: int = positive(200, "steps between checkpoints; one always comes at the end")
+    keep_checkpoints: int = positive(2, "how many stay on disk, the newest")
     keep_best: bool = key(
         False, "also keep the checkpoint with the lowest validation loss, as best.ckpt"
     )
-    patience: int | None = key(
-        None,
-        "end after this many validations without a lower loss; null: after max_steps",
-        between=(1, 10**9),
+    patience: int | None = positive(
+        None, "end after this many validations without a lower loss; null: after max_steps"
     )
-    log_every: int = key(5, "steps between rows of metrics.jsonl", between=(1, 10**9))
+    log_every: int = positive(5, "steps between rows of metrics.jsonl")
     workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
     tracker: list[str] = key(
         ["wandb"],
