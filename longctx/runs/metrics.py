@@ -40,6 +40,7 @@ TABLES = Shown.CLOSING | Shown.COMPARE
 ALL = LIVE | TABLES
 CURVE = Shown.CURVE
 CONTEXT = Shown.CONTEXT
+EVERYWHERE = ALL | CURVE | CONTEXT
 
 
 class Panel(NamedTuple):
@@ -85,6 +86,10 @@ class Metric(NamedTuple):
     of_run: Literal["last", "median", "max"] = "last"
     panel: Panel | None = None
     hidden: bool = False
+
+    def drawn_in(self, panel: Panel) -> Metric:
+        """Return the metric with its panel at wandb."""
+        return self._replace(panel=panel)
 
     @property
     def heading(self) -> str:
@@ -140,60 +145,34 @@ METRICS: tuple[Metric, ...] = (
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
     Metric("epoch", "epoch"),
     # Learning
-    Metric("loss", "loss", ".4f", "", ALL | CURVE, "min", "last", LOSS("Loss", log=True)),
-    Metric("loss_spikes", "loss spikes", ",", "", ALL, panel=SPIKES),
-    Metric("steps_skipped", "steps skipped", ",", "", ALL, panel=SPIKES),
-    Metric(
-        "val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min", "last", LOSS("Validation loss")
+    Metric("loss", "loss", ".4f", "", ALL | CURVE, "min").drawn_in(LOSS("Loss", log=True)),
+    Metric("loss_spikes", "loss spikes", ",", "", ALL).drawn_in(SPIKES),
+    Metric("steps_skipped", "steps skipped", ",", "", ALL).drawn_in(SPIKES),
+    Metric("val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min").drawn_in(
+        LOSS("Validation loss")
     ),
     Metric("val_loss_error", "±", ".4f", shown=Shown.CONSOLE),
-    Metric(
-        "val_perplexity",
-        "val perplexity",
-        ",.2f",
-        "",
-        ALL | CURVE,
-        "min",
-        "last",
-        LOSS("Validation perplexity", log=True),
+    Metric("val_perplexity", "val perplexity", ",.2f", "", ALL | CURVE, "min").drawn_in(
+        LOSS("Validation perplexity", log=True)
     ),
-    Metric(
-        "grad_norm",
-        "gradient norm",
-        ".3g",
-        "",
-        Shown.WATCH | CURVE,
-        panel=LOSS("Gradient norm", log=True),
+    Metric("grad_norm", "gradient norm", ".3g", "", Shown.WATCH | CURVE).drawn_in(
+        LOSS("Gradient norm", log=True)
     ),
     # Preferences
     *preferences("", ""),
     *preferences("val_", "val "),
-    Metric("z_loss", "z-loss", ".3f", panel=LOSS("Mean log² Σ exp(logits)")),
-    Metric("aux_loss", "balancing loss", ".3f", panel=LOSS("Balancing loss of experts")),
-    Metric("expert_load", "busiest expert", ".2f", panel=LOSS("Busiest expert over the mean")),
-    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE, panel=LOSS("Learning rate")),
+    Metric("z_loss", "z-loss", ".3f").drawn_in(LOSS("Mean log² Σ exp(logits)")),
+    Metric("aux_loss", "balancing loss", ".3f").drawn_in(LOSS("Balancing loss of experts")),
+    Metric("expert_load", "busiest expert", ".2f").drawn_in(LOSS("Busiest expert over the mean")),
+    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE).drawn_in(LOSS("Learning rate")),
     # Speed: the first step compiles, so a run shows medians
-    Metric(
-        "tokens_per_second",
-        "speed",
-        ",.0f",
-        "tokens/s",
-        ALL | CURVE | CONTEXT,
-        "max",
-        "median",
-        SPEED("Tokens per second"),
+    Metric("tokens_per_second", "speed", ",.0f", "tokens/s", EVERYWHERE, "max", "median").drawn_in(
+        SPEED("Tokens per second")
     ),
-    Metric(
-        "ms_per_step",
-        "time per step",
-        ",.0f",
-        "ms/step",
-        LIVE,
-        None,
-        "median",
-        SPEED("Time per step (ms)"),
+    Metric("ms_per_step", "time per step", ",.0f", "ms/step", LIVE, None, "median").drawn_in(
+        SPEED("Time per step (ms)")
     ),
-    Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median", SPEED("MFU")),
+    Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median").drawn_in(SPEED("MFU")),
     # Several devices
     Metric(
         "tokens_per_second_per_device",
@@ -203,81 +182,41 @@ METRICS: tuple[Metric, ...] = (
         ALL,
         "max",
         "median",
-        DEVICES("Tokens per second and device"),
-    ),
+    ).drawn_in(DEVICES("Tokens per second and device")),
     Metric(
-        "communication_ms",
-        "communication",
-        ",.0f",
-        "ms/step communicating",
-        ALL,
-        "min",
-        "median",
-        DEVICES("Time per step in communication (ms)"),
+        "communication_ms", "communication", ",.0f", "ms/step communicating", ALL, "min", "median"
+    ).drawn_in(DEVICES("Time per step in communication (ms)")),
+    Metric("imbalance", "imbalance", ".2f", "", ALL, "min", "median").drawn_in(
+        DEVICES("Busiest rank over the mean")
     ),
-    Metric(
-        "imbalance",
-        "imbalance",
-        ".2f",
-        "",
-        ALL,
-        "min",
-        "median",
-        DEVICES("Busiest rank over the mean"),
+    Metric("slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median").drawn_in(
+        DEVICES("Slowest rank")
     ),
-    Metric(
-        "slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median", DEVICES("Slowest rank")
-    ),
-    Metric(
-        f"{BUSY_OF_RANK}/*",
-        "busy",
-        ",.0f",
-        "ms",
-        panel=DEVICES("Busy time per step of each rank (ms)"),
-        hidden=True,
+    Metric(f"{BUSY_OF_RANK}/*", "busy", ",.0f", "ms", hidden=True).drawn_in(
+        DEVICES("Busy time per step of each rank (ms)")
     ),
     # Parts of a step
     Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
     Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("padding_share", "padding", ".1%", panel=SPEED("Padding")),
+    Metric("padding_share", "padding", ".1%").drawn_in(SPEED("Padding")),
     # Memory: of the GPU, or of the process on a CPU
-    Metric(
-        "memory_peak_gib",
-        "peak memory",
-        ".2f",
-        "GiB",
-        ALL | CURVE | CONTEXT,
-        "min",
-        "max",
-        PEAK_MEMORY,
-    ),
+    Metric("memory_peak_gib", "peak memory", ".2f", "GiB", EVERYWHERE, "min", "max", PEAK_MEMORY),
     Metric("memory_reserved_gib", "reserved memory", unit="GiB", of_run="max", panel=PEAK_MEMORY),
     Metric(
         "memory_predicted_gib", "predicted memory", ".2f", "GiB", TABLES, None, "max", PEAK_MEMORY
     ),
     Metric(
-        "process_peak_gib",
-        "peak memory",
-        ".2f",
-        "GiB of the process",
-        ALL | CURVE | CONTEXT,
-        "min",
-        "max",
-        Panel("Memory", "Peak memory of the process (GiB)"),
-    ),
+        "process_peak_gib", "peak memory", ".2f", "GiB of the process", EVERYWHERE, "min", "max"
+    ).drawn_in(Panel("Memory", "Peak memory of the process (GiB)")),
     # Context. longctx.training.context_check writes its row before the first step
     Metric("context_check/*", "context.check:", hidden=True),
-    Metric(
-        f"{BY_POSITION}/*",
-        "val loss at",
-        ".4f",
-        panel=EXTENSION("Loss at each position"),
-        hidden=True,
+    Metric(f"{BY_POSITION}/*", "val loss at", ".4f", hidden=True).drawn_in(
+        EXTENSION("Loss at each position")
     ),
     # No label: the kind and the length are enough, as in "needle at 4096"
-    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE, panel=EXTENSION("Facts found again")),
+    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE).drawn_in(EXTENSION("Facts found again")),
 )
 
 
