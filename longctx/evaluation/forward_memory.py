@@ -77,7 +77,8 @@ def needed(
     """Return the memory that each device needs if they share the model by `strategy`."""
     whole = skeleton(model, config.attention, dtype)
     weights = float(weight_bytes(whole))
-    # A slice of everything, and all of two blocks and of the tensors outside of blocks.
+    # A slice of everything, and all of the tensors outside of blocks and of two blocks: FSDP
+    # gathers the next one while one computes
     if STRATEGIES[strategy].shards_weights:
         blocks = weight_bytes(whole.blocks)
         gathered = weights - blocks + 2 * blocks / model.layers

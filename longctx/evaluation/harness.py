@@ -161,6 +161,7 @@ class Harness(TemplateLM):
                 f"a task asks for {max_tokens:,} new tokens, and a text has {self.context:,} with "
                 f"its prompt; give a greater seq_len, such as seq_len={4 * max_tokens}"
             )
+        # As HFLM: few-shot examples come first, so a prompt that is too long loses its beginning
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
         return Question(
             owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens

@@ -108,6 +108,7 @@ class Contexts:
     def windows(self, owner: int, document: Document) -> Iterator[Window]:
         """Yield every stretch of a document at every length."""
         limit, tokens = self.lengths[-1], len(document.ids)
+        # So a target has at least half of the shortest context before it
         targets = max(1, self.lengths[0] // 2)
         self.documents += tokens > limit
         for end in range(limit, tokens, limit):
@@ -132,21 +133,15 @@ class Contexts:
 
     def _add_gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
         """Keep the tokens of the stretch with the largest gains, a few per document."""
-        for n in np.argsort(long - short, kind="stable")[:GAINS_PER_DOCUMENT].tolist():
-            if short[n] <= long[n]:
+        for target in np.argsort(long - short, kind="stable")[:GAINS_PER_DOCUMENT].tolist():
+            nats = float(short[target]), float(long[target])
+            if nats[0] <= nats[1]:
                 break
-            index = len(window.ids) - len(short) + n
+            index = len(window.ids) - len(short) + target
             first = max(0, index - BEFORE)
-            self.gains.append(
-                Gain(
-                    window.owner,
-                    end - len(short) + 1 + n,
-                    float(short[n]),
-                    float(long[n]),
-                    window.ids[first : index + 1 + AFTER].tolist(),
-                    index - first,
-                )
-            )
+            around = window.ids[first : index + 1 + AFTER].tolist()
+            position = end - len(short) + 1 + target
+            self.gains.append(Gain(window.owner, position, *nats, around, index - first))
         self.gains.sort(key=lambda gain: (-gain.nats, gain.owner, gain.position))
         counts: dict[int, int] = {}
         largest = []

@@ -37,7 +37,8 @@ WORDS = sorted({*ADJECTIVES, *NOUNS})
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
 LAST_NAMES = PROMPTS["last_names"].split()
 PEOPLE = [f"{first} {last}" for first in PROMPTS["first_names"].split() for last in LAST_NAMES]
-DEPTHS = [round(100 * n / 39) / 100 for n in range(40)]  # of needles in an essay
+# Of needles in an essay: RULER's niah.py has round(linspace(0, 100, 40))
+DEPTHS = [round(100 * n / 39) / 100 for n in range(40)]
 HOPS = 4  # of a chain of variables
 EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below

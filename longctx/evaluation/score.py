@@ -58,6 +58,7 @@ class Batch(NamedTuple):
 
     def dealt(self, ranks: int) -> list[Batch]:
         """Return equal parts for each of `ranks`, filled up with the last sequence."""
+        # Gathering needs equal parts, so some ranks compute the last sequence again
         B = len(self.tokens)
         parts = torch.arange(-(-B // ranks) * ranks).clamp(max=B - 1).view(ranks, -1)
         return [Batch(*(x[part] if isinstance(x, Tensor) else x for x in self)) for part in parts]  # type: ignore[arg-type]
