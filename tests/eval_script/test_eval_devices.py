@@ -13,20 +13,13 @@ from typing import Any
 import pytest
 
 from longctx.files import FULL_DISK
-from tests.eval_script.sample import SCRIPT, Evaluate, write_task
+from tests.eval_script.sample import SCRIPT, Evaluate
 from tests.processes import ROOT, children, environment, finished
 
 MARKED = Path(__file__).with_name("marked_evaluation.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
-TASK = ["tasks=[mine]", "tasks_path={run}"]
-
-
-def on_devices(
-    run: Path, *overrides: str, launcher: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    """eval.py in processes of its own, from another folder than the repository's."""
-    script, *words = (*launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides)
-    return finished(script, words, run)
+PASSKEYS = ["passkey=true", "passkey.samples=3", "passkey.lengths=[600,500]"]
+PASSKEYS += ["passkey.depths=[0,1]"]
 
 
 @pytest.mark.slow
@@ -34,29 +27,27 @@ def on_devices(
     ("overrides", "layout", "launcher"),
     [
         (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
-        (["passkey=true", "passkey.samples=3"], ["devices=2"], ()),
-        (TASK, ["devices=4", "context=2"], ()),
+        (PASSKEYS, ["devices=2"], ()),
     ],
 )
 def test_several_devices_write_what_one_writes(
     run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     evaluate: Evaluate,
     overrides: list[str],
     layout: list[str],
     launcher: tuple[str, ...],
 ) -> None:
-    if overrides == TASK:
-        pytest.importorskip("lm_eval")
-        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        write_task(tmp_path)
-    elif "passkey=true" in overrides:
-        overrides = [*overrides, "passkey.lengths=[600,500]", "passkey.depths=[0,1]"]
-    overrides = [override.format(run=tmp_path) for override in overrides]
     one, _ = evaluate(*overrides)
     before = sorted((run / "eval").iterdir())
-    process = on_devices(run, *overrides, *layout, launcher=launcher)
+    script, *words = (
+        *launcher,
+        str(SCRIPT),
+        f"checkpoint={run}",
+        "device=cpu",
+        *overrides,
+        *layout,
+    )
+    process = finished(script, words, run)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr and "Warning" not in process.stderr
     assert sorted((run / "eval").iterdir()) == before, "in the place of one device's"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longctx.attention import Attention
 from longctx.data.tokenizer import train
@@ -97,38 +97,6 @@ def test_totals_are_sums_and_not_means(model: GPT) -> None:
     assert total.word_perplexity == pytest.approx(math.exp(total.nats / (60 // 3 + 4 // 3)))
     assert result.documents[2].tokens == 0
     assert math.isnan(result.documents[2].perplexity)
-
-
-class Uniform(nn.Module):
-    """Gives every byte the same probability, whatever comes before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.anything = nn.Parameter(torch.zeros(1))
-
-    def forward(self, tokens: Tensor, targets: Tensor, mask: object, reduction: str) -> Tensor:
-        assert reduction == "none"
-        assert not torch.is_grad_enabled()
-        assert not self.training
-        return torch.full(targets.shape, math.log(256), dtype=torch.float64) * (targets != -100)
-
-
-def test_bits_per_byte_of_uniform_bytes_is_8() -> None:
-    text = "naïve – 𝄞".encode()
-    document = Document(
-        "bytes", np.frombuffer(text, dtype=np.uint8).astype(np.int64), len(text) - 1
-    )
-    model = Uniform().train()
-    result = perplexity(Scorer(model), [document] * 3, context=4, stride=3)
-    assert model.training
-    assert result.total.bits_per_byte == pytest.approx(8, rel=1e-15)
-    assert result.total.perplexity == pytest.approx(256, rel=1e-12)
-
-
-@pytest.mark.parametrize("stride", [0, -1, 11])
-def test_a_stride_that_leaves_tokens_out_is_refused(model: GPT, stride: int) -> None:
-    with pytest.raises(ValueError, match=rf"stride={stride}: .*seq_len=10"):
-        perplexity(Scorer(model), documents(30), context=10, stride=stride)
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])

@@ -1,9 +1,8 @@
 """Results: tables, JSON and picture of each kind of evaluation, and the reports that read them."""
 
 import io
-import json
+import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,6 @@ def full() -> dict[str, Any]:
     scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
     scores.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
     return scores.content(lambda ids: "".join(map(chr, ids)))
-
-
-def recalled() -> dict[str, Any]:
-    cells = [
-        Cell(kind, length, depth, 4, int(4 * depth), -2.0)
-        for kind in KINDS
-        for length in (256, 1024)
-        for depth in (0.0, 0.5, 1.0)
-    ]
-    return passkey.content(cells)
 
 
 def of_ruler() -> dict[str, Any]:
@@ -84,47 +73,13 @@ def test_positions_contexts_and_gains_are_shown() -> None:
     assert full()["by_context"][1]["gain"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("make", "texts"),
-    [
-        (recalled, ["1,024", "100%"]),
-        (of_ruler, ["qa_1 (own text)", "75.0", "not RULER's data"]),
-    ],
-)
-def test_tables_of_texts_are_shown(
-    make: Callable[[], dict[str, Any]], texts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    results.show(make())
-    output = capsys.readouterr().out
-    assert all(text in output for text in texts)
-
-
-@pytest.mark.parametrize("make", [full, lambda: result(2).content(str), recalled, of_ruler])
-def test_each_kind_has_a_picture(make: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
-    path = results.draw(make(), tmp_path / "x.png")
-    assert path is not None and path.read_bytes().startswith(b"\x89PNG")
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_contents_have_the_numbers_of_each_cell() -> None:
-    assert recalled()["samples"] == 4
-    assert recalled()["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
-    assert recalled()["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
+    cells = itertools.product(KINDS, (256, 1024), (0.0, 0.5, 1.0))
+    recalled = passkey.content([Cell(*cell, 4, int(4 * cell[2]), -2.0) for cell in cells])
+    assert recalled["samples"] == 4
+    assert recalled["kinds"]["needle"]["accuracy"] == [[0.0, 0.5, 1.0]] * 2
+    assert recalled["kinds"]["passkey"]["logprob"][0] == [-0.5] * 3
     assert of_ruler()["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
-
-
-def test_json_has_every_document_and_null_for_no_number(tmp_path: Path) -> None:
-    path = tmp_path / "eval" / "x.json"
-    evaluations.write({"checkpoint": "runs/a", **result(4).content(str)}, path)
-    content = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert (content["checkpoint"], content["context"], content["windows"]) == ("runs/a", 64, 1)
-    assert [row["tokens"] for row in content["documents"]] == [10, 11, 12, 13, 0]
-    assert content["documents"][-1]["perplexity"] is None
-    assert content["total"]["perplexity"] == pytest.approx(math.exp(58 / 46))
-    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
-    with pytest.raises(TypeError):
-        evaluations.write({"content": object()}, tmp_path / "y.json")
-    assert not (tmp_path / "y.json").exists()
 
 
 def test_perplexity_that_overflows_is_infinite() -> None:
