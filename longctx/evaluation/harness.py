@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +98,8 @@ class Harness(TemplateLM):
         sums, greedy = [0.0] * len(requests), [True] * len(requests)
         pieces = [
             piece
-            for n, (_, before, after) in enumerate(requests)
-            for piece in self._pieces(n, before, after)
+            for owner, (_, before, after) in enumerate(requests)
+            for piece in self._pieces(owner, before, after)
         ]
         for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
             longest = max(piece.scored for piece in batch)
@@ -125,14 +126,14 @@ class Harness(TemplateLM):
             for request in requests
         ]
         sums = [0.0] * len(texts)
-        windows = (window for n, ids in enumerate(texts) for window in self._rolling(n, ids))
+        windows = chain.from_iterable(starmap(self._rolling, enumerate(texts)))
         for window, nats in losses(self.scorer, windows, self.context, self.batch_size):
             sums[window.owner] -= float(nats.sum())
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return greedy answers, each up to the first of its stop words or the end of the text."""
-        questions = [self._question(n, *request.args) for n, request in enumerate(requests)]
+        questions = [self._question(owner, *each.args) for owner, each in enumerate(requests)]
         answers = [""] * len(questions)
         together = self.batch_size * self.scorer.data_ranks
         questions.sort(key=lambda question: (question.max_tokens, len(question.prompt)))
@@ -143,7 +144,7 @@ class Harness(TemplateLM):
                 batch[-1].max_tokens,
                 self.ends,
                 self.context,
-                lambda n, tokens, batch=batch: self._text(batch[n], tokens)[1],  # type: ignore[misc]
+                lambda row, tokens, batch=batch: self._text(batch[row], tokens)[1],  # type: ignore[misc]
             )
             for question, tokens in zip(batch, generated, strict=True):
                 answers[question.owner] = self._text(question, tokens)[0]

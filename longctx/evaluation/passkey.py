@@ -24,7 +24,7 @@ from longctx.data.sources.needles import Task, task
 from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 from longctx.evaluation.windows import Document
 
-DEPTHS = tuple(n / 10 for n in range(11))
+DEPTHS = tuple(tenth / 10 for tenth in range(11))
 TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
 
 
@@ -136,7 +136,7 @@ def text(
     question_answer = tokenizer.encode(hidden.question + hidden.answer)
     # A token can begin in the question and end in the answer: it belongs to the answer.
     pairs = zip(question, question_answer, strict=False)
-    same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(question))
+    same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), len(question))
     sentences = map(tokenizer.encode, (hidden.fact, *hidden.others))
     keys = sorted(zip((depth, *others), sentences, strict=True))
     room = length - len(tokenizer.begin) - len(question_answer)
@@ -159,9 +159,9 @@ def _texts(
     cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int
 ) -> Iterator[Text]:
     for cell in cells:
-        for n in range(samples):
+        for number in range(samples):
             # The same texts at every depth.
-            rng = random.Random(f"measure {cell.kind} {cell.length} {n}")
+            rng = random.Random(f"measure {cell.kind} {cell.length} {number}")
             hidden = task(cell.kind, rng)
             first = rng.randrange(len(filler))
             rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))

@@ -298,15 +298,15 @@ def leading(window: Window) -> int:
 
 
 def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the standard error of Σ a / Σ b over independent pairs (a, b); nan for one pair.
+    """Return the standard error of Σ nats / Σ tokens over independent pairs; nan for one pair.
 
     Linearized (Cochran, Sampling Techniques, 1977, 6.4).
     """
-    count, total = len(pairs), math.fsum(b for _, b in pairs)
+    count, total = len(pairs), math.fsum(tokens for _, tokens in pairs)
     if count < 2 or not total:
         return math.nan
-    ratio = math.fsum(a for a, _ in pairs) / total
-    squares = math.fsum((a - ratio * b) ** 2 for a, b in pairs)
+    ratio = math.fsum(nats for nats, _ in pairs) / total
+    squares = math.fsum((nats - ratio * tokens) ** 2 for nats, tokens in pairs)
     return math.sqrt(count / (count - 1) * squares) / total
 
 

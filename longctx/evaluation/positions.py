@@ -94,8 +94,8 @@ def mean_losses(groups: Iterable[Filled]) -> list[dict[str, Any]]:
     compared = [group for group in groups if len(group.nats) >= longest]
     documents = sum(group.documents for group in compared)
     rows = []
-    for b in range(longest):
-        first, nats = 2**b, math.fsum(group.nats[b] for group in compared)
+    for bucket in range(longest):
+        first, nats = 2**bucket, math.fsum(group.nats[bucket] for group in compared)
         tokens = documents * first
         loss = nats / tokens
         rows.append(

@@ -38,7 +38,7 @@ PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  #
 LAST_NAMES = PROMPTS["last_names"].split()
 PEOPLE = [f"{first} {last}" for first in PROMPTS["first_names"].split() for last in LAST_NAMES]
 # Of needles in an essay: RULER's niah.py has round(linspace(0, 100, 40))
-DEPTHS = [round(100 * n / 39) / 100 for n in range(40)]
+DEPTHS = [round(100 * step / 39) / 100 for step in range(40)]
 HOPS = 4  # of a chain of variables
 EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below
@@ -103,7 +103,7 @@ class Texts:
         """Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold."""
         longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
         tokens = (len(self.tokenizer.encode_prompt(prompt)) for prompt in longer)
-        return next(size for size, n in enumerate(tokens, HOPS + 1) if n > EXAMPLE_TOKENS)
+        return next(size for size, used in enumerate(tokens, HOPS + 1) if used > EXAMPLE_TOKENS)
 
     def sample(self, task: str, length: int, number: int, size: int) -> tuple[Sample, list[int]]:
         """Make sample `number`, which asks the same at every size; with the prompt's tokens."""
@@ -119,7 +119,8 @@ class Texts:
         _, answer, smallest, largest, _ = TASKS[task]
         if task in self.files:
             smallest = max(len(question.needed) for question in self.files[task][0])
-        makers = [partial(self.sample, task, length, n) for n in range(self.config.samples)]
+        numbers = range(self.config.samples)
+        makers = [partial(self.sample, task, length, number) for number in numbers]
         limit = length - answer
         needed = answer + max(len(make(smallest)[1]) for make in makers)
         if needed > length:
@@ -177,11 +178,11 @@ def sentences(words: Sequence[str]) -> list[str]:
     """Return the sentences of an essay's words, of SENTENCE words if none of them ends one."""
     result: list[str] = []
     first = 0
-    for n, word in enumerate(words, start=1):
-        ends = word.rstrip().endswith((".", "!", "?", "。", "！", "？"))
-        if ends or n - first == SENTENCE or n == len(words):
-            result.append("".join(words[first:n]).strip())
-            first = n
+    for end, word in enumerate(words, start=1):
+        is_end = word.rstrip().endswith((".", "!", "?", "。", "！", "？"))
+        if is_end or end - first == SENTENCE or end == len(words):
+            result.append("".join(words[first:end]).strip())
+            first = end
     return result
 
 
@@ -301,8 +302,8 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     number = max(4, (length - 50) // 50) - 1
     coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=6)), number)
     mixed: list[str] = []
-    for n, word in enumerate(["...", *coded], start=1):
-        mixed += [word] * int(size / n**2 / (math.pi**2 / 6))
+    for rank, word in enumerate(["...", *coded], start=1):
+        mixed += [word] * int(size / rank**2 / (math.pi**2 / 6))
     rng.shuffle(mixed)
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
@@ -348,10 +349,11 @@ def question(task: str, texts: Texts, length: int, size: int, rng: random.Random
     rng.shuffle(passages)
     documents = [list(passage) for passage in passages]
     number = min(FACTS, size // TASKS[task].smallest)
-    facts = [f"{people[n]} was born in {towns[n]}." for n in range(number)]
+    named = list(zip(people, towns, mayors, strict=True))[:number]
+    facts = [f"{person} was born in {town}." for person, town, _ in named]
     query, answer = f"Where was {people[0]} born?", towns[0]
     if task == "qa_2":
-        facts += [f"The mayor of {towns[n]} is {mayors[n]}." for n in range(number)]
+        facts += [f"The mayor of {town} is {mayor}." for _, town, mayor in named]
         query, answer = f"Who is the mayor of the city where {people[0]} was born?", mayors[0]
     for fact, document in zip(facts, rng.sample(documents, len(facts)), strict=True):
         document.insert(rng.randint(0, len(document)), fact)

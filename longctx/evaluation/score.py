@@ -198,7 +198,7 @@ class Scorer:
         max_tokens, ends, length = generation
         assert batch.positions is not None and isinstance(self.model, GPT)
         counts = (batch.positions[:, 0] + 1).tolist()
-        prompts = [ids[:n] for ids, n in zip(batch.tokens.tolist(), counts, strict=True)]
+        prompts = [ids[:count] for ids, count in zip(batch.tokens.tolist(), counts, strict=True)]
         answers: list[list[int]] = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         with sharding.unsharded(self.model):
@@ -208,12 +208,12 @@ class Scorer:
             for new in continuations(
                 decoder, prompts, max_tokens, lambda logits: logits.argmax(-1)
             ):
-                for n in tuple(unfinished):
-                    answer, token = answers[n], new[n]
+                for row in tuple(unfinished):
+                    answer, token = answers[row], new[row]
                     assert token is not None  # `continuations` ends no sequence by itself
                     answer.append(token)
-                    if token in ends or (has_ended is not None and has_ended(n, answer)):
-                        unfinished.remove(n)
+                    if token in ends or (has_ended is not None and has_ended(row, answer)):
+                        unfinished.remove(row)
                 if not unfinished and not sharding.is_sharded(self.model):
                     break
         padded = [[*answer, *ends[:1] * (max_tokens - len(answer))] for answer in answers]

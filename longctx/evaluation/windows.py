@@ -143,7 +143,7 @@ def _packed(windows: list[Window], context: int, packs: bool) -> list[list[Windo
         return [[window] for window in windows]
     packing = pack(np.array([window.length for window in windows], np.int64), context)
     return [
-        [windows[n] for n in packing.document[first:end].tolist()]
+        [windows[index] for index in packing.document[first:end].tolist()]
         for first, end in pairwise(packing.row_starts.tolist())
     ]
 
@@ -198,18 +198,17 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
     doc_ids = np.zeros((B, T), dtype=np.int64)
     for b, sequence in enumerate(batch):
         start = 0
-        for n, window in enumerate(sequence):
+        for number, window in enumerate(sequence):
             end = start + window.length
             tokens[b, start:end] = window.ids[:-1]
             targets[b, start + window.seen : end] = window.ids[1 + window.seen :]
             if window.scored is not None:
                 targets[b, start:end][~window.scored[1:]] = IGNORED
-            doc_ids[b, start:end] = n
+            doc_ids[b, start:end] = number
             start = end
         doc_ids[b, start:] = len(sequence) + padding_ids(T - start).numpy()
     # A sequence with one window needs no document mask: no token of it sees the padding after it.
     # It needs one if RoPE follows the sequence's length.
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
-    arrays = (torch.from_numpy(array) for array in (tokens, targets, doc_ids))
-    x, y, ids = arrays
-    return reading(scorer.losses(x, y, None if is_alone else ids))
+    arrays = [torch.from_numpy(array) for array in (tokens, targets, doc_ids)]
+    return reading(scorer.losses(*(arrays[:2] if is_alone else arrays)))

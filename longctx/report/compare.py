@@ -108,7 +108,9 @@ def rendered(table: Table) -> RichTable:
         numeric = column > 0 and all(cell[:1].isdigit() or not cell for cell in cells)
         view.add_column(Text(heading), justify="right" if numeric else "left")
     for number, row in enumerate(table.rows):
-        styles = ("bold green" if (number, n) in table.best else "" for n in range(len(row)))
+        styles = (
+            "bold green" if (number, column) in table.best else "" for column in range(len(row))
+        )
         view.add_row(*map(Text, row, styles))
     return view
 

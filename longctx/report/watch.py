@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -135,10 +136,8 @@ def sparkline(values: list[float]) -> str:
     if not values:
         return ""
     count = min(WIDTH, len(values))
-    means = [
-        fmean(values[n * len(values) // count : (n + 1) * len(values) // count])
-        for n in range(count)
-    ]
+    edges = [bar * len(values) // count for bar in range(count + 1)]
+    means = [fmean(values[first:end]) for first, end in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
     bars = "".join(
         BARS[round((mean - low) / span * (len(BARS) - 1)) if span else 0] for mean in means

@@ -72,9 +72,9 @@ def write(content: Content, path: Path) -> None:
 def without_infinite(value: Any) -> Any:
     """Return `value`, made of dicts and lists, with None for every number that is not finite."""
     if isinstance(value, dict):
-        return {key: without_infinite(x) for key, x in value.items()}
+        return {key: without_infinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_infinite(x) for x in value]
+        return list(map(without_infinite, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -148,9 +148,8 @@ def passkeys(content: Content, name: str) -> list[Row]:
     """Return the maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
     maps = []
     for kind, grid in content["kinds"].items():
-        lengths = [int(x) for x in grid["lengths"]]
-        depths = [float(x) for x in grid["depths"]]
-        accuracy = [[float(x) for x in row] for row in grid["accuracy"]]
+        lengths, depths = list(map(int, grid["lengths"])), list(map(float, grid["depths"]))
+        accuracy = [list(map(float, row)) for row in grid["accuracy"]]
         if list(map(len, accuracy)) != [len(depths)] * len(lengths):
             raise ValueError(f"{name}: accuracy is not [length][depth]")
         maps.append(
@@ -172,9 +171,9 @@ def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
 
     A task is marked if its questions are made from one's own text.
     """
-    lengths = [int(x) for x in content["ruler"]["lengths"]]
+    lengths = list(map(int, content["ruler"]["lengths"]))
     rows = {
-        f"{task} (own text)" if task in content["made"] else task: [float(x) for x in scores]
+        f"{task} (own text)" if task in content["made"] else task: list(map(float, scores))
         for task, scores in content["ruler"]["scores"].items()
     }
     if len(rows) > 1:
