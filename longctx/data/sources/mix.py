@@ -13,7 +13,8 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import Key, Rules, keys, refuse, typed
 from longctx.data.sources import SOURCES, Corpus, Source, check_used, register
 
-_ONCE = ("mix", "tokenizer", "vocab_size", "cache")  # keys of the mix, not of a member
+# Keys of the mix, not of a member: one model and one objective learn from all sources.
+_ONCE = ("mix", "tokenizer", "vocab_size", "cache", "preferences", "packing")
 _OWN = ("path", "files")  # keys of a member, not of the mix
 _PINNED = (*_OWN, "revision")  # keys of a member that `pinned` may change
 
@@ -105,7 +106,7 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
         replace(config, source=name).validate()  # an unknown name
         source = SOURCES[name]
-        # Conversations and answers are scored differently: a member that has none must say so.
+        # Conversations are scored differently: a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys
         others -= {"chat", "preferences"}
         unused = {key: getattr(DataConfig(), key) for key in others}
