@@ -12,6 +12,7 @@ import torch
 
 from longctx.data import DataConfig, load
 from tests.data.conftest import prose
+from tests.data.test_chat import TALK, chats
 
 Make = Callable[..., DataConfig]
 
@@ -83,6 +84,18 @@ def test_fingerprint_covers_sources_and_weights(config: DataConfig) -> None:
     assert load(replace(config, mix=other), 64).fingerprint != first.fingerprint
 
 
+def test_conversations_are_mixed_with_text(text_config: Make, folder: Path, corpus: Path) -> None:
+    talk = chats(folder, {"messages": TALK})
+    text = {"path": str(corpus), "chat": False}
+    needles = {"source": "needles", "documents": 3, "length": 300} | text
+    mix = {"talk": {"path": talk.path}, "text": text, "needles": needles}
+    values = {"source": "mix", "path": None, "mix": mix, "tokenizer": str(folder)}
+    data = load(text_config(**values, chat=True, turns="last", val_fraction=0), 64)
+    scored = {document.name.split("/")[0]: document.scored for document in data.documents("train")}
+    assert scored["text"] is scored["needles"] is None
+    assert 0 < scored["talk"].sum() < 10
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,7 +111,7 @@ def test_fingerprint_covers_sources_and_weights(config: DataConfig) -> None:
         ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data.source=books: .*embedded"),
         ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: "),
         ({"mix": {"a": {"length": 900}}}, "data.mix.a.length=900: data=embedded .*data=needles"),
-        ({"chat": True, "mix": {"a": {}}}, "data.*chat=true: "),
+        ({"chat": True, "mix": {"a": {}}}, "data.*chat=true: .*data.mix.a.chat=false"),
         ({"source": "embedded", "mix": {"a": {}}}, "data.mix=.*data=embedded .*data=mix"),
         ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: "),
     ],

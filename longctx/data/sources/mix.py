@@ -106,16 +106,20 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         refuse((name == "mix", "data.source=mix: no member of a mix; name the sources themselves"))
         replace(config, source=name).validate()  # an unknown name
         source = SOURCES[name]
-        # Conversations are scored differently: a member that has none must say chat=false.
         others = {key for other in SOURCES.values() for key in other.keys} - source.keys
         others -= {"chat", "preferences"}
+        others |= {"turns"} if own.get("chat") is False else set()
         unused = {key: getattr(DataConfig(), key) for key in others}
         member = replace(config, **(unused | dict(own) | {"source": name}))
         member.validate()
-        for name in ("chat", "preferences"):
-            if getattr(member, name):
-                check_used(member, name, getattr(member, name))
+        # Of conversations only a part is learned: a member that has none must say so.
+        has_none = member.chat and "chat" not in source.keys
+        advice = f"give {place}.chat=false"
+        refuse((has_none, f"data.chat=true: data={name} has no conversations; {advice}"))
+        if member.preferences:
+            check_used(member, "preferences", member.preferences)
         source.check(member)
     for key, value in own.items():
-        check_used(member, key, value, place)
+        if value is not False:  # chat=false, as any source may say
+            check_used(member, key, value, place)
     return member
