@@ -276,9 +276,10 @@ class Data:
         counts |= {key: sum(part[key] for part in each) for key in whole}
         counts |= {"vocab_size": self.tokenizer.vocab_size, "seq_len": self.seq_len}
         for split in SPLITS:
-            positions = counts[f"{split}_rows"] * self.seq_len
-            share = round(counts[f"{split}_tokens"] / positions, 6) if positions else 1.0
-            counts[f"{split}_efficiency"] = share
+            # Not by tokens: of prompts that are cut, more are counted than are in the sequences.
+            filled = sum(part[f"{split}_efficiency"] * part[f"{split}_rows"] for part in each)
+            rows = counts[f"{split}_rows"]
+            counts[f"{split}_efficiency"] = round(filled / rows, 6) if rows else 1.0
         parts = zip(self.parts, self.weights, each, strict=True)
         counts["mix"] = {name: {"weight": weight} | part for name, weight, part in parts}
         return counts

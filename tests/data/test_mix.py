@@ -84,6 +84,16 @@ def test_fingerprint_covers_sources_and_weights(config: DataConfig) -> None:
     assert load(replace(config, mix=other), 64).fingerprint != first.fingerprint
 
 
+def test_cut_prompts_fill_no_more_than_a_sequence(text_config: Make, folder: Path) -> None:
+    rows = [{"prompt": "a rose " * 99, "chosen": f"{n}", "rejected": f"{n}!"} for n in range(9)]
+    pairs = {"path": chats(folder, *rows).path}
+    values = {"preferences": "pairs", "tokenizer": str(folder), "path": None}
+    data = load(text_config(source="mix", mix={"a": pairs, "b": pairs}, **values), 64)
+    summary = data.summary()
+    assert summary["prompts_cut"] == 18
+    assert summary["train_efficiency"] == summary["mix"]["a"]["train_efficiency"] <= 1
+
+
 def test_conversations_are_mixed_with_text(text_config: Make, folder: Path, corpus: Path) -> None:
     talk = chats(folder, {"messages": TALK})
     text = {"path": str(corpus), "chat": False}
