@@ -45,6 +45,12 @@ def generate(folder: Path, *arguments: str) -> int:
     return cli.main(["generate", str(folder), "device=cpu", f"max_new_tokens={NEW}", *arguments])
 
 
+def talk(folder: Path, *arguments: str) -> int:
+    """Chat with the lines of stdin."""
+    words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", *arguments)
+    return cli.main(["chat", str(folder), *words])
+
+
 def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
     """What transformers makes of a text, or of the messages of a chat."""
     tokenizer, model = (
@@ -54,17 +60,22 @@ def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
     if not isinstance(prompt, str):
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    new = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0)[
-        0, ids.shape[1] :
-    ]
+    (out,) = model.generate(ids, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+    new = out[ids.shape[1] :]
     return str(tokenizer.decode(new[new != 0]))
 
 
-def test_text_is_that_of_transformers(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    prompt = "a rose, ${it} is\nin 18"
-    assert generate(folder, f"prompt={prompt}", "temperature=0") == 0
+@pytest.mark.parametrize("chat", ["true", "false"])
+def test_text_is_that_of_transformers(
+    folder: Path, chat: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "a rose, ${it} is\nin 18"
+    prompt = [{"role": "user", "content": text}] if chat == "true" else text
+    assert generate(folder, f"prompt={text}", f"chat={chat}", "temperature=0") == 0
     printed = capfd.readouterr()
-    assert printed.out == "in 18" + expected(folder, prompt) + "\n"
+    # Of a text the last line is shown first.
+    shown = "" if chat == "true" else "in 18"
+    assert printed.out == f"{shown}{expected(folder, prompt)}\n"
     assert "tokens/s" in printed.err
 
 
@@ -99,21 +110,12 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: P
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
 
 
-def test_a_message_is_asked_by_the_chat_template(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert generate(folder, "prompt=a rose", "chat=true", "temperature=0") == 0
-    answer = expected(folder, [{"role": "user", "content": "a rose"}])
-    assert capfd.readouterr().out.endswith(answer + "\n")
-
-
 def test_a_chat_remembers_what_was_said(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<special> \nin 18"))
     system = {"role": "system", "content": "be brief"}
-    words = ("device=cpu", f"max_new_tokens={NEW}", "temperature=0", "system=be brief")
-    assert cli.main(["chat", str(folder), *words]) == 0
+    assert talk(folder, "system=be brief") == 0
     said, answers = [system], []
     for message in ("a rose", "<special>", "in 18"):
         said.append({"role": "user", "content": message})
@@ -126,9 +128,7 @@ def test_a_message_that_would_end_its_turn_is_refused_alone(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("<eos>\na rose\n"))
-    assert (
-        cli.main(["chat", str(folder), "device=cpu", f"max_new_tokens={NEW}", "temperature=0"]) == 0
-    )
+    assert talk(folder) == 0
     printed = capfd.readouterr()
     assert printed.out == expected(folder, [{"role": "user", "content": "a rose"}]) + "\n"
     assert "<eos>" in printed.err
