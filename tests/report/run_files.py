@@ -7,16 +7,12 @@ from pathlib import Path
 
 def step(number: int, **more: float) -> dict[str, float]:
     """A row of a training step."""
+    same = {"grad_norm": 1.0, "lr": 1e-3, "ms_per_step": 9.0, "memory_peak_gib": 2.5}
+    times = {"tokens_per_second": 1000.0 + number, "seconds": 0.1 * number}
     return {
-        "step": number,
-        "tokens_seen": 100 * number,
-        "loss": 5 / number,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "tokens_per_second": 1000.0 + number,
-        "ms_per_step": 9.0,
-        "memory_peak_gib": 2.5,
-        "seconds": 0.1 * number,
+        **{"step": number, "tokens_seen": 100 * number, "loss": 5 / number},
+        **same,
+        **times,
         **more,
     }
 

@@ -13,32 +13,17 @@ from longctx.report.compare import compare
 from longctx.report.page import described, headings
 from longctx.report.run_view import read
 from longctx.runs import metrics
-from longctx.runs.metrics import LIVE, TABLES, Metric, Panel, Shown, figures
+from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
 from longctx.training.console import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
 
 SPEED = Metric(
-    "pages_per_hour",
-    "reading",
-    ",.1f",
-    unit="pages/h",
-    shown=LIVE | TABLES | Shown.CURVE | Shown.CONTEXT,
-    better="max",
-    of_run="median",
-    panel=Panel("Throughput", "Pages per hour"),
-)
+    "pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median"
+).drawn_in(Panel("Throughput", "Pages per hour"))
 FAMILY = Metric("gates/*", "gate", ".1f", shown=LIVE, panel=Panel("Gates", "Each gate"))
-ROWS = [
-    {
-        "step": n,
-        "tokens_seen": n,
-        "ms_per_step": 1.0,
-        "pages_per_hour": 1000.0 * n,
-        "gates/a/3": 7.5,
-    }
-    for n in range(1, 4)
-]
+VALUES = {"ms_per_step": 1.0, "gates/a/3": 7.5}
+ROWS = [{"step": n, "tokens_seen": n, "pages_per_hour": 1000.0 * n, **VALUES} for n in range(1, 4)]
 
 
 @pytest.fixture
