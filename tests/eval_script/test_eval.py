@@ -20,13 +20,16 @@ from tests.eval_script.sample import SCRIPT, Evaluate, write_task
 from tests.processes import ROOT, finished
 from tests.written import write
 
+VT = ["ruler=true", "ruler.tasks=[vt]"]
 
-def test_heads_that_ranks_cannot_share_are_refused(run: Path) -> None:
-    keys = [f"checkpoint={run}", "devices=3", "context=3", "context.method=ulysses", "device=cpu"]
+
+def test_a_mistake_on_several_devices_is_one_line(run: Path) -> None:
+    """One that rank 0 finds while another rank waits for sequences to compute."""
+    keys = [f"checkpoint={run}", "devices=2", "device=cpu", *VT, "ruler.lengths=[200]"]
     process = finished(SCRIPT, keys, ROOT, LONGCTX_ARRIVAL_SECONDS=500)
     assert process.returncode == 2
     errors = [line for line in process.stderr.splitlines() if "error: " in line]
-    assert len(errors) == 1 and errors[0].startswith("error: context=3")
+    assert len(errors) == 1 and errors[0].startswith("error: ruler.lengths=[200]")
 
 
 def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
@@ -97,7 +100,6 @@ def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> No
     assert list(scores.values()) == pytest.approx([scores["naive"]] * 3, rel=1e-5)
 
 
-VT = ["ruler=true", "ruler.tasks=[vt]"]
 OWN_TEXT = ["data=text", "data.path={docs}"]
 MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
     (["seq_len=abc"], "seq_len=abc"),
