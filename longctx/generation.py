@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -133,27 +133,102 @@ def run(config: GenerateConfig) -> int:
 
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
-    device = choose_device(config, this_machine())
-    source = find_source(config, device)
-    prompts = read_prompts(config, source.trained.tokenizer)
+    engine = Engine(config)
+    prompts = read_prompts(config, engine.tokenizer)
     length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    warn_of_length(source, length)
-    model: GPT | None = None
-    speed = Speed()
-    try:
-        with within_memory(device), closing(AnswerFile(config.out)) as answers:
-            model = load_model(source, device)
-            for first in range(0, len(prompts), config.batch_size):
-                numbers = list(range(len(prompts)))[first : first + config.batch_size]
-                write_batch(config, model, source, prompts, numbers, answers, speed)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        sequences = 0 if model is None else min(config.batch_size, len(prompts))
-        say(f"error: {too_little_memory(source, sequences, length, device)}")
-        return 1
-    say(str(speed))
-    return 0
+    warn_of_length(engine.source, length)
+    with engine.within_memory(), closing(AnswerFile(config.out)) as answers:
+        engine.load()
+        for first in range(0, len(prompts), config.batch_size):
+            numbers = range(len(prompts))[first : first + config.batch_size]
+            engine.write_batch(prompts, numbers, answers)
+    return engine.exit_code
+
+
+class Engine:
+    """The model of a command that generates text, and the tokens and seconds so far."""
+
+    model: GPT
+
+    def __init__(self, config: SampleConfig) -> None:
+        self.config = config
+        self.device = choose_device(config, this_machine())
+        self.source = find_source(config, self.device)
+        self.tokenizer = self.source.trained.tokenizer
+        self.speed = Speed()
+        self.exit_code = 0
+        # Sequences of the latest batch, 0 before the first, and the tokens of its longest one
+        self.sequences, self.length = 0, 0
+
+    @contextmanager
+    def within_memory(self) -> Iterator[None]:
+        """Print the speed at the end of the block; one line and exit code 1 if memory runs out."""
+        try:
+            with within_memory(self.device):
+                yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            say(f"error: {self._too_little_memory()}")
+            self.exit_code = 1
+        else:
+            say(str(self.speed))
+
+    def load(self) -> None:
+        """Read the weights."""
+        self.model = load_model(self.source, self.device)
+
+    def write_batch(
+        self, prompts: list[Prompt], numbers: Sequence[int], answers: AnswerFile
+    ) -> list[str]:
+        """Continue the prompts with these `numbers` together and return the texts.
+
+        Prints each text as soon as all before it are printed, and writes it to `answers` when it is
+        done.
+        """
+        ids = [prompts[number].ids for number in numbers]
+        self.sequences = len(ids)
+        self.length = max(map(len, ids)) + self.config.max_new_tokens
+        completions = [Completion(self.tokenizer, self.tokenizer.end_tokens) for _ in numbers]
+        screen = shown(prompts, numbers, completions, answers)
+        # The first new token ends the time of the prompts
+        began = time.perf_counter()
+        first = None
+        for _ in continued(self.config, self.model, ids, numbers, completions):
+            first = first or time.perf_counter()
+            next(screen, None)
+        assert first is not None  # `continued` yields once at least
+        speed = self.speed
+        speed.prompt += sum(map(len, ids))
+        speed.prompt_seconds += first - began
+        speed.new += sum(completion.tokens for completion in completions) - len(completions)
+        speed.new_seconds += time.perf_counter() - first
+        return [completion.text for completion in completions]
+
+    def _too_little_memory(self) -> str:
+        """Return what did not fit, and what to change: the weights, or next to them a batch."""
+        source, machine = self.source, this_machine()
+        gpu = None if self.device == "cpu" else machine.gpu
+        available = machine.host_memory if gpu is None else gpu.memory
+        needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
+        problem = f"out of {'memory' if gpu is None else 'GPU memory'}"
+        changes = ["precision=bf16"] if source.dtype == torch.float32 else []
+        if not self.sequences:
+            problem += f" while the model loads: its weights take {needs}"
+            changes.append("a smaller model")
+        else:
+            sizes = self.sequences, self.length, source.dtype
+            cache = KVCache.bytes_of(source.trained.model, *sizes)
+            problem += (
+                f": weights take {needs}, keys and values of {self.sequences} "
+                f"text{'s' if self.sequences > 1 else ''} of up to {self.length:,} tokens "
+                f"{cache / GIB:.1f}"
+            )
+            has_scores = source.attention.description.score_bytes is not None
+            changes += ["attention=flash"] if has_scores else []
+            changes += [f"batch_size={self.sequences // 2}"] if self.sequences > 1 else []
+            changes += ["a smaller max_new_tokens", "shorter prompts"]
+        return f"{problem}, and there are {available / GIB:.1f}; give {' or '.join(changes)}"
 
 
 def warn_of_length(source: Source, length: int) -> None:
@@ -184,32 +259,6 @@ def load_model(source: Source, device: str) -> GPT:
         if isinstance(module, nn.Linear | nn.Embedding):
             module.to(source.dtype)
     return model
-
-
-def too_little_memory(source: Source, sequences: int, length: int, device: str) -> str:
-    """Return what did not fit, and what to change: the weights, or next to them a batch of
-    `sequences` of up to `length` tokens each. sequences=0: no batch yet.
-    """
-    machine = this_machine()
-    is_cpu = device == "cpu" or machine.gpu is None
-    there = machine.host_memory if machine.gpu is None or is_cpu else machine.gpu.memory
-    needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
-    problem = f"out of {'memory' if is_cpu else 'GPU memory'}"
-    changes = ["precision=bf16"] if source.dtype == torch.float32 else []
-    if not sequences:
-        problem += f" while the model loads: its weights take {needs}"
-        changes.append("a smaller model")
-    else:
-        cache = KVCache.bytes_of(source.trained.model, sequences, length, source.dtype)
-        problem += (
-            f": weights take {needs}, keys and values of {sequences} "
-            f"text{'s' if sequences > 1 else ''} of up to {length:,} tokens {cache / GIB:.1f}"
-        )
-        has_scores = source.attention.description.score_bytes is not None
-        changes += ["attention=flash"] if has_scores else []
-        changes += [f"batch_size={sequences // 2}"] if sequences > 1 else []
-        changes += ["a smaller max_new_tokens", "shorter prompts"]
-    return f"{problem}, and there are {there / GIB:.1f}; give {' or '.join(changes)}"
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -267,43 +316,11 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
 
 
-def write_batch(
-    config: SampleConfig,
-    model: GPT,
-    source: Source,
-    prompts: list[Prompt],
-    numbers: list[int],
-    answers: AnswerFile,
-    speed: Speed,
-) -> list[str]:
-    """Continue the prompts with these `numbers` together and return the texts.
-
-    Prints each text as soon as all before it are printed, and writes it to `answers` when it is
-    done. Adds tokens and seconds to `speed`.
-    """
-    ids = [prompts[number].ids for number in numbers]
-    ends = source.trained.tokenizer.end_tokens
-    completions = [Completion(source.trained.tokenizer, ends) for _ in numbers]
-    screen = shown(prompts, numbers, completions, answers)
-    # The first new token ends the time of the prompts
-    began = time.perf_counter()
-    first = None
-    for _ in continued(config, model, ids, numbers, completions):
-        first = first or time.perf_counter()
-        next(screen, None)
-    assert first is not None  # `continued` yields once at least
-    speed.prompt += sum(map(len, ids))
-    speed.prompt_seconds += first - began
-    speed.new += sum(completion.tokens for completion in completions) - len(completions)
-    speed.new_seconds += time.perf_counter() - first
-    return [completion.text for completion in completions]
-
-
 def continued(
     config: SampleConfig,
     model: GPT,
     ids: list[list[int]],
-    numbers: list[int],
+    numbers: Sequence[int],
     completions: list[Completion],
 ) -> Iterator[None]:
     """Extend `completions` by the tokens after the prompts `ids`, and yield after each step and
@@ -360,7 +377,10 @@ class Completion:
 
 
 def shown(
-    prompts: list[Prompt], numbers: list[int], completions: list[Completion], answers: AnswerFile
+    prompts: list[Prompt],
+    numbers: Sequence[int],
+    completions: list[Completion],
+    answers: AnswerFile,
 ) -> Iterator[None]:
     """Print `completions` in their order, after the last lines of their prompts; each `next` prints
     the new text. A completion that is done goes to `answers`.
