@@ -8,6 +8,7 @@ mask.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -161,18 +162,15 @@ def losses(
     through the model at a time, on each data rank. `on_batch` gets the tokens of each batch that
     is done, without padding.
     """
-    before: tuple[list[list[Window]], Callable[[], Tensor]] | None = None
+    launched: deque[tuple[list[list[Window]], Callable[[], Tensor]]] = deque()
+    ahead = int(scorer.device.type == "cuda")
     for batch in batches(windows, context, batch_size * scorer.data_ranks, scorer.packs):
-        launched = batch, _launch(scorer, batch)
-        if scorer.device.type != "cuda":
-            yield from _read(*launched, on_batch)
-            continue
-        # A GPU computes this batch while Python reads the losses of the one before.
-        if before is not None:
-            yield from _read(*before, on_batch)
-        before = launched
-    if before is not None:
-        yield from _read(*before, on_batch)
+        launched.append((batch, _launch(scorer, batch)))
+        # A GPU computes this batch while Python reads the losses of the one before
+        if len(launched) > ahead:
+            yield from _read(*launched.popleft(), on_batch)
+    for batch_and_wait in launched:
+        yield from _read(*batch_and_wait, on_batch)
 
 
 def _read(
