@@ -74,6 +74,7 @@ def write_checkpoint(path: Path) -> None:
         (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
         (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
         (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),
+        (["train", "warmup_steps=100", "max_steps=10"], "warmup_steps=100"),
         (["train", "name=done"], "name=done: runs/done exists already"),
         (["train", "runs=/proc/here"], "runs=/proc/here: no folder can be made"),
         (["train", "init=nowhere"], "init=nowhere: no such file or folder"),
@@ -140,6 +141,13 @@ def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here: Path) -> None:
     run_folder.check_unfinished(run, 9)
     with pytest.raises(ValueError, match="8 steps"):
         run_folder.check_unfinished(run, 8)
+
+
+def test_a_plan_needs_no_plugins_of_its_init(here: Path) -> None:
+    saved = "plugins: ['mine.py@sha256:0']\nmodel: {layers: 2}\n"
+    (here / "runs" / "done" / "config.yaml").write_text(saved)
+    request = early_checks.with_init(cli.compose("train", ["init=runs/done"]))
+    assert request.config.model.layers == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from longctx import cli
 from longctx.config.fields import build, check, key
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.parallel_config import ContextConfig
-from longctx.config.train_config import check_warmup
 
 
 @dataclasses.dataclass
@@ -71,13 +70,12 @@ def test_a_context_degree_divides_the_devices(value: str) -> None:
 
 def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
     auto = ContextConfig(degree="auto")
-    choices = [(one.degree, one.method) for one in auto.each(4, heads=6, takes_intervals=True)]
+    choices = [(x.degree, x.method) for x in auto.each(4, heads=6, takes_intervals=True)]
     assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
-    assert [one.degree for one in auto.each(4, heads=6, takes_intervals=False)] == [1, 2]
+    assert [x.degree for x in auto.each(4, heads=6, takes_intervals=False)] == [1, 2]
     ulysses = ContextConfig(degree=4, method="ulysses")
-    assert ulysses.each(4, heads=6, takes_intervals=True) == [
-        ulysses
-    ]  # refused by name, not replaced
+    # refused by name, not replaced
+    assert ulysses.each(4, heads=6, takes_intervals=True) == [ulysses]
     with pytest.raises(ValueError, match=r"context\.method=ulysses"):
         ulysses.method_for(6)
 
@@ -87,11 +85,3 @@ def test_a_changed_policy_is_not_called_by_its_name_alone() -> None:
     assert str(MemoryConfig("fast")) == "fast"
     assert str(MemoryConfig("balanced", loss_chunk=9)) == "balanced, recompute=block, loss_chunk=9"
     assert str(MemoryConfig("auto", recompute="mlp")) == "auto, recompute=mlp"
-
-
-def test_warm_up_ends_within_the_run() -> None:
-    check_warmup(10, 10)
-    check_warmup(None, 3)
-    check_warmup(100, None)
-    with pytest.raises(ValueError, match="warmup_steps=100"):
-        check_warmup(100, 10)

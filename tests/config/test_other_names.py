@@ -29,31 +29,27 @@ def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "answer"),
+    ("words", "answer"),
     [
-        ("learning_rate=1e-3", "learning_rate: here it is lr"),
-        ("block_size=128", "here it is seq_len"),
-        ("per_device_train_batch_size=2", "here it is batch_size"),
-        ("training.seq_len=128", "here it is seq_len"),
-        ("model.n_embd=64", "here it is model.channels"),
-        ("warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
-        ("min_lr=1e-5", "here it is min_lr_ratio, as a share of lr"),
-        ("lora.alpha=32", "here it is lora.scaling, which is alpha / rank"),
-        ("lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
-        ("attention=flash_attention_2", "here it is flash"),
-        ("dropout=0.1", "no dropout"),
-        ("--learning-rate=1e-3", "write lr=1e-3"),
-        ("--max_steps", "write max_steps=VALUE"),
-        ("attention.kernel=hopper", "attention.kernel is not a key"),
-        ("data=books/", "data=text data.path=books/"),
+        ("train learning_rate=1e-3", "learning_rate: here it is lr"),
+        ("train per_device_train_batch_size=2", "here it is batch_size"),
+        ("train training.seq_len=128", "here it is seq_len"),
+        ("train model.n_embd=64", "here it is model.channels"),
+        ("train warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
+        ("train min_lr=1e-5", "here it is min_lr_ratio, as a share of lr"),
+        ("train lora.alpha=32", "here it is lora.scaling, which is alpha / rank"),
+        ("train lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
+        ("train attention=flash_attention_2", "here it is flash"),
+        ("train dropout=0.1", "no dropout"),
+        ("train --learning-rate=1e-3", "write lr=1e-3"),
+        ("train --max_steps", "write max_steps=VALUE"),
+        ("train attention.kernel=hopper", "attention.kernel is not a key"),
+        ("train data=books/", "data=text data.path=books/"),
+        ("generate runs/a max_tokens=4", "here it is max_new_tokens"),
+        ("eval model=runs/a", "here it is checkpoint"),
     ],
 )
 def test_an_argument_of_others_is_answered(
-    argument: str, answer: str, refused: Callable[[int, str], str]
+    words: str, answer: str, refused: Callable[[int, str], str]
 ) -> None:
-    refused(cli.main(["train", argument]), answer)
-
-
-def test_a_name_means_the_key_that_the_command_has(refused: Callable[[int, str], str]) -> None:
-    refused(cli.main(["generate", "runs/a", "max_tokens=4"]), "here it is max_new_tokens")
-    refused(cli.main(["eval", "model=runs/a"]), "here it is checkpoint")
+    refused(cli.main(words.split()), answer)
