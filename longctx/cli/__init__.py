@@ -320,9 +320,10 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
         config.init = pinned.get(given, given)
         early_checks.check_training(config)
         pinned[given] = config.init
+        # The command line wins over a file that names the model
         if config.init != given:
-            pinned_init = f"init={config.init}"
-            job[:] = [pinned_init if text.startswith("init=") else text for text in job]
+            rest = [text for text in job if not text.startswith("init=")]
+            job[:] = [f"init={config.init}", *rest]
     return sweep_jobs
 
 

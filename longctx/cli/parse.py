@@ -196,7 +196,7 @@ def not_a_key(schema: type, argument: str) -> str:
 
 
 def positional(schema: type) -> list[str]:
-    """Return the keys of `schema` whose values are paths that need no key."""
+    """Return the keys of `schema` that a path without a key is given to, in order."""
     return [name for name, declared in keys(schema).items() if declared.rules.positional]
 
 
@@ -352,10 +352,10 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
 
 def differing(group: str, values: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """Return the preset of a group that a run recorded whole, and key → value of what differs from
-    it. Another preset on the command line may refuse the defaults of this one.
+    """Return a group of config.yaml as its preset, and key → value for the keys that differ.
 
-    A model keeps its defaults: a run does not record its preset.
+    Without the defaults, since the command line may choose another preset, which refuses them. A
+    model keeps them: config.yaml does not record its preset.
     """
     usual = run_folder.plain(schema())
     name = values.get(next(iter(usual)))
@@ -371,7 +371,7 @@ def differing(group: str, values: dict[str, Any], schema: Any) -> dict[str, Any]
 
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a file that those `given` on the command line replace."""
+    """Return the keys of a file that the command line replaces by other keys, the `given` ones."""
     set_here = {name for name, value in given.items() if value is not None}
     names = {name for pair in EITHER if pair & set_here for name in pair}
     # Another schedule would refuse the keys that only the file's has

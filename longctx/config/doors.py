@@ -1,4 +1,4 @@
-"""Doors: keys whose names are registered, each with one description that needs no torch.
+"""Doors: keys whose values are registered by name, each with one torch-free description.
 
 The description stands beside the code that it describes, in the package of the door. Checks, help
 and the planner read it through the door, which imports the package when it is first asked. A
