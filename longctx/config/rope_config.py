@@ -20,13 +20,8 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (
         (ORIGINAL,),
         (
-            "factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
+            *("factor", "attention_factor", "beta_fast", "beta_slow"),
+            *("mscale", "mscale_all_dim", "truncate"),
         ),
     ),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),

@@ -5,7 +5,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 
 from longctx import cli
 from longctx.config.train_config import TrainConfig
@@ -54,6 +53,13 @@ def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
         ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data=needles"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
+        ["model=tiny", "sample_every=5", "sample_prompt=12", r"wandb.notes=C:\dir\ x\\"],
+        [
+            "model=tiny",
+            "sample_every=5",
+            "sample_prompt=def f(x):\n    return '",
+            "wandb.notes=it's",
+        ],
     ],
 )
 def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
@@ -76,15 +82,6 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Pa
     config = config_of(str(file), "context=2", "passkey=false")
     found = (config.context.degree, config.passkey.enabled, config.passkey.depths)
     assert found == (2, False, None)
-
-
-@pytest.mark.parametrize("text", ["a b", "it's", r"C:\dir\ x\\", "def f(x):\n    return '", "12"])
-def test_a_text_is_the_same_from_every_file(text: str, tmp_path: Path) -> None:
-    for name in ("my.yaml", "config.yaml"):
-        values = {"sample_every": 5, "sample_prompt": text, "wandb": {"notes": text}}
-        (tmp_path / name).write_text(yaml.safe_dump(values))
-        config = config_of(str(tmp_path / name))
-        assert (config.sample_prompt, config.wandb.notes) == (text, text)
 
 
 @pytest.mark.parametrize(
