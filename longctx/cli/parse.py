@@ -97,10 +97,8 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
     values = file_values(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
-    try:
+    with untrusted.named(path):
         filled(TrainConfig, values, {})
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     values |= dict.fromkeys(replaced(given))
     # A new policy replaces all values of the run's own
     if "memory.policy" in given:

@@ -54,12 +54,7 @@ def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
         ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
         ["model=tiny", "sample_every=5", "sample_prompt=12", r"wandb.notes=C:\dir\ x\\"],
-        [
-            "model=tiny",
-            "sample_every=5",
-            "sample_prompt=def f(x):\n    return '",
-            "wandb.notes=it's",
-        ],
+        ["model=tiny", "sample_every=5", "sample_prompt=def f():\n    '", "wandb.notes=it's"],
     ],
 )
 def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
