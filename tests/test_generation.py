@@ -113,7 +113,8 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: P
 def test_a_chat_remembers_what_was_said(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<special> \nin 18"))
+    """But a message that would end its own turn, which is refused alone."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<eos>\n<special> \nin 18"))
     system = {"role": "system", "content": "be brief"}
     assert talk(folder, "system=be brief") == 0
     said, answers = [system], []
@@ -121,16 +122,8 @@ def test_a_chat_remembers_what_was_said(
         said.append({"role": "user", "content": message})
         answers.append(expected(folder, said))
         said.append({"role": "assistant", "content": answers[-1]})
-    assert capfd.readouterr().out == "".join(f"{answer}\n" for answer in answers)
-
-
-def test_a_message_that_would_end_its_turn_is_refused_alone(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("<eos>\na rose\n"))
-    assert talk(folder) == 0
     printed = capfd.readouterr()
-    assert printed.out == expected(folder, [{"role": "user", "content": "a rose"}]) + "\n"
+    assert printed.out == "".join(f"{answer}\n" for answer in answers)
     assert "<eos>" in printed.err
 
 

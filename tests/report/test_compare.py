@@ -108,7 +108,9 @@ def test_hostile_names_stay_text(tmp_path):
     script = "'</script ><script>alert(1)</script >'"
     plain, hostile = (
         make(tmp_path / "plain"),
-        make(tmp_path / HOSTILE, config=f"lr: {script}\nwandb: {{notes: {script}}}"),
+        make(
+            tmp_path / HOSTILE, config=f"lr: {script}\nwandb: {{notes: {script}, tags: [{script}]}}"
+        ),
     )
     (hostile / "kernel.lock.json").write_text(json.dumps({"kernel": script}))
     closing = make(tmp_path / "<" / "script><script>alert(2)<" / "script>")
