@@ -287,11 +287,10 @@ class Progress:
         done = self.marks[-1][1] + units
         self.marks = [*self.marks[:2], (time.perf_counter(), done)]
         self.bar.update(self.task, advance=units)
-        if self.is_printed or len(self.marks) < 3:
+        speed = self.units_per_second
+        if self.is_printed or speed is None:
             return
         self.is_printed = True
-        speed = self.units_per_second
-        assert speed is not None
         seconds = (self.read - self.marks[1][1]) / speed
         if seconds >= LONG:
             at_least = "" if self.total is not None else "at least "
