@@ -43,7 +43,9 @@ ONLY_IN = {
     "trackio": ("longctx/runs/trackers.py",),
     "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
-    "huggingface_hub": ("longctx/hub_snapshot.py", "longctx/data/sources/hub.py"),
+    "huggingface_hub": (
+        *("longctx/hub_snapshot.py", "longctx/data/sources/hub.py", "longctx/model/export.py"),
+    ),
 }
 SOURCES = sorted([*ROOT.glob("longctx/**/*.py"), ROOT / "train.py", ROOT / "eval.py"])
 

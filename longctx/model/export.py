@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -180,28 +181,25 @@ def _stored(place: Stored) -> Tensor:
 
 
 def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
-    shards = list(_shards(all_tensors, shard_bytes))
-    placed: dict[str, str] = {}
-    size = 0
-    flawed: str | None = None
-    for number, shard in enumerate(shards, start=1):
-        name = (
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            if len(shards) > 1
-            else "model.safetensors"
-        )
-        tensors = {tensor.name: tensor.read() for tensor in shard}
+    by_name = {tensor.name: tensor for tensor in all_tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    size, flawed = 0, None
+    for file, names in split.filename_to_tensors.items():
+        # A shard at a time: the weights need not fit in memory twice
+        tensors = {name: by_name[name].read() for name in names}
         flawed = flawed or not_finite(tensors)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        files.as_umask_allows(folder / name)
-        placed |= dict.fromkeys(tensors, name)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files.as_umask_allows(folder / file)
         size += sum(x.nbytes for x in tensors.values())
     warn_of_not_finite(flawed)
-    if len(shards) > 1:
-        write_json(
-            folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": size}, "weight_map": placed},
-        )
+    if split.is_sharded:
+        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def warn_of_not_finite(name: str | None) -> None:
@@ -219,19 +217,6 @@ def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) ->
     first, *others = (piece.fold.save(x.detach()[piece.rows]) for x, piece in pieces)
     whole = sum(others, first)
     return whole if dtype is None else whole.to(dtype)
-
-
-def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
-    """Yield the tensors in their order, in shards of at most `limit` bytes if a tensor fits."""
-    shard: list[_Tensor] = []
-    used = 0
-    for tensor in tensors:
-        if shard and used + tensor.size > limit:
-            yield shard
-            shard, used = [], 0
-        shard.append(tensor)
-        used += tensor.size
-    yield shard
 
 
 def _generation(tokenizers: Path) -> dict[str, Any]:

@@ -28,16 +28,18 @@ def run(options: ExportOptions) -> None:
     file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
     checkpoint = read(file)
-    model, seq_len, added = build(file, checkpoint)
+    config = checkpoint["longctx"]["config"]
+    model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
+    seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
     if options.adapter:
         run_adapter(model, file, checkpoint, added, seq_len, out)
         return
     if added.rank is not None:
-        model = merged(model, str(checkpoint["longctx"]["config"].get("init")), added.base)
+        model = merged(model, str(config.get("init")), added.base)
     context = max(seq_len, model.config.context or 0)
     tokenizer_folder = file.resolve().parent.parent
     dtype = SHORT_NAMES[options.dtype] if options.dtype else None
-    wrapper = wrapper_of(checkpoint["longctx"]["config"])
+    wrapper = wrapper_of(config)
     export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9), wrapper)
     written = dtype or model.embed.weight.dtype
     name = next(name for name, short in SHORT_NAMES.items() if short == written)
@@ -150,15 +152,3 @@ def run_adapter(
     if stretched:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
         print(f"its positions are stretched, which peft does not do: {opening}")
-
-
-def build(file: Path, checkpoint: dict[str, Any]) -> tuple[Any, int, Any]:
-    """Build the model of a checkpoint; returns it with the seq_len that it was trained at and its
-    LoRA. ValueError if weights and configuration do not fit.
-    """
-    try:
-        config = checkpoint["longctx"]["config"]
-        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
-        return model, int(config["seq_len"]), lora_of(checkpoint)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: its weights are not those of its model: {error}") from error

@@ -26,12 +26,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     transformers 5 writes rope_parameters, older ones rope_theta; both are read. Raises ValueError
     or FileNotFoundError naming the first key and value that GPT does not cover.
     """
-    file = Path(folder) / "config.json"
-    if not os.path.lexists(file):
-        raise FileNotFoundError(
-            f"{file}: no such file; give a folder with config.json and safetensors"
-        )
-    source = multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
+    source = _text_model(folder)
     model_type = source.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
@@ -42,12 +37,17 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
 
 def has_family(folder: str | Path) -> bool:
     """Return True if the model_type in `folder`/config.json has a family here, or there is none."""
+    model_type = _text_model(folder).get("model_type")
+    return not isinstance(model_type, str) or model_type in FAMILIES
+
+
+def _text_model(folder: str | Path) -> ConfigJson:
     file = Path(folder) / "config.json"
     if not os.path.lexists(file):
-        return True  # which `read_model` tells
-    source = multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
-    model_type = source.get("model_type")
-    return not isinstance(model_type, str) or model_type in FAMILIES
+        raise FileNotFoundError(
+            f"{file}: no such file; give a folder with config.json and safetensors"
+        )
+    return multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
 
 
 def family_of(config: GPTConfig) -> Family:
