@@ -1,7 +1,6 @@
 """Experts: what the router decides, the balancing loss, memory, parameters, and what is refused."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longctx import cli
-from longctx.attention import Mask
 from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.parts import Pass
@@ -140,15 +138,6 @@ def test_autocast_computes_in_16_bits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(TOKENS, TARGETS).backward()
     assert all(p.dtype == torch.float32 for p in gradients(model).values())
-
-
-def test_documents_compute_as_if_alone() -> None:
-    model, ends = make(), [0, 70, 89, 150]
-    documents = torch.bucketize(torch.arange(150), torch.tensor(ends[1:]), right=True)
-    packed = model(TOKENS[:1], mask=Mask.documents(documents[None]))
-    for first, last in pairwise(ends):
-        alone = model(TOKENS[:1, first:last])
-        torch.testing.assert_close(packed[:, first:last], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_few_weights_multiply_a_token() -> None:
