@@ -1,6 +1,4 @@
-"""The model as a whole: causality, packed documents, agreement of backends, weights on disk,
-recomputation.
-"""
+"""The model as a whole: causality, packed documents, 16 bits, compiled blocks, tied weights."""
 
 import importlib
 import sys

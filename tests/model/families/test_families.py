@@ -1,6 +1,8 @@
 """Every family computes as in transformers, and its folders go out and come back."""
 
 import json
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    Glm4Config,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     Qwen2Config,
@@ -21,6 +26,7 @@ from transformers import (
 from longctx.model.export import export
 from longctx.model.huggingface import pretrained, read_config
 from tests.model.families.parity import (
+    OLD,
     ROPES,
     SIZES,
     SPECIAL,
@@ -210,3 +216,75 @@ class TestSeedOss(FamilyTests):
     }
     # as the Llama and the Qwen2 that they are
     other_class = ("all biased", "heads of channels / heads")
+
+
+SPECIAL_GROUPED = {**GROUPED, **SPECIAL}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}
+
+
+class TestHunYuanDenseV1(FamilyTests):
+    config_class = HunYuanDenseV1Config
+    drawn = {"attention_bias": [False, True], "head_dim": [4, 10, 16]}
+    cases = {
+        "plain": HunYuanDenseV1Config(**SPECIAL_GROUPED, head_dim=16),
+        "biases": HunYuanDenseV1Config(
+            **SPECIAL_GROUPED, head_dim=8, attention_bias=True, tie_word_embeddings=True
+        ),
+        "alpha": HunYuanDenseV1Config(**SPECIAL_GROUPED | {"rope_parameters": ALPHA}, head_dim=16),
+    }
+    special = SPECIAL
+    stretched = {"num_key_value_heads": 2, "head_dim": 8}
+    # its rope is written as the larger base that it is
+    other_class = ("alpha",)
+
+
+def glm4(share: float, **changes: Any) -> Glm4Config:
+    keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8} | changes
+    return Glm4Config(**keys, partial_rotary_factor=share)
+
+
+class TestGlm4(FamilyTests):
+    config_class = Glm4Config
+    cases = {
+        "half rotates": glm4(0.5),
+        "all rotates": glm4(1.0),
+        "without biases": glm4(0.5, attention_bias=False, tie_word_embeddings=True),
+        "own head size": glm4(0.25, head_dim=16),
+    }
+    special = SPECIAL
+    stretched = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5}
+    drawn = {
+        **{"head_dim": [8, 16], "partial_rotary_factor": [0.25, 0.5, 1.0]},
+        "attention_bias": [False, True],
+    }
+
+
+GROWTH = {"llama_4_scaling_beta": 0.3, OLD: 32}
+GROWN_ROPE = {"rope_theta": 5000.0, **ROPES["yarn"], **GROWTH}
+
+
+def ministral3(**changes: Any) -> Ministral3Config:
+    keys = SIZES | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
+    return Ministral3Config(**keys | {"rope_parameters": dict(GROWN_ROPE)} | changes)
+
+
+class TestMinistral3(FamilyTests):
+    config_class = Ministral3Config
+    cases = {
+        "plain": ministral3(),
+        "window": ministral3(sliding_window=40, head_dim=16),
+        "tied": ministral3(tie_word_embeddings=True),
+    }
+    special = SPECIAL
+    stretched = {"num_key_value_heads": 2, "head_dim": 8}
+    drawn = {"head_dim": [4, 8, 18], "sliding_window": [None, 5, 20]}
+
+    def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        return super().rope_keys({**rope, **GROWTH})
+
+
+def test_without_growth_it_is_refused(tmp_path: Path) -> None:
+    content = {**SIZES, "model_type": "ministral3", "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"llama_4_scaling_beta=0\.0 must be a number above 0"):
+        read_config(tmp_path)
