@@ -3,6 +3,7 @@ unpack to, and its loss is near that of the base in the precision of the run.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def test_under_autocast_and_compiled_it_learns(base: str) -> None:
         (dx,) = torch.autograd.grad(y.float().square().sum(), x)
         return y, dx
 
-    torch.testing.assert_close(of(torch.compile), of(lambda mlp: mlp), rtol=0.02, atol=1e-3)
+    traced = partial(torch.compile, backend="aot_eager")  # inductor would take half a minute
+    torch.testing.assert_close(of(traced), of(lambda mlp: mlp), rtol=0.02, atol=1e-3)
 
 
 def test_scaled_products_are_near_the_unpacked_ones() -> None:

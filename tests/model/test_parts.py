@@ -237,27 +237,27 @@ def saved_activations(attention: str = "flash", **changes: Any) -> float:
     return predict(work).gpu[KEPT]
 
 
-def test_norms_after_branches_are_counted() -> None:
-    tokens = 512 * 32  # of a micro-batch on a GPU
-    more = saved_activations(norms="sandwich") - saved_activations()
-    # 1 / rms of both, and outputs of attention and the MLP, 128 channels of 4 bytes
-    assert more == 4 * tokens * (4 + 4 + 2 * 4 * 128)
-    # Outputs of branches take the place of the norms' outputs; an H100 measured the same
-    assert saved_activations(norms="post") == saved_activations()
+N = 512 * 32  # tokens of a micro-batch on a GPU
 
 
-def test_outputs_that_sinks_scale_are_counted() -> None:
-    tokens = 512 * 32  # of a micro-batch on a GPU
-    more = saved_activations(sinks=True) - saved_activations()
-    # In 4 layers the output of 128 channels, and for 4 heads the sinks' share twice, and a mask
-    assert more == 4 * tokens * (4 * 128 + 4 * (4 + 4 + 1))
-
-
-@pytest.mark.parametrize(("gate", "size"), [("head", 4), ("channel", 128)])
-def test_gates_are_counted(gate: str, size: int) -> None:
-    more = saved_activations(attention_gate=gate) - saved_activations()
-    # In 4 layers the gate, and the gated output of 128 channels
-    assert more == 4 * 512 * 32 * 4 * (size + 128)
+@pytest.mark.parametrize(
+    ("attention", "changes", "more"),
+    [
+        # 1 / rms of both, and outputs of attention and the MLP, 128 channels of 4 bytes
+        ("flash", {"norms": "sandwich"}, 4 * N * (4 + 4 + 2 * 4 * 128)),
+        # Outputs of branches take the place of the norms' outputs; an H100 measured the same
+        ("flash", {"norms": "post"}, 0),
+        # In 4 layers the output of 128 channels; for 4 heads the sinks' share twice, and a mask
+        ("flash", {"sinks": True}, 4 * N * (4 * 128 + 4 * (4 + 4 + 1))),
+        # In 4 layers the gate, and the gated output of 128 channels
+        ("flash", {"attention_gate": "head"}, 4 * N * 4 * (4 + 128)),
+        ("flash", {"attention_gate": "channel"}, 4 * N * 4 * (128 + 128)),
+        # tanh of 4 heads' scores in 4 layers, 512 keys for each of the tokens
+        ("naive", {"softcap": 30.0}, 4 * 4 * 4 * 512 * N),
+    ],
+)
+def test_what_parts_save_is_counted(attention: str, changes: dict[str, Any], more: float) -> None:
+    assert saved_activations(attention, **changes) - saved_activations(attention) == more
 
 
 def test_multipliers_are_counted() -> None:
@@ -271,10 +271,9 @@ def test_multipliers_are_counted() -> None:
 
     before, after = moments(Multipliers()), moments(Multipliers(2.0, 0.5, 0.5, 5.0))
     more = {name: after[name] - before[name] for name in before}
-    tokens = 512 * 32  # of a micro-batch on a GPU
-    assert more["loss"] == 4 * 512 * tokens  # the cap's derivative
-    assert more["backward of block 1, MLP"] == 2 * 128 * tokens  # the branch's gradient
-    assert more["backward of the embedding"] == 2 * 128 * tokens
+    assert more["loss"] == 4 * 512 * N  # the cap's derivative
+    assert more["backward of block 1, MLP"] == 2 * 128 * N  # the branch's gradient
+    assert more["backward of the embedding"] == 2 * 128 * N
 
 
 GEMMA: dict[str, Any] = {
@@ -347,10 +346,3 @@ def test_a_backend_without_a_part_is_refused_at_the_door(
     error = capsys.readouterr().err
     assert feature.partition("=")[0] in error and "attention=flash" in error
     assert not any(tmp_path.iterdir())
-
-
-def test_scores_that_are_capped_are_counted() -> None:
-    naive = {"attention": "naive"}
-    more = saved_activations(**naive, softcap=30.0) - saved_activations(**naive)
-    # tanh of 4 heads' scores in 4 layers, 512 keys for each of the tokens
-    assert more == 4 * 4 * 4 * 512 * 512 * 32

@@ -55,12 +55,11 @@ def test_autocast_keeps_norms_in_16_bits(tmp_path: Path) -> None:
     assert {"norm", "layers.0.self_attn.q_norm", "layers.2.input_layernorm"} <= found.keys()
 
 
-@pytest.mark.parametrize("attention", ["naive"])
-def test_any_backend_computes_it(attention: str, tmp_path: Path) -> None:
+def test_another_backend_computes_it(tmp_path: Path) -> None:
     theirs = reference("gemma3_text")
     theirs.save_pretrained(tmp_path)
     each, tokens, targets, mask = documents(LENGTHS)
-    loss = opened(tmp_path, attention=attention)(tokens, targets, mask, reduction="sum")
+    loss = opened(tmp_path, attention="naive")(tokens, targets, mask, reduction="sum")
     torch.testing.assert_close(loss, loss_alone(theirs, each), rtol=1e-5, atol=0)
 
 
