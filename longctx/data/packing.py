@@ -19,7 +19,7 @@ import numpy as np
 class Packing:
     """The position of each piece of a document in the sequences.
 
-    Row r holds the pieces `row_starts[r]` to `row_starts[r + 1] - 1`, in order.
+    Sequence n holds the pieces `row_starts[n]` to `row_starts[n + 1] - 1`, in order.
     """
 
     document: np.ndarray  # (pieces,) int64: index of the document
@@ -59,41 +59,41 @@ def cut(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
-    """Assign pieces of 1..seq_len tokens to rows: the row of each, (pieces,) int64, and how many
-    rows there are.
+    """Assign pieces of 1..seq_len tokens to sequences: the sequence of each, (pieces,) int64, and
+    how many there are.
 
-    Deterministic: equal lengths keep their order, and of rows with equal room the one that was
+    Deterministic: equal lengths keep their order, and of sequences with equal room the one that was
     filled last is taken.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
-    row_of = np.empty(len(lengths), dtype=np.int64)
-    # Pieces that fill a row alone.
+    sequence_of = np.empty(len(lengths), dtype=np.int64)
+    # Pieces that fill a sequence alone.
     full = int(np.count_nonzero(lengths == seq_len))
-    row_of[order[:full]] = np.arange(full)
-    rows = full
-    # The others, each into the row with the least room that suffices.
-    with_room: dict[int, list[int]] = {}  # tokens left -> rows that have exactly these left
+    sequence_of[order[:full]] = np.arange(full)
+    sequences = full
+    # The others, each into the sequence with the least room that suffices.
+    with_room: dict[int, list[int]] = {}  # tokens left → sequences with exactly these
     rooms: list[int] = []  # sorted keys of `with_room`
     shorter = order[full:]
     for piece, length in zip(shorter.tolist(), lengths[shorter].tolist(), strict=True):
         tightest = bisect_left(rooms, length)
         if tightest == len(rooms):
-            row, room = rows, seq_len
-            rows += 1
+            sequence, room = sequences, seq_len
+            sequences += 1
         else:
             room = rooms[tightest]
-            row = with_room[room].pop()
+            sequence = with_room[room].pop()
             if not with_room[room]:
                 del with_room[room], rooms[tightest]
-        row_of[piece] = row
+        sequence_of[piece] = sequence
         room -= length
         if room in with_room:
-            with_room[room].append(row)
+            with_room[room].append(sequence)
         elif room:
-            with_room[room] = [row]
+            with_room[room] = [sequence]
             insort(rooms, room)
-    return row_of, rows
+    return sequence_of, sequences
 
 
 def pack(
@@ -103,8 +103,8 @@ def pack(
     starts: np.ndarray | None = None,
     together: bool = True,
 ) -> Packing:
-    """Cut and pack documents of `lengths` tokens into rows of `seq_len`, one piece in each unless
-    `together`.
+    """Cut and pack documents of `lengths` tokens into sequences of `seq_len`, one piece in
+    each unless `together`.
 
     `documents` are their numbers in the result, (documents,); default 0, 1, ...; `starts` the
     tokens of each that come before and are left out, (documents,); default none.
@@ -112,11 +112,11 @@ def pack(
     document, start, length = cut(lengths, seq_len)
     if starts is not None:
         start = start + np.asarray(starts, dtype=np.int64)[document]
-    row_of, rows = np.arange(len(length)), len(length)
+    sequence_of, sequences = np.arange(len(length)), len(length)
     if together:
-        row_of, rows = best_fit_decreasing(length, seq_len)
-    order = np.argsort(row_of, kind="stable")
-    row_starts = np.searchsorted(row_of[order], np.arange(rows + 1))
+        sequence_of, sequences = best_fit_decreasing(length, seq_len)
+    order = np.argsort(sequence_of, kind="stable")
+    row_starts = np.searchsorted(sequence_of[order], np.arange(sequences + 1))
     if documents is not None:
         document = np.asarray(documents, dtype=np.int64)[document]
     return Packing(document[order], start[order], length[order], row_starts.astype(np.int64))
