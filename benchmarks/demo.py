@@ -3,8 +3,8 @@
 Its positions are stretched by YaRN, and LoRA trains it on a few sequences. Before and after, the
 model reads the same prose, which it is not trained on: what it predicts there is its perplexity by
 position. A pass key is hidden in each text and asked for at its end. Then the model answers a
-question about the longest text. The prose is Python's own documentation, so only weights are
-downloaded.
+question about the longest text. The prose is Python's own documentation, of a Debian package if the
+machine has it, so only weights are downloaded.
 
     make demo
     make demo ARGS='init=owner/name path=docs/'
@@ -42,6 +42,7 @@ CHARACTERS = 6  # of prose that are set aside for a token: SmolLM2's tokens have
 EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 ENDINGS = (".txt", ".md", ".rst")
+INSTALLED = Path("/usr/share/doc")  # with documentation that Debian's packages bring
 WHEN = ("before", "after")
 # What a machine does in minutes; tokens of a training sequence, steps, tokens of texts, depths
 SIZES: dict[str, dict[str, Any]] = {
@@ -82,6 +83,7 @@ def run(options: Options, command: str) -> None:
     text = write_texts(options, out)
     where = processor(options.device)
     print(f"{model}\non {where}, in {options.precision}")
+    print(f"reads {options.path or 'the documentation in Python itself'}")
     if options.device == "cpu":
         print(f"a GPU trains and reads {SIZES['cuda']['seq_len']:,} tokens; a CPU takes fewer")
 
@@ -112,6 +114,10 @@ def run(options: Options, command: str) -> None:
 
 def sized(options: Options) -> Options:
     """Return `options` with what is left to the machine."""
+    if not options.path:
+        # Of python3-doc: more of it than Python itself brings
+        found = sorted(INSTALLED.glob("python3*/html/_sources"))
+        options = replace(options, path=str(found[-1]) if found else "")
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_weights
+from benchmarks import demo, real_weights
 from benchmarks.words import main
 
 
@@ -40,6 +40,13 @@ def test_too_little_prose_is_refused(
     assert main(["demo", *words[:3], "lengths=[512,8192]", *words[4:]]) == 2
     assert "give more of it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_installed_documentation_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo, "INSTALLED", tmp_path)
+    assert demo.sized(demo.Options(device="cpu", precision="fp32")).path == ""
+    (installed := tmp_path / "python3.13" / "html" / "_sources").mkdir(parents=True)
+    assert demo.sized(demo.Options(device="cpu", precision="fp32")).path == str(installed)
 
 
 @pytest.mark.slow  # pip asks its index three times
