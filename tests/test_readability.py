@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 28243
+TEST_LINES = 28250
 
 
 @pytest.fixture(scope="module")
