@@ -29,14 +29,12 @@ def _version_unless_unused(package: str) -> str:
     return version(package)
 
 
-with (
-    patch.object(imports, "_version", _version_unless_unused, create=True),
-    patch.object(
-        imports, "package_available", lambda name: name not in UNUSED and package_available(name)
-    ),
-    patch.object(
-        imports, "module_available", lambda name: name not in UNUSED and module_available(name)
-    ),
+with patch.multiple(
+    imports,
+    create=True,
+    _version=_version_unless_unused,
+    package_available=lambda name: name not in UNUSED and package_available(name),
+    module_available=lambda name: name not in UNUSED and module_available(name),
 ):
     from lightning import pytorch
     from lightning.fabric import Fabric
@@ -73,6 +71,7 @@ def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
         torch.device(device, launched.local_rank) if device == "cuda" else "cpu"
     )
     if launched.ranks > 1:
+        # Ranks compute their buffers alike; gradients that live in DDP's buckets are not copied
         strategy = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     return Fabric(
         accelerator="gpu" if device == "cuda" else "cpu",

@@ -91,6 +91,7 @@ def started(processes: Launched) -> Iterator[Launched]:
     if processes.by != OWN or processes.rank or processes.ranks == 1:
         yield processes
         return
+    # Free until rank 0 opens it for good; if another program is faster, rank 0 names the port
     with socket.create_server((processes.address, 0)) as free:
         port = free.getsockname()[1]
     # If rank 0 is killed before the ranks have met, the kernel ends the others

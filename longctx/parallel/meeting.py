@@ -188,6 +188,7 @@ def open_store(launched: Launched, seconds: float) -> dist.Store:
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
+    # torchrun's agent keeps its store over a restart: old keys must not count
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"longctx/{attempt}", server)
 

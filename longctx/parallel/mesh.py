@@ -114,6 +114,7 @@ class Parallel:
             on_gpu = self.device.type == "cuda"
             if on_gpu:
                 torch.cuda.set_device(self.device)
+            # Without a meeting it is fsdp on one device, which nobody joins
             store = dist.HashStore() if self.meeting is None else self.meeting.store
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",

@@ -44,15 +44,18 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
 
     Blocks compute with weights gathered in `dtype`; None: in their own.
     """
+    # Sums over many ranks lose bits in bf16; autocast has cast the inputs
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
         for module in block.modules():
-            if isinstance(module, Correction):  # rounded, routers would choose other experts
+            # Without a policy it stays in fp32: rounded, routers would choose other experts
+            if isinstance(module, Correction):
                 fully_shard(module, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=precision)
-        if hasattr(block, "calling"):  # not in a layer of transformers
+        # Recomputation calls a block by this method too; a layer of transformers has none
+        if hasattr(block, "calling"):
             register_fsdp_forward_method(block, "calling")
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
@@ -73,6 +76,7 @@ def rows_of_ranks(tensor: Tensor) -> list[slice]:
     """Return the `rows` of every rank of the mesh, in order."""
     if not isinstance(tensor, DTensor):
         return [rows(tensor)]
+    # As torch.chunk divides them: the last ranks may have fewer rows, or none
     size = -(-tensor.shape[0] // tensor.device_mesh.size())
     starts = [min(rank * size, tensor.shape[0]) for rank in range(tensor.device_mesh.size())]
     return [slice(start, min(start + size, tensor.shape[0])) for start in starts]

@@ -133,11 +133,11 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
         name = presets.AUTO_MODEL[device]
         source = f"{name} (model=auto)"
 
+    length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
     if model.transformers:
         from longctx.model import transformers_model
 
         config = config.for_transformers()
-        length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
         # Ranks that share a sequence split documents, so layers must not mix tokens either
         packing = config.data.packing or config.context.degree != 1
         transformers_model.prove(model, device, length, packing)
@@ -147,7 +147,6 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     if config.lora.base == "nf4":
         packed.bitsandbytes()
     if config.attention.backend == AUTO:
-        length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
         chosen, line = choose_attention(config, model, device, machine, length)
         config = replace(config, attention=chosen)
         say(line)

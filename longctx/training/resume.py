@@ -35,6 +35,7 @@ def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -
         groups = config.devices // config.context.degree
         batch_size = config.batch_size if "batch_size" in given else None
         accumulate = config.accumulate if "accumulate" in given else None
+        # No larger micro-batch than the run's own, which is known to fit
         if batch_size is None and accumulate is None:
             batch_size = math.gcd(saved["batch_size"], rows // groups)
         batch_size = batch_size or rows // groups // (accumulate or 1)

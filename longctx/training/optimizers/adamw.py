@@ -50,13 +50,6 @@ def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict
     return [group for group in both if group["params"]]
 
 
-def count(state: dict[str, Any]) -> int:
-    """Count one more step of the parameter that has `state`; return its number, from 1."""
-    step = 1 + (int(state["step"]) if state else 0)
-    state["step"] = torch.tensor(float(step))  # on the host: reading it waits for nothing
-    return step
-
-
 def by_kernel(p: Tensor) -> bool:
     """Return True if our kernel updates p."""
     return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
@@ -103,16 +96,25 @@ class AdamW(FusedAdamW):
     def _update_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
             if p.grad is not None and local(p).numel():
-                self._update(local(p), local(p.grad), self.state[p], group)
+                state = self._counted(p, MOMENTS)
+                self._update(local(p), local(p.grad), state, group)
+
+    def _counted(self, p: Tensor, names: Iterable[str]) -> dict[str, Any]:
+        """Count one more step of p; return its state, with zeros for the `names` it lacks."""
+        state = self.state[p]
+        # On the host: reading it waits for nothing. torch's Adam expects it of every state
+        state["step"] = torch.tensor(1.0 + (int(state["step"]) if state else 0))
+        for name in names:
+            if name not in state:
+                state[name] = self._zeros(local(p))
+        return state
 
     def _update(
         self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        step = count(state)
-        for name in MOMENTS:
-            if name not in state:
-                state[name] = self._zeros(p)
+        step = int(state["step"])
         in_place = by_kernel(p) and self.stored != "host"
+        # Moments from the host come in slices: a whole embedding's would take 4 GiB in 8b
         size = p.numel() if in_place else SLICE
         flat, grad = p.view(-1), grad.reshape(-1)
         for start in range(0, p.numel(), size):
@@ -142,6 +144,7 @@ class AdamW(FusedAdamW):
             return
         if self.factor is not None:
             grad.mul_(self.factor)
+        # torch's function counts the step itself
         before = torch.full((), step - 1.0, device=p.device)
         functional.adamw(
             *([p], [grad], [m], [v], [], [before]),
@@ -178,6 +181,7 @@ class AdamW(FusedAdamW):
         from longctx.kernels import adamw_update  # needs Triton
 
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # Muon's stacks are new tensors in each step, and copies from the host are not kernels
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
             return None
         steps = {int(state["step"]) for state in self.state.values()}

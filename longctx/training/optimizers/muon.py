@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from longctx.model import GPT
 from longctx.parallel.sharding import full, like, local, rows
 from longctx.planner.optimizer_cost import STACK
-from longctx.training.optimizers.adamw import AdamW, count, groups
+from longctx.training.optimizers.adamw import AdamW, groups
 from longctx.training.run import Run
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, from Jordan's post
@@ -122,14 +122,12 @@ class Muon(AdamW):
 
     def _update_slice(self, p: DTensor, lr: float, decay: float) -> None:
         """Update this rank's rows of p; every rank orthogonalizes the gathered matrices."""
-        state, weight = self.state[p], local(p)
-        count(state)
-        if "momentum" not in state:
-            state["momentum"] = self._zeros(weight)
+        state, weight = self._counted(p, ["momentum"]), local(p)
         assert p.grad is not None
         matrix = Matrix(weight, local(p.grad), state["momentum"])
         rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
         self._directions([matrix], [rows_of_rank])
+        # Rows of a matrix depend on all others: a rank cannot orthogonalize its own alone
         update = full(like(p, rows_of_rank))
         for part in update.split(self.parts[p]):
             upright = part.mT if is_tall(part) else part
@@ -141,10 +139,7 @@ class Muon(AdamW):
     def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:
         """Yield every matrix in `weights` with its stored momentum, zeros at first."""
         for p in weights:
-            state = self.state[p]
-            count(state)  # torch's Adam expects it of every state that it loads
-            if "momentum" not in state:
-                state["momentum"] = self._zeros(p)
+            state = self._counted(p, ["momentum"])
             assert p.grad is not None
             splits = (x.split(self.parts[p]) for x in (p, p.grad, state["momentum"]))
             yield from map(Matrix._make, zip(*splits, strict=True))
