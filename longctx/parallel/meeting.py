@@ -27,8 +27,6 @@ import torch
 import torch.distributed as dist
 
 from longctx import system
-from longctx.config.eval_config import EvalConfig
-from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, OWN, Launched, end_started, ended_early
 from longctx.planner.hardware import Machine
 from longctx.runs.run_folder import checkpoints
@@ -46,10 +44,8 @@ class Arrival(NamedTuple):
     rank: int
     pid: int
     host: str
-    local_rank: int
     device: str  # "cuda" or "cpu"
-    gpus: int
-    torch: str
+    torch: str  # its version
     problem: str  # the reason if it cannot take part, else ""
 
     def __str__(self) -> str:
@@ -152,7 +148,7 @@ class Meeting:
         os._exit(code)
 
 
-def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) -> Meeting:
+def meet(launched: Launched, here: Arrival) -> Meeting:
     """Wait until all processes of a run are here and fit together.
 
     If one is missing or does not fit, rank 0 raises ValueError, one line. The others raise
@@ -165,12 +161,11 @@ def meet(config: TrainConfig | EvalConfig, launched: Launched, here: Arrival) ->
             meeting = _join(launched, here, store, seconds)
     if launched.rank == 0:
         peers, problem = _gather(launched, store, seconds)
-        arrivals = sorted([here, *peers.values()])
-        problem = problem or misfit(arrivals)
+        problem = problem or misfit(sorted([here, *peers.values()]))
         meeting = Meeting(launched, here, store, peers)
         meeting.tell({"problem": problem, "here": here})
         if problem:
-            raise ValueError(f"{problem} ({asked(config, launched, arrivals)})")
+            raise ValueError(f"{problem} ({launched})")
     elif launched.by == OWN:
         # From now on rank 1 prints a line if rank 0 is killed, so it must live on
         system.end_with_parent(os.getppid(), 0)
@@ -291,37 +286,23 @@ def misfit(arrivals: list[Arrival]) -> str:
     return ""
 
 
-def asked(config: TrainConfig | EvalConfig, launched: Launched, arrivals: list[Arrival]) -> str:
-    """Return the layout asked for, the processes started, and the GPUs of the machines."""
-    machines = {arrival.host: f"{arrival.host}: {arrival.gpus} GPUs" for arrival in arrivals}
-    return (
-        f"asked: devices={config.devices} context={config.context.degree} "
-        f"strategy={config.strategy.name}; {launched}; {'; '.join(list(machines.values())[:4])}"
-    )
-
-
 def too_few_gpus(launched: Launched, machine: Machine) -> str:
     """Return the line for a machine with fewer GPUs than processes."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     remedy = "start as many processes as there are"
     if launched.by == "srun" and machine.gpus == 1:
         remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
     elif launched.by == OWN:
         remedy = f"use devices={machine.gpus}"
     return (
-        f"devices={launched.local_ranks}: GPUs of this machine: {machine.gpus}{shown}; {remedy} "
-        f"({launched}, {launched.local_ranks} on this machine)"
+        f"devices={launched.local_ranks}: torch finds {machine.gpus} GPUs on this machine, see "
+        f"CUDA_VISIBLE_DEVICES; {remedy}"
     )
 
 
-def arrival(launched: Launched, device: str, machine: Machine, problem: str) -> Arrival:
+def arrival(rank: int, device: str, problem: str) -> Arrival:
     """Return this process as it introduces itself to rank 0."""
-    host, local_rank = socket.gethostname(), launched.local_rank
     version = str(torch.__version__)
-    return Arrival(
-        launched.rank, os.getpid(), host, local_rank, device, machine.gpus, version, problem
-    )
+    return Arrival(rank, os.getpid(), socket.gethostname(), device, version, problem)
 
 
 def collective_timeout() -> timedelta:

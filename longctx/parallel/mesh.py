@@ -328,7 +328,7 @@ def parallel_of(
         raise ValueError(problem)
     meeting = None
     if processes.ranks > 1:
-        meeting = meet(config, processes, arrival(processes, device, machine, problem))
+        meeting = meet(processes, arrival(processes.rank, device, problem))
     return Parallel(config, device, processes, meeting)
 
 

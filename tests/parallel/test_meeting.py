@@ -33,7 +33,7 @@ from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, wait_for_step
 
 ABSENT = Path(__file__).parent / "absent.py"
-HERE = Arrival(0, 100, "node1", 0, "cuda", 2, "2.13.0", "")
+HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
 OverridesIn = Callable[..., list[str]]
 Processes = list[subprocess.Popen[str]]
 # train.py, whose processes wait 2 s for the exit of one that does not answer
@@ -167,7 +167,7 @@ def test_only_rank_0_prints_what_is_wrong(
 
 
 def other(**changes: Any) -> Arrival:
-    return HERE._replace(**{"rank": 1, "pid": 101, "local_rank": 1} | changes)
+    return HERE._replace(**{"rank": 1, "pid": 101} | changes)
 
 
 @pytest.mark.parametrize(
