@@ -116,7 +116,7 @@ def longest(
     gpu: float,
     host: float,
     multiple: int = 128,
-    most: int = LONGEST_ROW,
+    limit: int = LONGEST_ROW,
 ) -> Workload | None:
     """Return at(seq_len) for the longest sequences that fit, with the fastest policy for them."""
 
@@ -124,7 +124,7 @@ def longest(
         # the smallest policy is the last
         return any(fits(chosen, gpu, host) for chosen in reversed(policies(at(units * multiple))))
 
-    low, high = 0, most // multiple
+    low, high = 0, limit // multiple
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if is_fitting(middle) else (low, middle - 1)
@@ -163,7 +163,7 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
             return f"memory={policy}"
     # shorter sequences with any policy
     any_policy = replace(workload, memory=type(workload.memory)("auto"))
-    shorter = longest(one_row(any_policy), gpu, host, most=workload.seq_len)
+    shorter = longest(one_row(any_policy), gpu, host, limit=workload.seq_len)
     if shorter is None:
         if sizes:
             return f"batch_size={sizes[0]} accumulate={sequences // sizes[0]}"

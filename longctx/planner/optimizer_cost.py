@@ -88,8 +88,8 @@ def products(workload: Workload) -> list[tuple[int, float]]:
     if not workload.optimizer.traits.orthogonalizes:
         return []
     iterations = workload.optimizer.filled().iterations or 0
-    found: list[tuple[int, float]] = []
+    by_shape: list[tuple[int, float]] = []
     for shape, count in block_matrices(workload.blocks).items():
         m, n = sorted(shape)
-        found.append((m, iterations * count * (4.0 * m * m * n + 2.0 * m**3)))
-    return found
+        by_shape.append((m, iterations * count * (4.0 * m * m * n + 2.0 * m**3)))
+    return by_shape

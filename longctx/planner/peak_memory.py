@@ -216,10 +216,10 @@ class _Step:
             texts = max(1, self.B * self.T // length)
             yield "pass keys", _sum(resting, self.validation(texts, length))
 
-    def tile_of(self, most: int) -> int:
-        """Return the tokens of a tile of at most so many; `recompute.py` makes all about equal."""
-        pieces = -(-self.N // most)
-        return self.N if pieces == 1 else min(most, -(-self.N // pieces // 128) * 128)
+    def tile_of(self, limit: int) -> int:
+        """Return the tokens of a tile, at most `limit`; `recompute.py` makes all about equal."""
+        pieces = -(-self.N // limit)
+        return self.N if pieces == 1 else min(limit, -(-self.N // pieces // 128) * 128)
 
     def always(self) -> Terms:
         """Return parameters, optimizer state, and the tensors that all layers read."""

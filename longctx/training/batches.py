@@ -208,7 +208,7 @@ def micro_batch(sequences: Sequence[dict[str, Tensor]], windows: Windows = NO_WI
     mask = Mask.documents(doc_ids)
     B, T = tokens.shape
     # Padding is short documents of its own: their pairs do not count
-    lengths = torch.cat([padding_ids(n).bincount() for n in padding.flatten().tolist()])
+    lengths = torch.cat([padding_ids(length).bincount() for length in padding.flatten().tolist()])
     total = 0
     for window, layers in windows.items():
         visible = (mask if window is None else mask.windowed(window)).pairs(B, T, T)
@@ -234,7 +234,6 @@ def read_ahead(
     its look after 5 s. With a timeout of our own it would look only after that.
     """
     workload = run.workload
-    ahead: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": 2} if workers else {}
     collate = partial(
         collate_step,
         run.config.objective.traits.collate or micro_batch,
@@ -249,7 +248,6 @@ def read_ahead(
         num_workers=workers,
         pin_memory=workload.device == "cuda",
         worker_init_fn=_begin_worker,
-        **ahead,
     )
     return _batches(iter(loader))
 
@@ -262,7 +260,7 @@ def collate_step(
 ) -> StepBatch:
     """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
     size = tokens // len(sequences[0]["tokens"])
-    groups = (sequences[i : i + size] for i in range(0, len(sequences), size))
+    groups = (sequences[start : start + size] for start in range(0, len(sequences), size))
     return StepBatch([collate(group, windows) for group in groups])
 
 
@@ -293,11 +291,12 @@ def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[Mic
     collate = run.config.objective.traits.collate or micro_batch
     available, size = len(data.val), run.workload.batch_size
     total = min(run.val_rows or available, available)
-    mine = [i * available // total for i in range(parallel.data_rank, total, parallel.data_ranks)]
+    mine = range(parallel.data_rank, total, parallel.data_ranks)
     per_rank = -(-total // parallel.data_ranks)  # at most
     for start in range(0, per_rank, size):
         numbers = mine[start : start + size]
-        batch = collate([data.val[i] for i in numbers or [0]], NO_WINDOW)
+        spread = [data.val[number * available // total] for number in numbers or [0]]
+        batch = collate(spread, NO_WINDOW)
         if not numbers:
             batch.targets.fill_(IGNORED)
             batch.scored = 0

@@ -157,6 +157,7 @@ def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
     rows = RandomRows(workload.model.vocab_size, workload.seq_len, length, answers)
     size = workload.batch_size * workload.accumulate
     order = (list(range(first, first + size)) for first in count(0, size))
+    # One process draws random tokens faster than a step takes them
     return read_ahead(run, rows, order, min(run.config.workers, 1))
 
 

@@ -101,6 +101,7 @@ class LifeCycle:
         locked.
         """
         parallel, is_first = self.parallel, self.parallel.is_first
+        # torchrun and srun decide the number of processes; devices= may be left out
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
         # A resumed run is locked before its newest checkpoint is read
         if request.config.resume and is_first:
@@ -118,6 +119,7 @@ class LifeCycle:
                 locks.enter_context(run_folder.locked(run.folder))
             else:
                 continue_folder(run)
+            # A sweep shows the results of its jobs
             if result := os.environ.get(RESULT_VARIABLE):
                 Path(result).write_text(str(run.folder), encoding="utf-8")
         return run
@@ -150,6 +152,7 @@ class LifeCycle:
                 raise
             code = files.exit_code(error)
         finally:
+            # A notebook goes on in this process: the run's garbage must not stay for ever
             gc.unfreeze()
             log.end(code)
 

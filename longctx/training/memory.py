@@ -33,7 +33,7 @@ def limits(workload: Workload, machine: Machine) -> Limits:
         assert machine.gpu is not None
         gpu = machine.gpu
         return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
-    # Each process has its own tensors; the host's share is among them
+    # Each process has its own tensors, the host's share among them; within_memory leaves a tenth
     total = machine.host_memory / workload.devices_per_machine
     return Limits("memory", total, 0.9 * total, float("inf"))
 

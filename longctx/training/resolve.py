@@ -118,8 +118,8 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     source = name
     if config.resume:
         # The method of the run may not go with another degree
-        given = {"context.degree", "context.method"} & overrides.keys()
-        if given == {"context.degree"}:
+        changed = {"context.degree", "context.method"} & overrides.keys()
+        if changed == {"context.degree"}:
             config = replace(config, context=replace(config.context, method="auto"))
     else:
         # Before the data is read: every process and every resume reads the same

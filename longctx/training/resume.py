@@ -21,7 +21,9 @@ from longctx.training import kernel_lock, optimizers
 from longctx.training.run import Run, run_of
 
 
-def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -> list[TrainConfig]:
+def with_steps_of_run(
+    open_layouts: list[TrainConfig], overrides: Collection[str]
+) -> list[TrainConfig]:
     """Return the layouts in which a resumed run can keep its sequences per step on the devices of
     this request, with the batch_size and accumulate that are `given`; ValueError if there is none.
     """
@@ -33,8 +35,8 @@ def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -
     for config in open_layouts:
         assert isinstance(config.context.degree, int)
         groups = config.devices // config.context.degree
-        batch_size = config.batch_size if "batch_size" in given else None
-        accumulate = config.accumulate if "accumulate" in given else None
+        batch_size = config.batch_size if "batch_size" in overrides else None
+        accumulate = config.accumulate if "accumulate" in overrides else None
         # No larger micro-batch than the run's own, which is known to fit
         if batch_size is None and accumulate is None:
             batch_size = math.gcd(saved["batch_size"], rows // groups)
@@ -43,7 +45,7 @@ def with_steps_of_run(open_layouts: list[TrainConfig], given: Collection[str]) -
         if batch_size * accumulate * groups == rows:
             possible.append(replace(config, batch_size=batch_size, accumulate=accumulate))
     if not possible:
-        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in given)]
+        names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
         asked = " ".join(f"{name}={getattr(open_layouts[0], name)}" for name in names)
         raise ValueError(
             f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
@@ -137,10 +139,10 @@ def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
     model = restore.skeleton(workload.model, workload.attention, workload.lora)
     restore.check_weights(path, checkpoint, model)
     optimizer = optimizers.build(model, run)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # an optimizer that does not name its states may have any
     names = getattr(optimizer, "state_names", lambda _: None)
-    expected = [(p.shape, names(p)) for p in trained]
+    expected = [(parameter.shape, names(parameter)) for parameter in trained]
     checkpoints.check_states(path, checkpoint, expected)
     checkpoints.check_finite(path, checkpoint)
 

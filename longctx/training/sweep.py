@@ -66,7 +66,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
 def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
     """Return the keys in which the jobs differ."""
     shared = set.intersection(*map(set, overrides_of_jobs))
-    differing = {one for overrides in overrides_of_jobs for one in overrides} - shared
+    differing = {override for overrides in overrides_of_jobs for override in overrides} - shared
     return {override.partition("=")[0] for override in differing}
 
 

@@ -90,8 +90,10 @@ def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> 
     total, scored, *figures = parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1))).tolist()
     if not scored:
         return {}
-    found = means(objective.figures, figures)
-    return objective.metrics(total / scored) | {f"val_{key}": x for key, x in found.items()}
+    averages = means(objective.figures, figures)
+    return objective.metrics(total / scored) | {
+        f"val_{key}": mean for key, mean in averages.items()
+    }
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
@@ -161,11 +163,13 @@ def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
         cells = recall(
             scorer, data.tokenizer, filler, lengths, depths, config.samples, config.kinds, together
         )
-    found = dict.fromkeys(((cell.kind, cell.length) for cell in cells), 0)
+    right = dict.fromkeys(((cell.kind, cell.length) for cell in cells), 0)
     for cell in cells:
-        found[cell.kind, cell.length] += cell.right
+        right[cell.kind, cell.length] += cell.right
     texts = len(depths) * config.samples
-    return {f"{FACTS_FOUND}/{kind}/{length}": n / texts for (kind, length), n in found.items()}
+    return {
+        f"{FACTS_FOUND}/{kind}/{length}": count / texts for (kind, length), count in right.items()
+    }
 
 
 def unseen_tokens(data: Data, lengths: list[int]) -> np.ndarray:

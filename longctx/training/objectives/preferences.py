@@ -41,26 +41,26 @@ Result = tuple[Tensor, Tensor]
 
 def dpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    reference, found = reference_of(model, batch), answers(model, batch)
-    rewards = keys.beta * (found.logp - reference)
-    return total(model, batch, found, rewards, -F.logsigmoid(margin(rewards)))
+    reference, policy = reference_of(model, batch), answers(model, batch)
+    rewards = keys.beta * (policy.logp - reference)
+    return total(model, batch, policy, rewards, -F.logsigmoid(margin(rewards)))
 
 
 def orpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    found = answers(model, batch)
+    policy = answers(model, batch)
     # Without an answer any log-probability below 0 keeps the odds finite
-    mean = found.mean.masked_fill(found.tokens == 0, -1.0)
+    mean = policy.mean.masked_fill(policy.tokens == 0, -1.0)
     odds = mean - torch.log(-torch.expm1(mean))
     losses = -mean[..., CHOSEN] - keys.beta * F.logsigmoid(margin(odds))
-    return total(model, batch, found, keys.beta * mean, losses)
+    return total(model, batch, policy, keys.beta * mean, losses)
 
 
 def simpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    found = answers(model, batch)
-    rewards = keys.beta * found.mean
-    return total(model, batch, found, rewards, -F.logsigmoid(margin(rewards) - keys.gamma))
+    policy = answers(model, batch)
+    rewards = keys.beta * policy.mean
+    return total(model, batch, policy, rewards, -F.logsigmoid(margin(rewards) - keys.gamma))
 
 
 def margin(x: Tensor) -> Tensor:
@@ -69,27 +69,27 @@ def margin(x: Tensor) -> Tensor:
 
 
 def total(
-    model: GPT, batch: AnswerBatch, found: Answers, rewards: Tensor, losses: Tensor
+    model: GPT, batch: AnswerBatch, policy: Answers, rewards: Tensor, losses: Tensor
 ) -> Result:
     """Return the sum of `losses` (B, documents) over the pairs, weighed, and the figures."""
-    present = found.tokens[..., CHOSEN] > 0
+    present = policy.tokens[..., CHOSEN] > 0
     figures = summed(
         present,
         rewards[..., CHOSEN],
         rewards[..., REJECTED],
         margin(rewards),
         (margin(rewards) > 0).double(),
-        found.logp[..., CHOSEN],
-        found.logp[..., REJECTED],
+        policy.logp[..., CHOSEN],
+        policy.logp[..., REJECTED],
     )
     return losses.masked_fill(~present, 0).sum() * share_of(model, batch), figures
 
 
 def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     """Return the loss of the answers in `batch`, and the sums and counts of its figures."""
-    reference, found = reference_of(model, batch), answers(model, batch)
-    ratio = found.logp - reference
-    good, bad, others = (found.tokens[..., side] > 0 for side in (CHOSEN, REJECTED, UNRELATED))
+    reference, policy = reference_of(model, batch), answers(model, batch)
+    ratio = policy.logp - reference
+    good, bad, others = (policy.tokens[..., side] > 0 for side in (CHOSEN, REJECTED, UNRELATED))
     away = mean_of_ranks(ratio[..., UNRELATED].detach().masked_fill(~others, 0).sum(), others.sum())
     losses = [
         keys.desirable_weight * torch.sigmoid(keys.beta * (away - ratio[..., CHOSEN])),
@@ -100,8 +100,8 @@ def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     )
     rewards = keys.beta * ratio
     figures = [
-        summed(good, rewards[..., CHOSEN], found.logp[..., CHOSEN]),
-        summed(bad, rewards[..., REJECTED], found.logp[..., REJECTED]),
+        summed(good, rewards[..., CHOSEN], policy.logp[..., CHOSEN]),
+        summed(bad, rewards[..., REJECTED], policy.logp[..., REJECTED]),
         summed(others, away.expand(others.shape)),
     ]
     return loss * share_of(model, batch), torch.cat(figures, dim=1)

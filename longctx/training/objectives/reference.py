@@ -97,12 +97,12 @@ def log_ps(
     module.eval()
     for start in range(0, per_rank, size):
         numbers = mine[start : start + size]
-        sequences = [rows[i] for i in numbers or [0]]
+        sequences = [rows[number] for number in numbers or [0]]
         batch = collate(sequences, NO_WINDOW).to(parallel.device)
         with torch.no_grad(), parallel.autocast(), torch.compiler.set_stance("force_eager"):
-            found = answers(module.model, batch)  # type: ignore[arg-type]
+            policy = answers(module.model, batch)  # type: ignore[arg-type]
         counts = [len(sequence["documents"]) for sequence in sequences]
-        log_p = torch.cat([row[:n] for row, n in zip(found.logp, counts, strict=True)])
+        log_p = torch.cat([row[:count] for row, count in zip(policy.logp, counts, strict=True)])
         documents = torch.cat([sequence["documents"] for sequence in sequences])
         yield documents.to(parallel.device), log_p.double(), bool(numbers)
     module.train()
