@@ -30,45 +30,50 @@ QWEN3_8B = {
 }
 
 
-def test_a_plan_for_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `longctx plan` prints for the words of a command line."""
+
+    def plan_of(*words: str) -> str:
+        assert main(["plan", *words]) == 0
+        return capsys.readouterr().out
+
+    return plan_of
+
+
+def test_a_plan_for_another_machine(planned: Callable[..., str]) -> None:
     words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
-    assert main(["plan", *words]) == 0
-    out = capsys.readouterr().out
+    out = planned(*words)
     assert "H100, 80.0 GiB" in out
     shown = "naive sdpa flash fast balanced long weights grads kept loss MFU"
-    for word in shown.split():
-        assert word in out
+    assert all(word in out for word in shown.split())
     wsd = ["lr_schedule=wsd", "max_steps=1000", "warmup_steps=50", "lr=0.5"]
-    assert main(["plan", "attention=flash", "memory=long", *wsd, *words]) == 0
-    out = capsys.readouterr().out
+    out = planned("attention=flash", "memory=long", *wsd, *words)
     assert "naive" not in out
     assert "1,000 steps\nlearning rate 0.5 at step 50, falls after step 800, 0.05 at" in out
-    assert main(["plan", "attention=flash", "lora.rank=8", "lora.base=nf4", *words]) == 0
-    assert "bf16, frozen weights in nf4" in capsys.readouterr().out
+    lora = ["attention=flash", "lora.rank=8", "lora.base=nf4"]
+    assert "bf16, frozen weights in nf4" in planned(*lora, *words)
 
 
-def test_a_gpu_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_described(planned: Callable[..., str]) -> None:
     chip = hardware.chip("b200")
     assert chip.flops is not None and chip.bandwidth is not None
     figures = [f"gpu_tflops={chip.flops / 1e12}", f"gpu_bandwidth={chip.bandwidth / 1e9}"]
-    printed = []
-    for gpu in (["gpu=b200"], ["gpu=mine", "gpu_memory=178.3GiB", *figures]):
-        assert main(["plan", "model=124m", "attention=flash", "host_memory=64", *gpu]) == 0
-        printed.append(capsys.readouterr().out.replace(gpu[0].removeprefix("gpu="), ""))
-    assert printed[0] == printed[1]
+    known, described = (
+        planned("model=124m", "attention=flash", "host_memory=64", *gpu).replace(gpu[0][4:], "")
+        for gpu in (["gpu=b200"], ["gpu=mine", "gpu_memory=178.3GiB", *figures])
+    )
+    assert known == described
     assert plan.bytes_of("gpu_memory", "24GB") == 24e9
     assert plan.bytes_of("gpu_memory", "24gib") == plan.bytes_of("gpu_memory", "24") == 24 * GIB
 
 
-def test_a_model_by_its_config_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_by_its_config_json(tmp_path: Path, planned: Callable[..., str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    words = ["plan", f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash"]
-    printed = []
-    for length in ("seq_len=131072", "seq_len=128K"):
-        assert main([*words, "lora.rank=16", length]) == 0
-        printed.append(capsys.readouterr().out)
-    assert "8,191 million parameters, 1 row of 131,072 tokens" in printed[0]
-    assert printed[0] == printed[1]
+    words = [f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash", "lora.rank=16"]
+    out = planned(*words, "seq_len=131072")
+    assert "8,191 million parameters, 1 row of 131,072 tokens" in out
+    assert planned(*words, "seq_len=128K") == out
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
@@ -87,11 +92,10 @@ def test_host_memory_is_of_the_gpu_planned_for(
     assert plan.machine(PlanOptions(host_memory="512"), 8)[1] == 512 * GIB
 
 
-def test_micro_batches_are_those_that_a_run_would_take(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
+def test_micro_batches_are_those_that_a_run_would_take(planned: Callable[..., str]) -> None:
+    words = ["gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
     for sizes, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
-        assert main([*words, *sizes]) == 0
-        assert rows in capsys.readouterr().out
+        assert rows in planned(*words, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +122,24 @@ def test_mistakes_are_one_line(
     refused(main(["plan", *override.split()]), message)
 
 
-def test_too_little_host_memory_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "gpu=H200 gpu_memory=139 model=1b seq_len=1048576 attention=flash memory=long"
-    words = line.split()
-    assert main(["plan", "host_memory=64", *words]) == 0
-    assert "no: host" in capsys.readouterr().out
-    assert main(["plan", "host_memory=512", *words]) == 0
-    out = capsys.readouterr().out
+def test_too_little_host_memory_is_said(planned: Callable[..., str]) -> None:
+    words = [
+        "gpu=H200",
+        "gpu_memory=139",
+        "model=1b",
+        "seq_len=1048576",
+        "attention=flash",
+        "memory=long",
+    ]
+    assert "no: host" in planned("host_memory=64", *words)
+    out = planned("host_memory=512", *words)
     assert "no: host" not in out
     assert "1 row of 1,048,576 tokens" in out
 
 
-def test_many_gpus_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_gpus_that_nobody_has(planned: Callable[..., str]) -> None:
     words = ["gpu=H100", "gpu_memory=80", "host_memory=1024", "model=1b", "attention=flash"]
-    assert main(["plan", *words, "seq_len=262144", "devices=16"]) == 0
-    out = capsys.readouterr().out
+    out = planned(*words, "seq_len=262144", "devices=16")
     assert "16 GPUs on 2 machines" in out
     tables = out.partition("Predicted peak by term")[0].splitlines()
     assert max(map(len, tables)) <= 80 and "…" not in out
@@ -143,10 +150,9 @@ def test_many_gpus_that_nobody_has(capsys: pytest.CaptureFixture[str]) -> None:
             assert degrees == ["2", "4", "8", "16"]
 
 
-def test_a_layout_that_is_given_is_the_only_one_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_is_given_is_the_only_one_shown(planned: Callable[..., str]) -> None:
     words = ["gpu=H100", "gpu_memory=80", "model=1b", "seq_len=262144", "attention=flash"]
-    assert main(["plan", *words, "devices=8", "context=4", "strategy=fsdp"]) == 0
-    tables = capsys.readouterr().out.partition("Predicted peak by term")[0]
-    assert "ddp" not in tables
-    assert main(["plan", *words, "devices=8", "gpus_per_machine=4", "network=100"]) == 0
-    assert "on 2 machines" in (out := capsys.readouterr().out) and "12 beyond" in out
+    out = planned(*words, "devices=8", "context=4", "strategy=fsdp")
+    assert "ddp" not in out.partition("Predicted peak by term")[0]
+    out = planned(*words, "devices=8", "gpus_per_machine=4", "network=100")
+    assert "on 2 machines" in out and "12 beyond" in out
