@@ -10,6 +10,7 @@ import torch
 import train
 from longctx import files
 from longctx.config.train_config import TrainConfig
+from longctx.data.rows import IGNORED, padding_ids
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
@@ -28,6 +29,25 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
     """`config` with its nulls filled in for `device`."""
     assert isinstance(config.seq_len, int)
     return scheduled(config, workload_of(config, device, config.seq_len))
+
+
+def row(*lengths: int, padding: int = 0) -> dict[str, torch.Tensor]:
+    """A packed sequence of whole documents with these lengths, none of whose last tokens is scored,
+    and padding.
+    """
+    ids = [torch.full((n,), i) for i, n in enumerate(lengths)]
+    doc_ids = torch.cat([*ids, len(lengths) + padding_ids(padding)])
+    targets = torch.arange(len(doc_ids)) + 1
+    for end in torch.tensor(lengths).cumsum(0).tolist():
+        targets[end - 1] = IGNORED
+    if padding:
+        targets[-padding:] = IGNORED
+    return {
+        "tokens": torch.arange(len(doc_ids)),
+        "targets": targets,
+        "doc_ids": doc_ids,
+        "padding": torch.tensor(padding),
+    }
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from longctx.config.train_config import TrainConfig
 from longctx.data import SampleStream
-from longctx.data.rows import IGNORED, padding_ids
+from longctx.data.rows import IGNORED
 from longctx.training.batches import (
     StepBatch,
     _batches,
@@ -23,26 +23,7 @@ from longctx.training.batches import (
     micro_batch,
     validation_batches,
 )
-from tests.training.sample_run import sample_run
-
-
-def row(*lengths: int, padding: int = 0) -> dict[str, Tensor]:
-    """A row of whole documents with these lengths, none of whose last tokens is scored, and
-    padding.
-    """
-    ids = [torch.full((n,), i) for i, n in enumerate(lengths)]
-    doc_ids = torch.cat([*ids, len(lengths) + padding_ids(padding)])
-    targets = torch.arange(len(doc_ids)) + 1
-    for end in torch.tensor(lengths).cumsum(0).tolist():
-        targets[end - 1] = -100
-    if padding:
-        targets[-padding:] = -100
-    return {
-        "tokens": torch.arange(len(doc_ids)),
-        "targets": targets,
-        "doc_ids": doc_ids,
-        "padding": torch.tensor(padding),
-    }
+from tests.training.sample_run import row, sample_run
 
 
 def test_counts_leave_padding_out() -> None:

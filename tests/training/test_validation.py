@@ -22,29 +22,11 @@ from longctx.training.validation import (
     sequence_sums,
     standard_error,
 )
-from tests.training.sample_run import Trained, steps
-
-
-def row(lengths: list[int], padding: int) -> dict[str, torch.Tensor]:
-    """Pieces of `lengths` tokens, the last token of each not scored, and padding after them."""
-    total = sum(lengths) + padding
-    targets, doc_ids = torch.full((total,), IGNORED), torch.full((total,), len(lengths))
-    at = 0
-    for number, length in enumerate(lengths):
-        targets[at : at + length - 1] = 1
-        doc_ids[at : at + length] = number
-        at += length
-    tokens = torch.zeros(total, dtype=torch.int64)
-    return {
-        "tokens": tokens,
-        "targets": targets,
-        "doc_ids": doc_ids,
-        "padding": torch.tensor(padding),
-    }
+from tests.training.sample_run import Trained, row, steps
 
 
 def test_every_target_of_a_full_bucket_has_its_place() -> None:
-    micro = micro_batch([row([9, 4, 1], 2), row([16], 0)])
+    micro = micro_batch([row(9, 4, 1, padding=2), row(16)])
     place, kept, full = cells_of_targets(micro)
     assert full.tolist() == [3, 2, 0, 0, 4]
     expected = {}
@@ -58,7 +40,7 @@ def test_every_target_of_a_full_bucket_has_its_place() -> None:
 
 
 def test_targets_after_a_gap_fill_no_bucket() -> None:
-    conversation = row([16, 16], 0)
+    conversation = row(16, 16)
     conversation["targets"][:5] = IGNORED  # what is asked
     conversation["targets"][23:27] = IGNORED
     place, kept, full = cells_of_targets(micro_batch([conversation]))
