@@ -316,13 +316,9 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
 
 def pairs_of_row(workload: Workload) -> int:
     """Count the visible pairs of a sequence of one document, summed over the layers."""
-    return sum(
-        layers * visible(workload.seq_len, window)
-        for window, layers in workload.model.windows().items()
-    )
-
-
-def visible(length: int, window: int | None) -> int:
-    """Count the visible pairs of a causal sequence of `length` tokens."""
-    reach = min(length, window or length)
-    return reach * (reach + 1) // 2 + (length - reach) * reach
+    length, pairs = workload.seq_len, 0
+    for window, layers in workload.model.windows().items():
+        # The first `reach` queries see 1, 2, ... keys, all others `reach`
+        reach = min(length, window or length)
+        pairs += layers * (reach * (reach + 1) // 2 + (length - reach) * reach)
+    return pairs

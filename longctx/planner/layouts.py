@@ -99,13 +99,9 @@ def tokens_per_second(workload: Workload, chip: Chip) -> float:
 
 
 def name_of(workload: Workload) -> str:
-    """Return the layout as overrides of the command line."""
-    return " ".join([workload.strategy, *context_of(workload)])
-
-
-def context_of(workload: Workload) -> list[str]:
-    """Return context=N if ranks share sequences, with context.method=NAME unless ulysses."""
-    method = workload.context_method
-    shared = [f"context={workload.context}"]
-    shared += [f"context.method={method}"] if method != "ulysses" else []
-    return shared if workload.context > 1 else []
+    """Return the layout as overrides of the command line; ulysses is the usual method."""
+    name, method = workload.strategy, workload.context_method
+    if workload.context == 1:
+        return name
+    name += f" context={workload.context}"
+    return name if method == "ulysses" else f"{name} context.method={method}"

@@ -197,7 +197,9 @@ def _unpickled(micro: bytes) -> StepBatch:
     return StepBatch(pickle.loads(micro))
 
 
-def micro_batch(sequences: Sequence[dict[str, Tensor]], windows: Windows = NO_WINDOW) -> MicroBatch:
+def micro_batch(
+    sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WINDOW
+) -> MicroBatch:
     """Stack sequences (see `longctx.data.rows`) and count their targets, tokens, and the pairs that
     layers with these `windows` see.
     """

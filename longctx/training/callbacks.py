@@ -248,6 +248,7 @@ class Samples(Callback):
         tokenizer, prompt = self.parts.data.tokenizer, self.prompt()
         choose = Sampler([0], TEMPERATURE, seed=self.config.seed)
         module = self.parts.state.module
+        # Eagerly: compiled blocks would be compiled again for each length
         with (
             in_eval_mode(module),
             sharding.unsharded(module.model),

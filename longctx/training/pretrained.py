@@ -60,6 +60,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     if from_hub is not None:
         name, source = from_hub.name, f"weights of {init}"
     else:
+        # A checkpoint is in the folder `checkpoints` of its run
         path = folder.parent.parent if folder.suffix == ".ckpt" else folder
         name, source = path.name.lstrip(".-") or "model", f"weights of {config.init}"
         init = str(folder)

@@ -78,6 +78,7 @@ class Run:
             "precision": workload.precision,
             "compile": str(workload.compile).lower(),
             "devices": workload.devices,
+            # "none" is no word of the command line: one device shares nothing
             "strategy": {"name": "auto" if workload.strategy == "none" else workload.strategy},
             "context": self.context(),
             "model": asdict(workload.model),

@@ -42,7 +42,7 @@ class AnswerBatch(MicroBatch):
 
 def collate(sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WINDOW) -> AnswerBatch:
     """Stack sequences of answers, with what the reference says of them."""
-    batch = micro_batch([dict(sequence) for sequence in sequences], windows)
+    batch = micro_batch(sequences, windows)
     counts = [len(sequence["documents"]) for sequence in sequences]
     reference = None
     if "reference" in sequences[0]:

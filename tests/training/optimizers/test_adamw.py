@@ -67,17 +67,12 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
         assert (weight - expected).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
-def trained(
-    stored: str,
-    steps: int = 12,
-    betas: tuple[float, float] = (0.9, 0.95),
-    load_at: int | None = None,
-):
+def trained(stored: str, steps: int = 12, load_at: int | None = None, device: str = "cpu"):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
-    settings = config(memory=MemoryConfig("fast", optimizer_state=stored), betas=betas)
-    optimizer = build(model, settings)
-    x = torch.randn(50, 7)
+    settings = config(memory=MemoryConfig("fast", optimizer_state=stored))
+    x = torch.randn(50, 7).to(device)
+    optimizer = build(model.to(device), settings)
     for step in range(steps):
         if step == load_at:
             saved, optimizer = optimizer.state_dict(), build(model, settings)
@@ -144,16 +139,6 @@ def test_loading_makes_no_fp32_copy_of_bf16_state() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bf16", "host"])
 def test_stored_averages_on_a_gpu(stored: str) -> None:
-    weights = {}
-    for how in ("fp32", stored):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(700, 300).cuda()
-        optimizer = build(model, config(memory=MemoryConfig("fast", optimizer_state=how)))
-        x = torch.randn(50, 700, device="cuda")
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        weights[how] = [p.detach() for p in model.parameters()]
-    for a, b in zip(weights[stored], weights["fp32"], strict=True):
+    models = (trained(how, device="cuda")[0] for how in (stored, "fp32"))
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b) if stored == "host" else (a - b).norm() < 0.02 * b.norm()
