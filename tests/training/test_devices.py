@@ -18,7 +18,7 @@ from longctx.cli import main
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import life_cycle
 from tests.processes import ROOT, finished, run_on
-from tests.training.sample_run import FAULTY, Captured, Overrides, Refused, Trained, losses, steps
+from tests.training.sample_run import FAULTY, Captured, Overrides, Trained, losses, steps
 
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
 LAYOUTS = Path(__file__).with_name("layouts.py")
@@ -91,22 +91,6 @@ def test_a_sharded_run_resumes_on_any_devices(
     assert evaluate.main([f"checkpoint={sharded}", "device=cpu", "documents=2"]) == 0
     assert main(["export", sharded, str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "config.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"devices": 4, "context": 3}, "context=3: does not divide devices=4"),
-        ({"context": 2}, "context=2: does not divide devices=1"),
-        ({"context": 0}, "context.degree=0: a number from 1"),
-        ({"context": "all"}, "context.degree=all"),
-        ({"strategy": "fsdq"}, "did you mean fsdp?"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(
-    changes: dict[str, object], message: str, overrides: Overrides, refused: Refused
-) -> None:
-    refused(train.main(overrides(name="r", **changes)), message)
 
 
 def test_processes_that_have_begun_end_with_a_mistake(
