@@ -248,6 +248,7 @@ def read_ahead(
         batch_sampler=order,
         collate_fn=collate,
         num_workers=workers,
+        # From page-locked memory a batch is copied while the GPU computes
         pin_memory=workload.device == "cuda",
         worker_init_fn=_begin_worker,
     )

@@ -167,6 +167,7 @@ def rows_of_groups(run: Run, data: Data, parallel: Parallel) -> tuple[list[list[
 
 def begin(run: Run, parallel: Parallel) -> TrainState:
     """Return a model with its optimizer; LoRA adds something, unlike at the start of a run."""
+    # B of LoRA begins with zeros, with which A has no gradient; with large numbers rounding grows
     state, r = TrainState(run, parallel), 0.05
     with torch.no_grad():
         for layer in lora.layers(state.module.model):

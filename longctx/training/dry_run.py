@@ -194,6 +194,7 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
         if out.exists():
             answer: dict[str, Any] = json.loads(out.read_text())
             return answer
+    # The kernel kills a process if the machine has no memory left
     if process.returncode == -9:
         return f"{OUT_OF_MEMORY}: the process was killed"
     lines = [line for line in process.stderr.splitlines() if line.strip()]

@@ -69,6 +69,7 @@ def identify(
 
     hashes, kernel = dict[str, str](), "unknown before it runs"
     if promised:
+        # Head size, dtype and device choose the kernel, so it is empty
         like = torch.empty(0, 0, 0, head_size, dtype=dtype, device=device)
         bucket = backend.kernels_change_at(like, seq_len)
         # the first use of a kernel tests it, and may raise SelfTestFailed

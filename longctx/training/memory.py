@@ -105,6 +105,7 @@ def measured(device: torch.device) -> dict[str, float]:
             "memory_peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "memory_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
+    # Linux counts in KiB
     unit = 1 if sys.platform == "darwin" else 1024
     return {"process_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
 

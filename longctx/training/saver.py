@@ -160,6 +160,7 @@ class Saver:
         copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory"
         is_cuda = self.parallel.device.type == "cuda"
         try:
+            # Data workers and the cache of files need the rest
             if needed > fitting.COPY_SHARE * free:
                 raise MemoryError(f"more than half of the {free / GIB:.1f} that are free")
             self.memory = [

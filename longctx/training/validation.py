@@ -41,6 +41,7 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
         return validated_by_loss(module, data, run, parallel)
     # Sums over the ranks travel together: nats of each (full buckets of the piece, bucket); of all
     # targets, and their number; pieces by full buckets; `sequence_sums`
+    # In fp64, so that the number of ranks does not show in the sums
     sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     nats, totals, pieces, of_sequences = sums.split(sizes)
