@@ -42,35 +42,35 @@ SHORT = {
 
 def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     """Print memory, time and longest context by policy, for each backend's request."""
-    chip, host, of_host = machine(options, next(iter(requests.values())).devices)
-    if not chip.fp8 and any(request.precision == "fp8" for request in requests.values()):
+    request, per_machine = next(iter(requests.values())), options.gpus_per_machine
+    chip, host, of_host = machine(options, request.devices)
+    if not chip.fp8 and request.precision == "fp8":
         raise ValueError(hardware.without_fp8(chip.name))
-    per_machine = options.gpus_per_machine
-    configs = [
-        (backend, config)
-        for backend, request in requests.items()
-        for config in each_policy(request, chip, host, per_machine)
+    steps = [
+        (backend, step)
+        for backend, of_backend in requests.items()
+        for step in each_policy(of_backend, chip, host, per_machine)
     ]
-    print_machine(configs[0][1], chip, host, of_host)
-    print(f"{drawn(schedule_of(next(iter(requests.values())), configs[0][1]))}\n")
-    if configs[0][1].devices > 1:
-        default = AttentionConfig().backend
-        shown = requests.get(default) or next(iter(requests.values()))
+    _, first = steps[0]
+    print_machine(first, chip, host, of_host)
+    print(f"{drawn(schedule_of(request, first))}\n")
+    if first.devices > 1:
+        shown = requests.get(AttentionConfig().backend, request)
         print_layouts(shown, chip, host, per_machine)
 
     terms = (SHORT.get(term, term) for term in TERMS)
     sizes = ("GPU GiB", "host GiB")
     columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
-    rows = [row(backend, config, chip, host) for backend, config in configs]
-    layout = f" on {configs[0][1].devices:,} GPUs" if configs[0][1].devices > 1 else ""
+    rows = [row(backend, step, chip, host) for backend, step in steps]
+    layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
 
     if len(requests) > 1:
-        name, reason = fitting.fastest_backend(configs[0][1], list(requests), chip)
+        name, reason = fitting.fastest_backend(first, list(requests), chip)
         print(f"attention=auto: {name}, {reason}\n")
 
     columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
-    rows = [longest(backend, config, chip, host) for backend, config in configs]
+    rows = [longest(backend, step, chip, host) for backend, step in steps]
     grid("The longest row that fits, at about the same tokens per step", columns, rows, keys=2)
 
 
@@ -172,23 +172,23 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     return with_vocabulary(step, request.data.vocab_size)
 
 
-def print_machine(config: Workload, chip: Chip, host: float, of_host: str) -> None:
+def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None:
     """Print the model, the size of a step and the machine; `of_host` follows the host memory."""
-    count = count_of(config.rows_per_step, "row")
+    count = count_of(step.rows_per_step, "row")
     print(
-        f"{config.model.parameters() / 1e6:,.0f} million parameters, "
-        f"{count} of {config.seq_len:,} tokens a step, {config.precision}"
-        + (f", frozen weights in {config.lora.base}" if config.lora.base else "")
+        f"{step.model.parameters() / 1e6:,.0f} million parameters, "
+        f"{count} of {step.seq_len:,} tokens a step, {step.precision}"
+        + (f", frozen weights in {step.lora.base}" if step.lora.base else "")
     )
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors, "
         f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"
     )
-    if config.devices > 1:
+    if step.devices > 1:
         print(
-            f"{config.devices:,} GPUs on {count_of(config.machines, 'machine')}, "
+            f"{step.devices:,} GPUs on {count_of(step.machines, 'machine')}, "
             f"{chip.link / 1e9:,.0f} GB/s from each to others of its machine"
-            + (f", {chip.network / 1e9:,.0f} beyond" if config.machines > 1 else "")
+            + (f", {chip.network / 1e9:,.0f} beyond" if step.machines > 1 else "")
         )
     print()
 
@@ -248,44 +248,44 @@ def bytes_of(key: str, text: str) -> float:
     return size * unit
 
 
-def row(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
+def row(backend: str, step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return one line of the table of terms."""
-    memory = predict(config)
-    fit = "yes" if fitting.fits(config, fitting.room(chip), host) else "no"
-    if fit == "no" and fitting.fits(config, fitting.room(chip), math.inf):
+    memory = predict(step)
+    fit = "yes" if fitting.fits(step, fitting.room(chip), host) else "no"
+    if fit == "no" and fitting.fits(step, fitting.room(chip), math.inf):
         fit = "no: host"
     terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    sizes = _sizes(config, host) | _speed(config, chip)
-    return _chosen(backend, config) | terms | {"fits": fit} | sizes
+    sizes = _sizes(step, host) | _speed(step, chip)
+    return _chosen(backend, step) | terms | {"fits": fit} | sizes
 
 
-def longest(backend: str, config: Workload, chip: Chip, host: float) -> dict[str, Any]:
+def longest(backend: str, policy: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return one line of the table of longest contexts."""
-    step = fitting.longest(fitting.one_row(config), fitting.room(chip), host)
+    step = fitting.longest(fitting.one_row(policy), fitting.room(chip), host)
     if step is None:
-        return {"backend": backend, "memory": config.memory.policy, "tokens": "none"}
+        return {"backend": backend, "memory": policy.memory.policy, "tokens": "none"}
     tokens = {"tokens": step.seq_len}
     return _chosen(backend, step) | tokens | _sizes(step, host) | _speed(step, chip)
 
 
-def _chosen(backend: str, config: Workload) -> dict[str, str]:
+def _chosen(backend: str, step: Workload) -> dict[str, str]:
     return {
         "backend": backend,
-        "memory": config.memory.policy,
-        "rows": f"{config.batch_size} × {config.accumulate}",
+        "memory": step.memory.policy,
+        "rows": f"{step.batch_size} × {step.accumulate}",
     }
 
 
-def _sizes(config: Workload, host: float) -> dict[str, str]:
-    on_host = fitting.on_host(config) + fitting.copy_on_host(config, host)
+def _sizes(step: Workload, host: float) -> dict[str, str]:
+    on_host = fitting.on_host(step) + fitting.copy_on_host(step, host)
     return {
-        "GPU GiB": f"{predict(config).peak / GIB:.1f}",
+        "GPU GiB": f"{predict(step).peak / GIB:.1f}",
         "host GiB": f"{on_host / GIB:.1f}",
     }
 
 
-def _speed(config: Workload, chip: Chip) -> dict[str, str]:
-    time = fitting.seconds(config, chip)
+def _speed(step: Workload, chip: Chip) -> dict[str, str]:
+    time = fitting.seconds(step, chip)
     if time is None:
         return {}
     return {
