@@ -75,6 +75,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         init, model, tokenizer = read_run(init, folder, vocab_size)
     else:
         init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
+    # Weights do not say how their experts were balanced
     if BALANCE in overrides:
         model = with_balance(model, config.model.experts.balance, init)
     if model.transformers:
