@@ -1,5 +1,4 @@
-"""torch.compile's cache on disk, so that a run whose blocks were compiled before traces no backward
-again.
+"""torch.compile's cache on disk: a run traces no backward that an earlier run has compiled.
 
 torch 2.11 to 2.13 leave out of it what they do not know to be pure: autograd Functions
 (pytorch#149751 verified them and left the switch off) and autocast, whose arguments stand in the
@@ -30,7 +29,7 @@ def preload() -> None:
 
 @functools.cache
 def use() -> None:
-    """Keep what is compiled in this process, and take what others have kept.
+    """Save compiled code of this process to disk, and load that of earlier processes.
 
     Shapes, backwards and other rules of our operators are no part of torch's key (pytorch#144344),
     so a hash of our sources is.

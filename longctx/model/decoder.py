@@ -6,8 +6,8 @@ Their keys and values stay in a cache. From then on a forward is of one token pe
 attends to the cache (longctx/attention/naive.py). Such a forward takes a GPU less time than its
 launches take a CPU, so on a GPU it is captured in a CUDA graph once and replayed.
 
-The blocks are those of training, called in the two parts on either side of attention. Where the
-frequencies of RoPE depend on the length of the input (dynamic, longrope) they follow it token by
+The blocks are those of training, called in the two parts on either side of attention. If the
+frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it token by
 token and the keys before keep theirs, as in transformers.
 """
 
@@ -46,7 +46,7 @@ class KVCache:
     ) -> None:
         self.rows, self.length = rows, length
         shape = (rows, length, config.kv_heads, config.head_size)
-        # zeros: naive multiplies what is not seen by 0
+        # Not empty: naive multiplies unseen values by 0, and 0 · NaN is NaN
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -54,7 +54,7 @@ class KVCache:
 
     @staticmethod
     def bytes_of(config: GPTConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-        """The memory that such a cache takes."""
+        """Return the memory of such a cache."""
         elements = sum(2 * block.attention.key_size for block in config.blocks())
         return rows * length * elements * dtype.itemsize
 
@@ -70,7 +70,7 @@ class Decoder:
     `decode` names the kernel of single tokens, see `decode_kernel`. `graphs`: replay a CUDA graph;
     None: on a GPU. Weights sharded over ranks are gathered block by block, which a graph cannot do.
     It can be used again for other prompts of the same number of rows, which replay the same graph.
-    Raises ValueError where the kernel cannot run here.
+    Raises ValueError if the kernel cannot run here.
     """
 
     def __init__(
@@ -142,14 +142,16 @@ class Decoder:
         assert max(self.lengths) <= self.cache.length
         self.tokens.copy_(tokens)
         for rope, buffers in zip(self.model.ropes, self.angles, strict=True):
-            if rope.follows_length:  # a graph cannot follow it
+            # A graph replays fixed frequencies, so new ones are written into its buffers
+            if rope.follows_length:
                 for buffer, angle in zip(buffers, self._angles(rope), strict=True):
                     buffer.copy_(angle)
         if self.graph is not None:
             self.graph.replay()
             return self.logits
         logits = self._one_token()
-        if self.graphs:  # the kernels are compiled by now; a capture computes nothing
+        # The first step ran eagerly, so its kernels are compiled; a capture computes nothing
+        if self.graphs:
             self.graph = torch.cuda.CUDAGraph()
             # thread_local: a thread may write a checkpoint meanwhile, which no graph depends on
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
@@ -214,7 +216,7 @@ class Decoder:
         return x
 
     def _cast_head(self) -> None:
-        """Cast the lm_head once, not for every token; a graph reads it where it lies."""
+        """Cast the lm_head once, not for every token; a graph reads this tensor."""
         weight = self.model.lm_head_weight
         if self.graph is None:
             self.head = weight.to(self.dtype)
@@ -280,10 +282,10 @@ def continuations(
     choose: Callable[[Tensor], Tensor],
     ends: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """The next token of each prompt, `most` times; None for one that a token of `ends` has ended.
+    """Yield the next token of each prompt, `most` times; None if a token of `ends` has ended it.
 
-    `choose` picks tokens (rows,) from logits (rows, V). It stops early where all have ended;
-    without `ends` it never does, as ranks that compute together need it. A GPU computes the next
+    `choose` picks tokens (rows,) from logits (rows, V). It stops early if all have ended; without
+    `ends` it never does, as ranks that compute together need it. A GPU computes the next
     step while tokens are read and shown.
     """
     logits, going = decoder.prefill(prompts), [True] * len(prompts)
@@ -303,8 +305,9 @@ def continuations(
 
 
 def reading(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to read `x`; what is returned gives it in the memory of the CPU, and waits for nothing
-    that is queued on a GPU after this call.
+    """Begin to copy `x` to the CPU; return a function that waits for the copy and gives it.
+
+    It waits for no work that a GPU was given after this call.
     """
     if x.device.type != "cuda":
         return lambda: x
@@ -323,9 +326,10 @@ def reading(x: Tensor) -> Callable[[], Tensor]:
 class Sampler:
     """Chooses tokens for the texts of these `numbers`; with a `temperature` of 0 the likeliest.
 
-    top_k: only the k likeliest tokens. top_p: only the fewest whose probabilities reach that sum
-    (nucleus sampling, arXiv 1904.09751). As in transformers, temperature comes first, then top_k.
-    Chance depends on the seed and the text's number alone, whatever texts share its batch.
+    top_k: only the k likeliest tokens. top_p: only the fewest tokens that together have this
+    probability (nucleus sampling, arXiv 1904.09751). As in transformers, temperature comes first,
+    then top_k. Chance depends on the seed and the text's number alone, whatever texts share its
+    batch.
     """
 
     def __init__(
@@ -343,12 +347,13 @@ class Sampler:
         """Tokens (rows,) int64 of logits (rows, V)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        # 24 bits, which no product with a sum in fp64 rounds up to that sum
+        # 24 bits: times a sum in fp64 they are never rounded up to the sum itself
         chance = [row.getrandbits(24) / 2**24 for row in self.random]
         sums = self.probabilities(logits).double().cumsum(-1)
         at = torch.tensor(chance, dtype=torch.float64).to(logits.device)[:, None] * sums[:, -1:]
         chosen = torch.searchsorted(sums, at, right=True)[:, 0]
-        return chosen.clamp(max=logits.shape[-1] - 1)  # of logits that are no numbers
+        # NaN in logits finds no place in the sums; a token of the vocabulary is shown all the same
+        return chosen.clamp(max=logits.shape[-1] - 1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(rows, V) fp32; 0 for what top_k and top_p leave out."""

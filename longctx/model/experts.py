@@ -88,7 +88,8 @@ class Experts(nn.Module):
         in a model of 16 experts 11% of the peak, and the balance before the layers that follow.
         """
         shape, device = x.shape, x.device.type
-        if torch.is_autocast_enabled(device):  # which casts the inputs of linear layers
+        # Autocast casts the inputs of linear layers, and does not know our operator
+        if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         tokens = x.reshape(-1, shape[-1])
         weights, chosen = self.chosen(self.router(tokens))
@@ -220,7 +221,8 @@ class _Experts(torch.autograd.Function):
         gate_up = grouped(x[order // k], _matrices(w_gate_up, E, x.dtype).mT, ends)
         if b_gate_up is not None:
             gate_up += _matrices(b_gate_up, E, x.dtype)[expert]
-        back = order.argsort()  # where each pair is among the sorted ones
+        # Each pair's place among the sorted ones: rows are gathered, since atomics have no order
+        back = order.argsort()
         ctx.save_for_backward(
             *(x, weights, w_gate_up, w_down, b_gate_up, b_down),
             *(gate_up, expert if b_down is not None else None, order, back, ends),

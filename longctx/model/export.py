@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from longctx.config.parts import Piece
 from longctx.model.families import family_of, multimodal, read_model
 from longctx.model.families.family import Family
 from longctx.model.gpt import GPT
-from longctx.model.huggingface import Stored, inventory
+from longctx.model.huggingface import inventory, values_of
 from longctx.runs.checkpoints import not_finite
 
 SHARD_BYTES = 5_000_000_000
@@ -49,7 +49,7 @@ def export(
 ) -> None:
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
-    `context` is the length that it is for, by default that of `model.config`. Without `dtype` each
+    `context` is the longest input, by default that of `model.config`. Without `dtype` each
     weight keeps its own. Tokenizer files come from `tokenizer_folder`. `wrapper` is the multimodal
     folder that the model takes its place in again. Raises ValueError if `out` has something in it
     or transformers has no class for the model, OSError if it cannot be written; then nothing is
@@ -168,16 +168,11 @@ def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
     names = {multimodal.text_name(name): name for name in stored}
     for tensor in tensors:
         yield tensor._replace(name=names[tensor.name])
-    for name, place in stored.items():
+    for name, entry in stored.items():
         if multimodal.text_name(name) is None:
-            size = 4 * torch.Size(place.shape).numel()
-            yield _Tensor(name, size, partial(_stored, place))
-
-
-def _stored(place: Stored) -> Tensor:
-    with safe_open(place.file, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(place.name)
-        return tensor
+            # 4 bytes at most: sizes decide where shards begin, not what is written
+            size = 4 * torch.Size(entry.shape).numel()
+            yield _Tensor(name, size, partial(values_of, entry))
 
 
 def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:

@@ -22,7 +22,7 @@ from longctx.runs.checkpoints import read, verify
 
 
 def run(options: ExportOptions) -> None:
-    """Read the checkpoint that `options` names, write the folder, print what it holds."""
+    """Read the checkpoint of `options`, write the folder, print a line about it."""
     out = Path(options.out)
     check_out(out)
     file = run_folder.checkpoint_of(Path(options.run), "run")
@@ -117,8 +117,9 @@ def put_unrounded(weight: Tensor, values: Tensor, first: int) -> None:
 def run_adapter(
     model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path
 ) -> None:
-    """Write the weights that LoRA trained, as peft reads them; where positions are stretched, also
-    the config.json that the base model has to be opened with.
+    """Write the weights that LoRA trained, as peft reads them.
+
+    If positions are stretched, a config.json to open the base model with is written too.
     """
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")

@@ -33,8 +33,8 @@ if HAS_TRITON:
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-30  # see longctx.kernels.elementwise.quantize
-# cuBLAS adds up in about 14 bits where that is fast: right for activations, too coarse for
-# gradients (arXiv 2412.19437, 3.3.2)
+# Fast sums of cuBLAS have about 14 bits: enough for activations, too coarse for gradients
+# (arXiv 2412.19437, 3.3.2)
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
@@ -53,18 +53,19 @@ def quantized(
     columns: bool = True,
     scale: Tensor | None = None,
 ) -> Quantized:
-    """The copies of x (R, C) in `dtype` that are asked for, by x's own scale where none is given.
+    """Return the requested copies of x (R, C) in `dtype`, by x's own scale if none is given.
 
     On a GPU one kernel of ours makes both.
     """
     x = x.contiguous()
     if fused(x) or (x.is_cuda and HAS_TRITON):  # fp32 weights too
         return Quantized(*quantize.quantize(x, scale, dtype, rows, columns))
-    most = torch.finfo(dtype).max
+    largest = torch.finfo(dtype).max
     if scale is None:
         amax = x.abs().amax().float().nan_to_num(nan=torch.nan, posinf=torch.nan)
-        scale = amax.clamp(min=LEAST) / torch.full_like(amax, most)  # a GPU multiplies by 1 / most
-    q = (x.float() * (1 / scale)).clamp(-most, most).to(dtype)
+        # A tensor: a GPU would multiply by 1 / a number, and round otherwise than our kernel
+        scale = amax.clamp(min=LEAST) / torch.full_like(amax, largest)
+    q = (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
     transposed = F.pad(q.view(torch.uint8).t(), (0, -len(x) % 16)).contiguous().view(dtype)
     empty = q.new_empty(0)
     return Quantized(q if rows else empty, transposed if columns else empty, scale)
@@ -79,7 +80,7 @@ def product(
     fast: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
+    """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
     y: Tensor = torch._scaled_mm(
         a,
         b.t(),
@@ -114,7 +115,8 @@ class _Product(torch.autograd.Function):
             x8 = quantized(swiglu.swiglu(x, gated) if gated else x, VALUES, columns=trained_as_is)
             if w_rows is None:
                 w_rows, _, w_scale = quantized(weight, VALUES, columns=False)
-        ctx.save_for_backward(  # tensors only, as torch.compile wants them
+        # torch.compile wants tensors only, so x stands for those that are missing
+        ctx.save_for_backward(
             x if x8 is None or gated else x8.columns,
             x if x8 is None else x8.scale,
             weight if w_columns is None else w_columns,

@@ -37,10 +37,10 @@ Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills 
 
 
 class GPT(nn.Module):
-    """The model of `config`; raises ValueError where `config` makes no model.
+    """The model of `config`; raises ValueError if `config` makes no model.
 
-    `attention` names the backend. `memory` says which activations are saved for backward, and
-    where; its default is the policy fast.
+    `attention` names the backend. `memory` is the policy of activations saved for backward, on the
+    GPU or the host.
     """
 
     # Of the last micro-batch, see `Balance.figures` and `ZLoss.mean`
@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, C) weight of the lm_head: that of the embedding where they are tied."""
+        """Return the weight (V, C) of the lm_head; it is the embedding's if they are tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
@@ -108,9 +108,9 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.
 
-        All blocks share one compiled graph, or two, before and after attention, where backward runs
-        them again. A backend that torch.compile cannot trace splits it too. Where torch would stop
-        compiling and go on without a word, it raises instead.
+        All blocks share one compiled graph. If backward runs them again there are two, before and
+        after attention. A backend that torch.compile cannot trace splits it too. If torch would
+        stop compiling and go on without a word, it raises instead.
         """
         compile_cache.use()
         torch._dynamo.config.recompile_limit = 64
@@ -141,11 +141,11 @@ class GPT(nn.Module):
         """Return what the last micro-batch tells of the model, by the keys of its metrics; waits
         for the device.
         """
-        found = {} if self.z_figure is None else {"z_loss": self.z_figure.item()}
+        figures = {} if self.z_figure is None else {"z_loss": self.z_figure.item()}
         if self.balance_figures is None:
-            return found
+            return figures
         names = ("aux_loss", "expert_load")
-        return found | dict(zip(names, self.balance_figures.tolist(), strict=True))
+        return figures | dict(zip(names, self.balance_figures.tolist(), strict=True))
 
     def share_rows(self, context: Context) -> None:
         """From now on split the tokens of each row over the ranks of `context`; see `forward`."""
@@ -164,17 +164,17 @@ class GPT(nn.Module):
         """tokens (B, T) int64 → logits (B, T, V), or with `targets` (B, T) their loss in fp32.
 
         A target of -100 is not scored. `mask` defaults to `Mask.causal()`. `reduction` is "mean"
-        over the scored tokens, "sum", or "none": losses (B, T), 0 where not scored, without
-        gradient. `scale`, a scalar on the device, multiplies mean and sum. `at` (B, n) int64 gives
-        the logits of these places alone, (B, n, V).
+        over the scored tokens, "sum", or "none": losses (B, T), 0 for the others. `scale`, a scalar
+        on the device, multiplies mean and sum. `at` (B, n) int64 gives the logits of these
+        positions alone, (B, n, V).
 
         With gradients, mean and sum include the loss that balances experts, for each target token.
         Their gradients include `z_loss` times the mean or sum of lse², see `longctx.model.loss`.
 
-        Where rows are shared, every rank is given whole rows. Its "mean" and "sum" are its part of
+        If ranks share rows, every rank is given whole rows. Its "mean" and "sum" are its part of
         the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
 
-        Raises ValueError where tokens, targets or mask do not fit together.
+        Raises ValueError if tokens, targets or mask do not fit together.
         """
         if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
@@ -281,8 +281,9 @@ class GPT(nn.Module):
         return x
 
     def _adds_tied_gradients_in_place(self, tokens: Tensor) -> bool:
-        """Whether a tied weight's two gradients are added up in place: on a GPU, in fp32, and only
-        where any order will do, since it is done by atomics.
+        """Return True if a tied weight's two gradients are added up in place.
+
+        That is on a GPU, in fp32, and if any order will do, since atomics add them.
         """
         any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
         return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
@@ -325,7 +326,8 @@ class _TiedWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, embedding: Tensor | None, lm_head: Tensor | None) -> Tensor:
-        assert lm_head is not None  # the loss makes it wherever this weight is trained
+        # The loss makes a gradient of the lm_head whenever this weight is trained
+        assert lm_head is not None
         return lm_head if embedding is None else lm_head.add_(embedding)
 
 

@@ -36,7 +36,7 @@ NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", 
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies."""
+    """The place of a tensor in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -128,11 +128,10 @@ def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
 
 
 def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
-    """Where each tensor of `folder` lies, after checking, from the headers alone, that they make
-    the model of `config`.
+    """Return the place of each tensor of `folder`, if they make the model of `config`.
 
-    Raises ValueError, one line, for a missing, unexpected or mis-shaped tensor, another
-    architecture than `config`, or a file that is not safetensors.
+    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
+    tensor, another architecture than `config`, or a file that is not safetensors.
     """
     folder = Path(folder)
     if config.transformers:  # which checks names and shapes when it reads
@@ -184,10 +183,10 @@ def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
 
 
 def with_weights(name: str, key: str) -> Path:
-    """The folder that `name`, given as `key`, means, with its weights in it: those of a model of
-    the Hub are downloaded where the cache lacks them.
+    """Return the folder of `name`, given as `key`, with its weights.
 
-    Raises ValueError or OSError, one line, where that cannot be.
+    Weights of a model of the Hub are downloaded unless the cache has them. Raises ValueError or
+    OSError, one line, if that cannot be.
     """
     folder = hub_snapshot.folder(name, key)
     if hub_snapshot.model_name(name) is None:
@@ -241,12 +240,12 @@ def inventory(folder: Path) -> dict[str, Stored]:
         )
     stored: dict[str, Stored] = {}
     for name in files:
-        for tensor, place in _header(folder / name).items():
+        for tensor, entry in _header(folder / name).items():
             if tensor in stored or placed.get(tensor, name) != name:
                 raise ValueError(
-                    f"{place.file}: {tensor} is in more than one file, or not where the index says"
+                    f"{entry.file}: {tensor} is in more than one file, or not where the index says"
                 )
-            stored[tensor] = place
+            stored[tensor] = entry
     absent = sorted(placed.keys() - stored.keys())
     if absent:
         file = folder / placed[absent[0]]

@@ -2,8 +2,8 @@
 attention and SwiGLU.
 
 q, k and v come from one projection, gate and up from another. Their rows are [q; k; v] and
-[gate; up], so that they split into the tensors of a Llama checkpoint. Where a kernel of ours serves
-a tensor (`fused`) a layer calls it; the lines beside it are the formula.
+[gate; up], so that they split into the tensors of a Llama checkpoint. If a kernel of ours serves a
+tensor (`fused`), a layer calls it; the lines beside it are the formula.
 
 Shapes: B rows, T tokens, C channels, H query heads, Hkv key-value heads, D channels per head.
 """
@@ -29,7 +29,7 @@ if HAS_TRITON:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether our kernels serve x: 16 bits on a GPU, in Triton's interpreter all but fp64."""
+    """Return True if our kernels serve x: 16 bits on a GPU, in Triton's interpreter not fp64."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return x.dtype != torch.float64
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
@@ -82,7 +82,7 @@ class StreamNorm(RMSNorm):
         return rms_norm.norm(x, self.weight, self.eps)
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream x (..., C) plus `branch` where there is one, and the norm of the sum.
+        """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum.
 
         On a GPU both, and the sum of their gradients in backward, are one pass over memory.
         """

@@ -4,9 +4,8 @@ trained.
     y = W x + s · B (A x),  s = alpha / rank,  A (rank, in) random,  B (out, rank) zero at first
 
 With rslora s = alpha / √rank (arXiv 2312.03732), so that a high rank does not slow its additions.
-q, k and v are one matrix here, and so are gate and up: their adapters share A. That equals adapters
-of their own with equal A, which is how they are written for peft. Merged, W + s · B A,
-the model is a plain GPT again.
+q, k and v are one matrix here, and so are gate and up: their adapters share A. An adapter for peft
+has one for each of them, with equal A. Merged, W + s · B A, the model is a plain GPT again.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ class LoraLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = frozen.in_features, frozen.out_features
         self.weight, self.bias = frozen.weight, frozen.bias
-        self.product = getattr(frozen, "product", linear)  # transformers' layers have none
+        # Layers of transformers have no product of their own
+        self.product = getattr(frozen, "product", linear)
         self.scale, self.is_on = scale, True
         device = frozen.weight.device
         self.lora_a = nn.Parameter(
@@ -184,8 +184,8 @@ def export_adapter(
 ) -> None:
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
-    `base` names the model that it belongs to, `revision` its commit at the Hub. Where it has to be
-    opened with another config.json, such as one with stretched positions, `architecture` is that.
+    `base` names the model of the frozen weights, `revision` its commit at the Hub. `architecture`
+    is the config.json to open it with, if its own will not do, such as for stretched positions.
     `in_wrapper`: the model is the text model of a multimodal one. `family` is that of `base`.
     """
     # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
@@ -200,11 +200,11 @@ def export_adapter(
             # A wrapper's language model lies one level deeper
             if in_wrapper:
                 name = name.replace("model.", "model.language_model.", 1)
-            place = f"base_model.model.{name}"
-            rows = piece.rows
-            tensors[f"{place}.lora_A.weight"] = layer.lora_a.detach().clone()
-            lora_b = piece.fold.save(layer.lora_b.detach()[rows])
-            tensors[f"{place}.lora_B.weight"] = lora_b.clone()
+            path = f"base_model.model.{name}"
+            # safetensors refuses tensors that share memory, as copies of A would
+            tensors[f"{path}.lora_A.weight"] = layer.lora_a.detach().clone()
+            lora_b = piece.fold.save(layer.lora_b.detach()[piece.rows])
+            tensors[f"{path}.lora_B.weight"] = lora_b.clone()
 
     warn_of_not_finite(not_finite(tensors))
     adapter: dict[str, Any] = {

@@ -65,12 +65,14 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: ZLoss | None = None,
 ) -> Tensor:
-    """Loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...), where -100 is not
-    scored. Logits are multiplied by `logit_scale`, then capped: softcap · tanh(z / softcap).
+    """Return the loss of the logits hidden (..., C) @ weight (V, C)ᵀ against targets (...).
 
-    It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; where
-    no token is scored both are 0 with zero gradients. "none" gives -log p of each token, 0 where
-    not scored; its backward computes the logits again. With `scale`, a scalar on the device, a sum
+    A target of -100 is not scored. Logits are multiplied by `logit_scale`, then capped:
+    softcap · tanh(z / softcap).
+
+    It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; if no
+    token is scored both are 0 with zero gradients. "none" gives -log p of each scored token, 0 for
+    others; its backward computes the logits again. With `scale`, a scalar on the device, a sum
     or mean is multiplied by it before anything is rounded to 16 bits. Gradients can be taken once
     per loss; sum and mean add `z_loss` to them. Raises ValueError for another `reduction`.
     """
@@ -187,7 +189,7 @@ def weighed(x: Tensor, grad: Tensor | None) -> Tensor:
 
 
 class _Chunks:
-    """Losses chunk by chunk, with the gradients of `scale` · their sum where they are needed.
+    """Losses chunk by chunk, with the gradients of `scale` · their sum if they are needed.
 
     The gradients are `dh` (N, C) and `dw` (V, C).
     """
@@ -209,14 +211,17 @@ class _Chunks:
         self.logit_scale, self.softcap = shape
         one = torch.ones((), dtype=self.accumulate, device=hidden.device)
         self.scale = one if scale is None else scale
-        if self.logit_scale != 1:  # of the gradients, since dz is that of scaled logits
+        # dz is that of scaled logits, so dh and dW have the factor once more
+        if self.logit_scale != 1:
             self.scale = self.scale * self.logit_scale
         self.dh = torch.empty_like(hidden, dtype=dtype) if need_dh else None
         self.dw = torch.empty_like(weight, dtype=self.accumulate) if need_dw else None
         self.z_loss = 0.0
         self.squares: Tensor | None = None  # (N,) lse² of target tokens, if there is a z-loss
-        self.begun = False  # whether dw holds the sum of earlier chunks
-        self.z: Tensor | None = None  # logits of a chunk; all chunks share the memory
+        # True if dw is the sum of earlier chunks: the first one overwrites memory that nobody set
+        self.begun = False
+        # Logits of a chunk; all chunks share the memory
+        self.z: Tensor | None = None
 
     def losses(self, targets: Tensor, chunk: int, grad: Tensor | None = None) -> Tensor:
         """(N,) loss of each token, with the logits of at most `chunk` tokens at one time.
@@ -240,12 +245,14 @@ class _Chunks:
             z = self._logits(h)  # (n, V)
             logp = z.log_softmax(dim=-1)
             loss = -logp.gather(1, t)
+            # loss = lse - z[t], so lse costs no second pass over V
             lse = z.gather(1, t) + loss
             slope = self._slope_(z)
             del z
             losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
             if self.dh is None and self.dw is None:
                 continue
+            # p[t] - 1 by expm1: for p[t] near 1 the difference would round to 0
             dz, dz_t = logp.exp_(), torch.expm1(-loss)
             if self.squares is not None:
                 self.squares[rows] = lse.square().masked_fill(ignored, 0).squeeze(1)

@@ -1,7 +1,7 @@
 """Saved activations in pinned host memory, copied on a stream of their own while the GPU computes.
 
-Host memory is pinned once and used again by every forward pass. On a CPU there is nowhere else to
-save a tensor: it is copied all the same, so that what runs on a GPU is tested there.
+Host memory is pinned once and used again by every forward pass. On a CPU tensors are copied too, so
+that tests there run the code of a GPU.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class HostBuffers:
         """Return memory for a tensor like x."""
         buffer = self.memory.get(name)
         if buffer is None or buffer.numel() < x.numel() or buffer.dtype != x.dtype:
-            self.memory.pop(name, None)  # the old memory goes before the new is there
+            # The old memory goes first: host memory for both may not be there
+            self.memory.pop(name, None)
             n = x.numel()
             self.memory[name] = pinned(n, x.dtype) if x.is_cuda else torch.empty(n, dtype=x.dtype)
         return self.memory[name][: x.numel()].view(x.shape)
 
 
 class SavedTensors:
-    """Tensors by name, saved for backward where they are or, given `buffers`, on the host."""
+    """Tensors by name, saved for backward on their device or, given `buffers`, on the host."""
 
     def __init__(self, tensors: dict[str, Tensor], buffers: HostBuffers | None) -> None:
         self.on_device: dict[str, Tensor] | None = tensors
@@ -68,6 +69,7 @@ class SavedTensors:
         self.on_host = {name: buffers.like(name, x) for name, x in tensors.items()}
         self.device = next(iter(tensors.values())).device
         self._copy(tensors, self.on_host)
+        # The allocator must not hand out memory that the copying stream still reads
         for x in tensors.values():
             if x.is_cuda:
                 x.record_stream(HostBuffers.stream(self.device))
@@ -113,14 +115,15 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     try:
         pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # of a process or a machine that limits what is asked for
+    except OSError as error:  # a limit of the process or the machine
         problem = f"{nbytes / 2**30:.1f} GiB of host memory: {error.strerror}"
         raise MemoryError(problem) from error
     pages.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # of a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    memory.zero_()  # several threads touch the pages, where pinning would with one
+    # Several threads touch the pages; pinning would touch them with one
+    memory.zero_()
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code != 0:
         raise MemoryError(
@@ -131,7 +134,7 @@ def pinned(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Pages(mmap.mmap):
-    """Memory that is unpinned before it is given back, which a weak reference's callback is not."""
+    """Memory that is unpinned before it is given back; a weak reference would call too late."""
 
     unpin: Callable[[], object] | None = None
 

@@ -1,5 +1,5 @@
-"""Activation checkpointing of blocks: backward recomputes what was not saved, in tiles of tokens,
-and no attention where the backend is flash.
+"""Activation checkpointing of blocks: backward runs them again, in tiles of tokens, but with flash
+not their attention.
 
 A block is token by token but for attention:
 
@@ -105,7 +105,7 @@ class _Tape:
         return in_tiles(self.blocks[i].after, self.tile, (x, out))[0]
 
     def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Block i of x: its output, attention's output, and its lse where backward takes it."""
+        """Return block i of x, attention's output, and its lse if backward takes it."""
         attend, sinks = self.blocks[i].attention.attend, self.blocks[i].attention.sinks
         with self.surroundings.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
@@ -134,7 +134,8 @@ class _Tape:
         saved = self.saved[i].tensors()
         if "x" in saved:
             return saved["x"]
-        self.blocks[i - 1].unshard()  # its own backward comes next, and shards it again
+        # FSDP has resharded it; its own backward comes next, and shards it again
+        self.blocks[i - 1].unshard()
         return self.after(i - 1, self.input(i - 1), self.saved[i - 1].tensors()["out"])
 
 
@@ -251,7 +252,7 @@ def gradients_in_tiles(
     into: list[Tensor] | None,
     add: bool = False,
 ) -> Sequence[Tensor]:
-    """Gradients of `inputs` where those of function(*inputs, *constants) are `gradients`.
+    """Return gradients of `inputs`, given the `gradients` of function(*inputs, *constants).
 
     They are written, or with `add` added, to the tensors `into`, of which one may be among
     `gradients`. The gradients of the weights go into `sums`.

@@ -7,8 +7,8 @@ exact; in fp32 it would be off by 0.03 rad at position 1,000,000.
 
 Scaled frequencies equal transformers' to the last bit, so that a model means the same there: linear
 (arXiv 2306.15595), dynamic NTK-aware, YaRN (arXiv 2309.00071), llama3 (arXiv 2407.21783), longrope
-(arXiv 2402.13753). dynamic and longrope depend on the length of the input: it is that of each
-document, or the piece of it that lies in a row, whatever else is packed there.
+(arXiv 2402.13753). dynamic and longrope depend on the length of the input: that is each document,
+or the piece of it in a row, whatever else is packed there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rope(nn.Module):
 
     @property
     def follows_length(self) -> bool:
-        """Whether the frequencies depend on the length of the document."""
+        """Return True if the frequencies depend on the length of the document."""
         return self.scaling.get("rope_type") in ("dynamic", "longrope")
 
     def of_documents(self, lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def frequencies(
 ) -> tuple[Tensor, float]:
     """(D/2,) fp32 radians per position on the CPU, and the factor on cos and sin.
 
-    They are for an input of `length` tokens, where the scaling depends on it.
+    They are for an input of `length` tokens, if the scaling depends on it.
     """
     kind = scaling.get("rope_type", "default")
     if kind == "dynamic":
@@ -157,11 +157,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _dynamic_base(
     head_dim: int, theta: float, factor: float, context: int | None, length: int | None
 ) -> Any:
-    """The base, which grows with the input beyond the `context` that the model was made for."""
+    """Return the base, which grows with inputs longer than the model's `context`."""
     assert context is not None
     positions: Any = context
     if length is not None and length > context:
-        positions = torch.tensor(length, device="cpu")  # in fp32 from here on, as in transformers
+        # A tensor: in fp32 from here on, as in transformers, or the last bit differs
+        positions = torch.tensor(length, device="cpu")
     return theta * ((factor * positions / context) - (factor - 1)) ** (head_dim / (head_dim - 2))
 
 

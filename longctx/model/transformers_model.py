@@ -127,17 +127,18 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
     """Raise ValueError for a model that trains otherwise than it says."""
     config, head = whole.config, whole.get_output_embeddings()
     rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    kinds = {one.get("rope_type") for one in ropes}
-    is_longrope = any(one.get("short_factor") != one.get("long_factor") for one in ropes)
-    sparse = next((x for x in SPARSE if getattr(config, x, None) is not None), None)
+    # Some models have a rope for each kind of layer, by name
+    ropes = [values for values in (rope, *rope.values()) if isinstance(values, dict)]
+    rope_types = {values.get("rope_type") for values in ropes}
+    is_longrope = any(values.get("short_factor") != values.get("long_factor") for values in ropes)
+    sparse = next((key for key in SPARSE if getattr(config, key, None) is not None), None)
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     name, decoder = f"model_type={config.model_type}", whole.get_decoder()
     has_list = decoder and any(isinstance(x, nn.ModuleList) for x in decoder.children())
     refuse(
         ("quantization_config" in settings, "quantization_config: quantized weights do not train"),
         (getattr(head, "bias", None) is not None, "a bias of the lm_head is not supported"),
-        ("dynamic" in kinds, "rope_type=dynamic follows the longest document of a batch"),
+        ("dynamic" in rope_types, "rope_type=dynamic follows the longest document of a batch"),
         (is_longrope, "rope_type=longrope follows the longest document of a batch"),
         (sparse, f"{name}: its layers choose few keys ({sparse}), which longctx does not"),
         (chunked, f"{name}: longctx has no chunked attention (attention_chunk_size)"),
@@ -158,7 +159,8 @@ def empty_model(settings: Mapping[str, Any]) -> Any:
         refuse((config.get_text_config() is not config, NOT_TEXT))
         for name, value in vars(config).items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                setattr(config, name, 0.0)  # a run is exact, and recomputed layers are the same
+                # A run is exact, and recomputed layers must draw the same
+                setattr(config, name, 0.0)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=NAME, dtype=torch.float32
@@ -389,7 +391,8 @@ def prove(
     with model.random_state_kept(), torch.no_grad():
         torch.manual_seed(0)
         model.init_weights()
-        for weight in model.parameters():  # ones and zeros would hide mistakes
+        # Ones and zeros would hide mistakes
+        for weight in model.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
         lengths = lengths_to_check(few.get("sliding_window"), seq_len // 2)[: 2 if packing else 1]
         kind = model.whole.config.model_type
@@ -417,5 +420,6 @@ def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Any) -> Any:
     the residual stream and the inputs of products would take twice the memory.
     """
     if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
-        return x  # some modules of vectors return a tuple
+        # Some modules of vectors return a tuple
+        return x
     return x.to(torch.get_autocast_dtype(x.device.type))

@@ -11,8 +11,8 @@ from typing import Any
 
 from longctx.config.rope_config import ORIGINAL, is_number
 
-# Keys of transformers and tools around it, without effect on what a model computes. Keys that begin
-# with _ are private to transformers and have none either.
+# Keys of transformers and tools around it, without effect on the computation. Keys with a leading _
+# are private to transformers and have none either.
 _HARMLESS = """
 architectures attention_dropout attn_implementation
 bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id dtype eos_token_id
@@ -34,8 +34,8 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 HARMLESS = frozenset(_HARMLESS.split())
-# Keys that change the computation, with the values under which it is GPT's; a missing key has the
-# first of them. A family that reads one of them itself is not bound to these values.
+# Keys that change the computation, with the values for which GPT computes the same; a missing key
+# has the first value. A family may read a key itself, and is not bound to these values then.
 COVERED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
@@ -76,7 +76,7 @@ class ConfigJson:
         self.keys = dict(keys)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigJson:
-        """The same with a value for each key of `defaults` that is missing."""
+        """Return the same with a value for each missing key of `defaults`."""
         return ConfigJson(self.file, {**defaults, **self.keys})
 
     def with_keys(self, **keys: Any) -> ConfigJson:
@@ -84,22 +84,22 @@ class ConfigJson:
         return ConfigJson(self.file, self.keys | keys)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key` as it stands there, unchecked."""
+        """Return the unchecked value of `key`."""
         return self.keys.get(key, default)
 
     def size(self, key: str) -> int:
-        """A whole number from 1 up."""
+        """Return a whole number from 1 up."""
         value = self.keys.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise self.error(f"{key}={value!r} must be a whole number from 1 up")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number above 0; `default` where it is missing or null."""
+        """Return a number above 0; `default` if it is missing or null."""
         return self._number(key, self.keys.get(key), default)
 
     def flag(self, key: str) -> bool:
-        """True or false; false where it is missing or null."""
+        """Return true or false; false if it is missing or null."""
         value = self.keys.get(key)
         value = False if value is None else value
         if not isinstance(value, bool):

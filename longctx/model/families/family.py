@@ -45,9 +45,9 @@ class Family:
     class_name: ClassVar[str]
     # of the families that suit a GPTConfig, the one with the highest rank writes it
     rank: ClassVar[int]
-    # what transformers takes where config.json lacks a key
+    # values of transformers for keys that config.json lacks
     defaults: ClassVar[dict[str, Any]] = {}
-    # rope_parameters that transformers takes where config.json has none
+    # rope_parameters of transformers, if config.json has none
     rope: ClassVar[dict[str, Any]] = {}
     # keys of GPTConfig that have one value in all models of this family
     fixed: ClassVar[dict[str, Any]] = {}
@@ -56,7 +56,7 @@ class Family:
     # key of config.json → key of GPTConfig: whole numbers, and numbers that are 1 if missing
     sizes: ClassVar[dict[str, str]] = {}
     numbers: ClassVar[dict[str, str]] = {}
-    # other keys of config.json that it reads, beside those that all families have
+    # other keys of config.json that it reads, beside SIZES and FLAGS
     keys: ClassVar[tuple[str, ...]] = ()
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
@@ -69,7 +69,7 @@ class Family:
     features: ClassVar[tuple[str, ...]] = ()
 
     def suits(self, config: GPTConfig) -> bool:
-        """Return True if `config` has what sets this family apart, so that it should write it."""
+        """Return True if this family should write `config`, for its features or by default."""
         raise NotImplementedError
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
@@ -126,7 +126,8 @@ class Family:
             source = source.with_keys(rope_parameters=self.rope)
         source = source.with_defaults(self.defaults)
         source.refuse_uncovered(self.read_keys(), self.harmless)
-        if source.get("num_key_value_heads") is None:  # every head has keys of its own
+        # Files from before grouped queries: every head has keys of its own
+        if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
         layers, (theta, scaling) = source.size("num_hidden_layers"), source.rope()
         values: dict[str, Any] = {
@@ -208,7 +209,8 @@ class Family:
         """Return config.json of `config` for `context` tokens; ValueError if it cannot say that."""
         self.check(config)
         if config.rope_scaling.get("rope_type") == "dynamic":
-            context = config.context or context  # from which its base starts to grow
+            # The length from which its base starts to grow, whatever the run trained at
+            context = config.context or context
         # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
         flags = {key: names[0] for key, names in (FLAGS | self.flags).items()}

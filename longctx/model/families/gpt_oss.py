@@ -13,7 +13,7 @@ from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
 from longctx.model.families.softmax_experts import AUX_LOSS, read_balance
 
-# transformers' own, where config.json has none
+# transformers' own, if config.json has none
 ROPE = {
     **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0},
     **{"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096},
@@ -112,7 +112,8 @@ class GptOss(Family):
             layer, is_expert, matrix = piece.theirs.partition(".mlp.experts.")
             if not is_expert:
                 yield piece
-            elif piece.first == 0:  # of the first expert stands for all
+            # The first expert's tensor stands for all: the folder has them in one
+            elif piece.first == 0:
                 is_gate, is_bias = "gate_proj" in matrix, matrix.endswith(".bias")
                 name = ("gate_up_proj" if is_gate else "down_proj") + "_bias" * is_bias
                 rows = (2 if is_gate else 1) * piece.shape[0]
