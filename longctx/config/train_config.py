@@ -382,6 +382,7 @@ class TrainConfig(Group):
         }
         if model.attention_gate == "head":
             sizes["heads"] = model.heads
+        # torch._scaled_mm takes no other sizes
         for name, size in sizes.items():
             if size % 16:
                 raise ValueError(
