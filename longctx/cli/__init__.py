@@ -241,7 +241,7 @@ def summary_of(schema: type) -> str:
 def refuse_name(name: str) -> None:
     """Raise ValueError for a name that is no command, with the closest one."""
     if inner := [command for command in COMMANDS if command.startswith(f"{name} ")]:
-        raise ValueError(f"{name}: is followed by a word, as in longctx {' or '.join(inner)}")
+        raise ValueError(f"{name}: not a command; did you mean {' or '.join(inner)}?")
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
     raise ValueError(f"{name}: not a command; {advice}")

@@ -31,8 +31,8 @@ class DataConfig(Group):
     text_column: str = key("text", "field of .jsonl and .parquet files and of hub data sets")
     chat: bool = key(
         False,
-        "rows are conversations (`messages`, ShareGPT, Alpaca), put into the tokenizer's chat "
-        "template; targets are the assistant's",
+        "rows are conversations (`messages`, ShareGPT, Alpaca, completions), put into the "
+        "tokenizer's chat template; targets are the assistant's",
     )
     preferences: str | None = key(
         None,

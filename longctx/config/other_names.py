@@ -12,12 +12,13 @@ from collections.abc import Collection
 NAMES = {
     # Length of the run and of its steps
     "seq_len": "block_size max_seq_length max_seq_len max_length sequence_len sequence_length "
-    "context_length n_ctx cutoff_len model_max_length max_position_embeddings",
+    "context_length n_ctx cutoff_len model_max_length max_position_embeddings ctx_len context_len",
     "batch_size": "micro_batch_size per_device_train_batch_size per_device_eval_batch_size "
     "train_micro_batch_size_per_gpu local_batch_size device_batch_size eval_batch_size",
     "accumulate": "gradient_accumulation_steps gradient_accumulation grad_accum_steps grad_accum "
     "accumulate_grad_batches global_batch_size train_batch_size",
-    "max_steps": "max_iters num_iterations train_iters total_steps training_steps steps iterations",
+    "max_steps": "max_iters num_iterations train_iters total_steps training_steps steps iterations "
+    "lr_decay_iters",
     "max_tokens": "num_train_epochs num_epochs max_epochs epochs",
     "max_new_tokens": "max_tokens max_length max_completion_tokens num_tokens",
     # Optimizer
@@ -38,37 +39,44 @@ NAMES = {
     "model.head_dim": "head_size d_head",
     "model.rope_theta": "rope_base",
     "model.tied": "tie_word_embeddings tie_weights weight_tying tie_embeddings",
+    "model.qkv_bias": "bias attention_bias",
     "model.window": "sliding_window attention_window window_size",
     "attention": "attn_implementation flash_attention use_flash_attention flash_attn attn_impl",
-    "rope": "rope_type yarn",
-    "lora.rank": "lora_r lora_rank r",
+    "rope": "rope_type yarn rope_scaling",
+    "lora.rank": "lora_r lora_rank r adapter",
     "lora.scaling": "lora_alpha alpha",
     "lora.targets": "lora_target_modules lora_target_linear target_modules",
     "lora.base": "load_in_4bit load_in_8bit quantize quantization bnb_4bit_quant_type",
     "lora.rslora": "use_rslora peft_use_rslora",
     "init": "base_model model_name_or_path pretrained_model_name_or_path model_name model_id "
     "init_from pretrained initial_load_path",
+    "objective": "rl loss_type",
+    "objective.beta": "rl_beta dpo_beta",
     # Documents
     "data.path": "train_file dataset_path data_dir train_data dataset dataset_name datasets",
     "data.text_column": "dataset_text_field text_field text_key",
     "data.packing": "sample_packing",
+    "data.chat": "chat_template",
     "data.val_fraction": "val_set_size test_size val_split",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config",
     # Validation, logging, checkpoints
-    "val_every": "eval_interval eval_steps eval_every val_check_interval evals_per_epoch freq",
+    "val_every": "eval_interval eval_steps eval_every val_check_interval evals_per_epoch freq "
+    "eval_strategy",
     "val_rows": "eval_iters eval_batches limit_val_batches",
     "patience": "early_stopping_patience",
     "log_every": "log_interval logging_steps log_freq log_every_n_steps",
-    "checkpoint_every": "save_steps save_interval save_every checkpoint_interval interval",
+    "checkpoint_every": "save_steps save_interval save_every checkpoint_interval interval "
+    "save_strategy",
     "keep_checkpoints": "save_total_limit keep_latest_k",
     "keep_best": "load_best_model_at_end save_best",
-    "runs": "out_dir output_dir default_root_dir dump_folder",
+    "runs": "out_dir output_dir default_root_dir dump_folder logging_dir",
     "name": "run_name wandb_run_name wandb_name experiment_name",
     "tracker": "report_to",
     "wandb.mode": "use_wandb wandb_log enable_wandb wandb_mode enabled",
     "wandb.project": "wandb_project",
     "wandb.entity": "wandb_entity",
-    "resume": "resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint",
+    "resume": "resume_from_checkpoint auto_resume_from_checkpoints load_checkpoint "
+    "checkpoint ckpt_path",
     "checkpoint": "model model_path run init base_model model_name_or_path",
     # Machine
     "precision": "dtype bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
@@ -92,6 +100,8 @@ NOTES = {
     "data.path": ", with data=text or data=hub",
     "val_every": ", a number of steps",
     "checkpoint_every": ", a number of steps",
+    "data.chat": "=true, by the template in the folder of init or data.tokenizer",
+    "resume": ", or init to begin with its weights",
     "tracker": "=wandb, tensorboard, mlflow, trackio or none",
     "wandb.mode": "=auto, or disabled",
     "precision": "=bf16, fp32 or fp8",
@@ -106,6 +116,8 @@ VALUES = {
     **dict.fromkeys(("flash_attention_2", "flash_attention", "flash_attention_3"), "flash"),
     "eager": "naive",
     "flex_attention": "flex",
+    **dict.fromkeys(("gpu", "cuda:0"), "cuda"),
+    "tb": "tensorboard",
     "gpt2": "124m",
     **dict.fromkeys(("bfloat16", "bf16-mixed", "float16", "fp16"), "bf16"),
     **dict.fromkeys(("float32", "32"), "fp32"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx import files, untrusted
 from longctx.config.command_config import DescribeConfig
+from longctx.config.data_config import SOURCES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,6 +99,8 @@ def _overview(data: Data, counts: dict[str, Any]) -> Table:
     about = f"{counts['near_duplicates']:,} near-duplicates of others"
     about += f", {empty:,} without text left out" if empty else ""
     rows = [["documents", f"{counts['documents']:,} ({about})"]]
+    if others := SOURCES[data.config.source].left_out(data.config):
+        rows.append(["files not read", others])
     if counts["conversations_shortened"]:
         rows.append(["learned in the last turn only", f"{counts['conversations_shortened']:,}"])
     rows += [

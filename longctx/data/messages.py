@@ -3,6 +3,7 @@
     messages        {"messages": [{"role": "user", "content": …}, …], "tools": […]}, as transformers
     ShareGPT        {"conversations": [{"from": "human", "value": …}, …], "system": …, "tools": …}
     Alpaca          {"instruction": …, "input": …, "output": …, "system": …, "history": [[…, …]]}
+    completion      {"prompt": …, "completion": …} of TRL, both texts or both lists of messages
 
 ShareGPT and Alpaca with the columns that LLaMA-Factory reads. An assistant's message is learned
 unless it has `"train": false`, as for axolotl, or `"weight": 0`, as for OpenAI's fine-tuning.
@@ -33,11 +34,13 @@ ROLES = {
 
 
 def format_of(row: Row) -> str | None:
-    """Return the name of the format of a row: messages, ShareGPT or Alpaca; None for another."""
+    """Return the name of the format of a row, as above; None for another."""
     if isinstance(row.get("messages"), list):
         return "messages"
     if isinstance(row.get("conversations"), list):
         return "ShareGPT"
+    if {"prompt", "completion"} <= row.keys() and "label" not in row:
+        return "completion"
     return "Alpaca" if {"instruction", "output"} <= row.keys() else None
 
 
@@ -48,6 +51,8 @@ def read(row: Row) -> tuple[list[Message], Any]:
         messages = [_of_sharegpt(*item) for item in enumerate(row["conversations"], start=1)]
     elif layout == "Alpaca":
         messages = _of_alpaca(row)
+    elif layout == "completion":
+        messages = _of_completion(row["prompt"], row["completion"])
     else:
         messages = row.get("messages") or []
         found = ", ".join(list(row)[:8]) or "nothing"
@@ -95,6 +100,14 @@ def _check(place: str, message: Any) -> None:
     refuse((train not in (None, False, True), f"{place}: train={train}: give true or false"))
     is_foreign = message["role"] != "assistant" and (train or weight)
     refuse((bool(is_foreign), f"{place}: only the assistant's messages can be learned"))
+
+
+def _of_completion(prompt: Any, completion: Any) -> list[Message]:
+    """Return messages of which those of the completion alone are learned."""
+    if isinstance(prompt, list) and isinstance(completion, list):
+        unlearned = [one | {"train": False} if isinstance(one, dict) else one for one in prompt]
+        return unlearned + completion
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
 def _of_sharegpt(number: int, entry: Any) -> Message:

@@ -148,8 +148,14 @@ def chip(name: str, memory: float | None = None) -> Chip:
 
 
 def is_named(name: str, of: str) -> bool:
-    """Return True if every word of `of` is one of `name`, or `name` is `of` without spaces."""
-    return words(of) <= words(name) or "".join(name.split()).upper() == of.upper().replace(" ", "")
+    """Return True if every word of `of` is one of `name`, or `name` is `of` without spaces, or
+    without RTX.
+    """
+    joined = of.upper().replace(" ", "")
+    return words(of) <= words(name) or "".join(name.split()).upper() in (
+        joined,
+        joined.removeprefix("RTX"),
+    )
 
 
 def words(name: str) -> set[str]:

@@ -9,6 +9,7 @@ import torch
 from rich.filesize import decimal
 
 from longctx import attention
+from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Machine
@@ -257,8 +258,17 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: few tokens to validate on, or positions beyond those of init's weights."""
+    """Return warnings: files not read, much padding, few tokens to validate on, or positions beyond
+    those of init's weights.
+    """
     lines = []
+    if others := SOURCES[run.config.data.source].left_out(run.config.data):
+        lines.append(f"warning: not read: {others}; a glob reads them, such as data.path='*.rst'")
+    if counts["train_efficiency"] < 0.5:
+        lines.append(
+            f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "
+            "there is little text, or data.packing=false; give a smaller seq_len"
+        )
     if counts["val_documents"] and counts["val_tokens"] < FEW_TOKENS:
         lines.append(
             f"warning: {counts['val_tokens']:,} tokens are few to validate on; see the standard "

@@ -40,6 +40,8 @@ def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
         ("train lora.alpha=32", "here it is lora.scaling, which is alpha / rank"),
         ("train lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
         ("train attention=flash_attention_2", "here it is flash"),
+        ("train device=gpu", "here it is cuda"),
+        ("train checkpoint=runs/a", "here it is resume, or init"),
         ("train dropout=0.1", "no dropout"),
         ("train --learning-rate=1e-3", "write lr=1e-3"),
         ("train --max_steps", "write max_steps=VALUE"),

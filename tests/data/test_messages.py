@@ -52,6 +52,14 @@ def test_alpaca_is_the_same_conversation() -> None:
     assert read(row | {"input": "", "history": None, "system": ""})[0] == PLAIN[2:]
 
 
+def test_of_a_completion_the_prompt_is_not_learned() -> None:
+    assert read({"prompt": "q", "completion": "a"})[0] == [asks("q"), says("a")]
+    messages, _ = read({"prompt": PLAIN[:3], "completion": PLAIN[3:]})
+    assert [message["content"] for message in messages] == [each["content"] for each in PLAIN]
+    assert [message for message in messages if is_learned(message)] == PLAIN[3:]
+    assert format_of({"prompt": "q", "completion": "a", "label": True}) is None
+
+
 @pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
 def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
     rows = [{"conversations": sharegpt(PLAIN)}, {"instruction": "who", "output": "a rose"}]

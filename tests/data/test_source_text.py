@@ -73,6 +73,26 @@ def test_a_folder_is_read_in_order(tmp_path) -> None:
     assert [document.name for document in twice] == ["10.md", "2.txt", expected[0], expected[3]]
 
 
+def test_an_array_of_objects_has_rows_other_json_is_text(tmp_path) -> None:
+    file = tmp_path / "a.json"
+    for content, expected in (('\n[ {"text": "x"}]', ["x"]), ("[1]", ["[1]"]), ("{}", ["{}"])):
+        file.write_text(content)
+        assert [document.text for document in read(str(file))] == expected
+    file.write_text('[{"instruction": "a", "output": "b"}]')
+    with pytest.raises(ValueError, match=r"row 1: .*data.chat=true"):
+        read(str(file))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("", "no such file; "), ("a.pdf", "no file to read, but 1 .pdf; .*pdf-to-server")],
+)
+def test_a_folder_without_text_says_what_it_has(tmp_path, file, message) -> None:
+    (tmp_path / (file or ".hidden")).touch()
+    with pytest.raises(FileNotFoundError, match=message):
+        read(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
@@ -129,6 +149,7 @@ def test_text_is_decoded(tmp_path, name, content, options, expected) -> None:
         ("a.jsonl", b"[1]\n", "a.jsonl:1: .*list"),
         ("a.jsonl", jsonl(["x"], "body"), "a.jsonl:1: .*'text' .*id, body.*data.text_column"),
         ("a.jsonl", jsonl([7]), "a.jsonl:1: 'text' .*int"),
+        ("a.jsonl", b'{"chosen": "a", "rejected": "b"}\n', "a.jsonl:1: .*objective=dpo"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: .*JSON"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: .*data.errors=replace"),
         ("a.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-9], "complete"),

@@ -334,6 +334,7 @@ def test_seconds_add_up_and_follow_the_work() -> None:
         ("a100", 312e12, 2e12),
         ("rtx 4090", 165e12, 1.008e12),
         ("rtx4090", 165e12, 1.008e12),
+        ("4090", 165e12, 1.008e12),
         ("NVIDIA GeForce RTX 4090", 165e12, 1.008e12),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 503.8e12, 1.792e12),
         ("AMD Instinct MI300X", 1307e12, 5.3e12),

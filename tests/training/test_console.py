@@ -105,10 +105,21 @@ def test_a_small_validation_set_is_a_warning(
     documents: int, ends: int, tokens: int, text: str, few: bool
 ) -> None:
     counts = {"val_documents": documents, "val_ends": ends, "val_tokens": tokens}
-    counts["tokens"] = 1_000_000
+    counts |= {"tokens": 1_000_000, "train_efficiency": 0.9}
     assert validated_documents(counts).startswith(text)
     lines = warnings(sample_run(TrainConfig()), counts)
     assert ["few to validate on" in line for line in lines] == [True] * few
+
+
+def test_padding_and_files_not_read_are_warnings(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.pdf", "c.pdf.gz", "d"):
+        (tmp_path / name).write_text("x")
+    config = TrainConfig()
+    config.data.source, config.data.path = "text", str(tmp_path)
+    counts = {"val_documents": 0, "val_tokens": 0, "train_efficiency": 0.25}
+    unread, padding = warnings(sample_run(config), counts)
+    assert "2 .pdf, 1 without an ending" in unread
+    assert "75%" in padding
 
 
 def test_a_piped_run_says_how_long_it_will_take(capsys: Captured) -> None:

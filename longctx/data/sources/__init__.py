@@ -130,6 +130,10 @@ class Source(ABC):
         files may be read, with no large library.
         """
 
+    def left_out(self, config: DataConfig) -> str:
+        """Return how many files of which endings are not read, "" if all are."""
+        return ""
+
     def pinned(self, config: DataConfig) -> DataConfig:
         """Return the configuration with absolute paths and, for the Hub, a commit as revision."""
         return config
@@ -296,6 +300,8 @@ def text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
     column, known = config.text_column, format_of(row)
     found = f"found {', '.join(list(row)[:8])}"
     advice = f"{known} is read with data.chat=true" if known else "set data.text_column"
+    if {"chosen", "rejected"} <= row.keys():
+        advice = "pairs of answers are read with objective=dpo"
     refuse((column not in row, f"{place}: no field '{column}' ({found}); {advice}"))
     text = row[column]
     problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"

@@ -16,6 +16,7 @@ import lzma
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
@@ -159,6 +160,9 @@ class Text(Source):
                     if stream.tell() > BYTES_BEFORE:
                         break
 
+    def left_out(self, config: DataConfig) -> str:
+        return "; ".join(filter(None, map(_left_out, config.paths())))
+
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
         if not paths:
@@ -185,7 +189,8 @@ class Text(Source):
         identity: list[Any] = [states, config.text_column, config.errors]
         if template is not None:
             identity.append(template.fingerprint)
-        holds_rows = config.chat or any(_format(file)[0] in OF_ROWS for _, file in files)
+        endings = {_format(file)[0] for _, file in files}
+        holds_rows = config.chat or not endings.isdisjoint((*OF_ROWS, ".json"))
         return Corpus(identity, shards, None if holds_rows else len(shards))
 
 
@@ -195,15 +200,27 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
     for path in config.paths():
         found = _find(path)
         if not found:
+            others = _left_out(path)
+            problem = f"no file to read, but {others}" if others else "no such file"
+            advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
-                f"data.path={path}: no such file; a folder is searched for {', '.join(FORMATS)}, "
-                "other endings need a glob, such as '*.py'"
+                f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
+                f"other endings need a glob, such as '*.py'{advice}"
             )
         for name, file in found:
             # Linux allows any bytes in a name, but a document's name is text.
             name = name.encode(errors="replace").decode()
             files.setdefault(os.path.realpath(file), (name, file))
     return list(files.values())
+
+
+def _left_out(path: str) -> str:
+    """Return how many files of which endings a folder has that are not read, as text."""
+    folder = Path(path).expanduser()
+    files = _walk(folder) if folder.is_dir() else []
+    counts = Counter(_format(file)[0] or "without an ending" for _, file in files)
+    others = [(ending, count) for ending, count in counts.most_common() if ending not in FORMATS]
+    return ", ".join(f"{count:,} {ending}" for ending, count in others[:5])
 
 
 def _find(path: str) -> list[tuple[str, Path]]:
@@ -277,8 +294,12 @@ def _read(
             opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
         is_chat = config.chat and not config.preferences
         if ending not in (OF_CHATS if is_chat else OF_ROWS):
-            yield Document(name, _decode(opened.read(), str(file), config))
-            return
+            whole_file = opened.read()
+            if ending != ".json" or not re.match(rb"\s*\[\s*\{", whole_file):
+                yield Document(name, _decode(whole_file, str(file), config))
+                return
+            # An array of objects: as text its brackets would be learned
+            opened = io.BytesIO(whole_file)
         if ending in OF_LINES:
             rows = _lines(name, file, opened, config)
         elif ending == ".json":
@@ -314,7 +335,7 @@ def _array(
     text = _decode(stream.read(), str(file), config)
     with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
         rows = json.loads(text)
-    refuse((not isinstance(rows, list), f"{file}: expected an array of conversations"))
+    refuse((not isinstance(rows, list), f"{file}: expected an array"))
     for number, row in enumerate(rows, start=1):
         place = f"{file}: row {number}"
         yield f"{name}:{number}", place, _object(row, place, config)
