@@ -39,6 +39,7 @@ from longctx.evaluation.score import Progress, Scorer
 from longctx.tables import show
 
 CHARACTERS = 6  # of prose that are set aside for a token: SmolLM2's tokens have about 4
+PIECES = 100  # of prose that are tokenized for each step
 EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 ENDINGS = (".txt", ".md", ".rst")
@@ -170,8 +171,9 @@ def write_texts(options: Options, out: Path) -> str:
         )
     out.mkdir(parents=True)
     size = CHARACTERS * (options.seq_len or 0)
-    starts = range(0, len(text) - count, size)
-    write_lines(out / "prose.jsonl", ({"text": text[n : n + size]} for n in starts[:-1]))
+    # All of a large folder would be tokenized, for an hour, and training reads little of it
+    starts = range(0, len(text) - count, size)[:-1][: PIECES * (options.steps or 1)]
+    write_lines(out / "prose.jsonl", ({"text": text[n : n + size]} for n in starts))
     return text[-count:]
 
 
