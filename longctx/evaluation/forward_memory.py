@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -117,13 +118,15 @@ def choose_strategy(
     room = machine.host_memory / config.devices
     if device != "cpu" and machine.gpu is not None:
         room = machine.gpu.usable
+    need = partial(needed, config, model, dtype, forward)
     strategy = config.strategy.name
     if strategy == "auto" and config.devices == 1:
         strategy = "none"
     elif strategy == "auto":
-        copy = needed(config, model, dtype, forward, "ddp")
-        strategy = "ddp" if copy.total <= 0.95 * room else "fsdp"
-    memory = needed(config, model, dtype, forward, strategy)
+        # 5% stay free, as `longctx plan` has it
+        strategy = "ddp" if need("ddp").total <= 0.95 * room else "fsdp"
+    memory = need(strategy)
+    # A prediction may be a tenth off, and more on a CPU
     if memory.total <= CLEARLY[device] * room:
         return strategy
     # Whatever would make the forward smaller.

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,13 +60,14 @@ def verify(path: Path, reads: bool = True) -> None:
     listed = read(path)["files"]
 
     def matches(name: str) -> bool:
-        try:
-            with untrusted.open_file(path / name, within=path) as file:
-                # The size first: a sparse file of any size takes no space, and hours to read
-                has_size = os.fstat(file.fileno()).st_size == listed[name]["bytes"]
-                return has_size and (not reads or checksum(file) == listed[name]["crc32"])
-        except (OSError, ValueError):
-            return False
+        with (
+            suppress(OSError, ValueError),
+            untrusted.open_file(path / name, within=path) as file,
+        ):
+            # The size first: a sparse file of any size takes no space, and hours to read
+            has_size = os.fstat(file.fileno()).st_size == listed[name]["bytes"]
+            return bool(has_size and (not reads or checksum(file) == listed[name]["crc32"]))
+        return False
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for name, is_same in zip(listed, pool.map(matches, listed), strict=True):
@@ -75,11 +77,10 @@ def verify(path: Path, reads: bool = True) -> None:
 
 def is_intact(path: Path, reads: bool = True) -> bool:
     """Return True if `verify` finds the checkpoint at `path` whole."""
-    try:
+    with suppress(Damaged):
         verify(path, reads)
-    except Damaged:
-        return False
-    return True
+        return True
+    return False
 
 
 def checksum(file: BinaryIO) -> int:

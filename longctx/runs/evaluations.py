@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -56,10 +57,9 @@ def path_for(folder: Path, stem: str, keys: Content) -> Path:
 
 
 def _request_of(path: Path) -> Any:
-    try:
+    with suppress(OSError, ValueError, AttributeError):  # not a file of ours: it stays
         return untrusted.read_json(path, SIZE, path.parent).get("asked")
-    except (OSError, ValueError, AttributeError):
-        return None  # not a file of ours: it stays
+    return None
 
 
 def write(content: Content, path: Path) -> None:
