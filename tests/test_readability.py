@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 201,
-    "lines": 41346,
+    "lines": 41350,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
