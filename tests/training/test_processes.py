@@ -17,7 +17,6 @@ import torch
 import train
 from longctx import files, system
 from longctx.runs import metrics_file, run_folder
-from longctx.training.saver import Saver
 from tests.training.sample_run import (
     Captured,
     Overrides,
@@ -156,19 +155,6 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
     assert f"longctx resume {run.folder}" in run.out
     assert f"stopped by {signal.Signals(number).name} after step" in run.out
     assert newest(run.folder)["steps_done"] == metrics_file.read(run.folder)[-1]["step"]
-
-
-def test_a_second_signal_ends_a_run_at_once(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def twice(*_: Any, **__: Any) -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2 * system.TOGETHER)
-
-    monkeypatch.setattr(Saver, "save", twice)
-    assert train.main(overrides(name="r", max_steps=2)) == 143
-    assert run_folder.checkpoints(tmp_path / "runs" / "r") == []
 
 
 def test_signals_in_a_validation_end_without_traceback(

@@ -140,25 +140,6 @@ def test_plain_matrices_move_as_with_torchs_muon() -> None:
         assert (p - q).abs().max() < 1e-3 * (q - 1).abs().max()
 
 
-def test_a_matrix_moves_by_its_own_gradient_alone() -> None:
-    """Rows of q, k, v and of gate, up, by which of them has another gradient."""
-    for name in ("blocks.1.attention.qkv.weight", "blocks.0.mlp.gate_up.weight"):
-        (plain, optimizer), (other, its_optimizer) = model_and_muon(), model_and_muon()
-        give_gradients(plain, 0)
-        give_gradients(other, 0)
-        changed = other.get_parameter(name)
-        assert changed.grad is not None
-        split(name, changed.grad)[1].mul_(torch.randn(24))
-        optimizer.step()
-        its_optimizer.step()
-        pairs = zip(split(name, plain.get_parameter(name)), split(name, changed), strict=True)
-        assert [torch.equal(a, b) for a, b in pairs] == [True, False, True][
-            : len(split(name, changed))
-        ]
-        for other_name, p in plain.named_parameters():
-            assert other_name == name or torch.equal(p, other.get_parameter(other_name))
-
-
 def test_the_rest_moves_as_with_adamw() -> None:
     model, optimizer = model_and_muon()
     twin = model_and_muon()[0]
