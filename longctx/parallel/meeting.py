@@ -250,16 +250,16 @@ def named(launched: Launched, seconds: float) -> Iterator[None]:
         yield
     except (dist.DistError, RuntimeError, OSError, EOFError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
-        place = f"MASTER_ADDR={launched.address} MASTER_PORT={launched.port}"
+        address = f"MASTER_ADDR={launched.address} MASTER_PORT={launched.port}"
         if launched.rank == 0:
             raise ValueError(
-                f"{place}: cannot be opened on {socket.gethostname()} ({reason}); give the address "
-                "of this process and a free port"
+                f"{address}: cannot be opened on {socket.gethostname()} ({reason}); give the "
+                "address of this process and a free port"
             ) from None
         if launched.local_rank == 0 or launched.rank == 1:
             print(
-                f"error: {place}: process 0 of {launched.ranks} is not there within {seconds:.0f} "
-                f"s, or is gone ({reason}); see what it or its node says",
+                f"error: {address}: process 0 of {launched.ranks} is not there within "
+                f"{seconds:.0f} s, or is gone ({reason}); see what it or its node says",
                 file=sys.stderr,
                 flush=True,
             )

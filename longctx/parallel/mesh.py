@@ -193,8 +193,8 @@ class Parallel:
 
     def alone(self) -> Parallel:
         """Return this process as the one rank of a run, which talks to no other."""
-        one = replace(self.launched, ranks=1, local_ranks=1, rank=0)
-        other = self._with_fabric(one, "bf16" if self.dtype == torch.bfloat16 else "fp32")
+        alone = replace(self.launched, ranks=1, local_ranks=1, rank=0)
+        other = self._with_fabric(alone, "bf16" if self.dtype == torch.bfloat16 else "fp32")
         other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, STRATEGIES["none"]
         other.mesh, other.context, other.meeting, other.clock = None, Context(), None, None
         return other

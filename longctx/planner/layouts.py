@@ -50,12 +50,12 @@ def choose(candidates: Sequence[Workload], chip: Chip, host: float, merge: bool 
     Memory and, with `merge`, micro-batches are decided for each, see `fitting.decide`.
     """
     decided = [fitting.decide(candidate, chip, host, merge) for candidate in candidates]
-    fit = [work for work in decided if fitting.fits(work, fitting.room(chip), host)]
+    fit = [step for step in decided if fitting.fits(step, fitting.room(chip), host)]
     if not fit:
         # the run is still tried: a prediction is no proof
-        least = min(decided, key=lambda work: predict(work).peak)
+        least = min(decided, key=lambda step: predict(step).peak)
         return Choice(least, "takes least, though none is predicted to fit")
-    speeds = [tokens_per_second(work, chip) for work in fit]
+    speeds = [tokens_per_second(step, chip) for step in fit]
     as_fast = [number for number, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
     # Candidates are in order: the plainest, unless a later one needs no host memory
     chosen = min(as_fast, key=lambda number: fitting.on_host(fit[number]) > 0)

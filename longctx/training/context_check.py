@@ -88,12 +88,12 @@ class Finding(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a step; this rank holds the rows `places` of a gradient."""
+    """The result of a step; of a gradient this rank holds `rows`."""
 
     loss: float  # mean over the scored tokens of all ranks
     grad_norm: float
     gradients: dict[str, Tensor]
-    places: dict[str, slice]
+    rows: dict[str, slice]
 
 
 def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
@@ -128,10 +128,11 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
         precise, exactly = in_fp32(trial), parallel.in_fp32()
         alone = exactly.alone()
         takes_fp32 = has_fp32(precise)
-        one = of_one_rank(precise)
+        one_rank = of_one_rank(precise)
         if not takes_fp32:
-            one = replace(one, workload=replace(one.workload, attention=AttentionConfig("naive")))
-        exact = results(begin(one, alone), all_rows, alone)
+            naive = replace(one_rank.workload, attention=AttentionConfig("naive"))
+            one_rank = replace(one_rank, workload=naive)
+        exact = results(begin(one_rank, alone), all_rows, alone)
         bf16 = differences(ours, exact, parallel)
         allowed = differences(theirs, exact, parallel)
         require(run, bf16, {name: max(TIMES * x, BF16) for name, x in allowed.items()}, " in bf16")
@@ -187,14 +188,14 @@ def probe(state: TrainState, rows: list[Row], parallel: Parallel) -> int:
         changed, reached, later = [], [], []
         for row in rows:
             start, count = documents(row["doc_ids"], int(row["padding"]))[which]
-            place = start + (count - 2) // 2
+            changed_at = start + (count - 2) // 2
             tokens = row["tokens"].clone()
-            tokens[place] = (tokens[place] + 1) % before.shape[2]
+            tokens[changed_at] = (tokens[changed_at] + 1) % before.shape[2]
             changed.append(row | {"tokens": tokens})
             positions = torch.arange(len(tokens))
-            same = row["doc_ids"] == row["doc_ids"][place]
-            reached.append(same & (positions >= place))
-            later.append(same & (positions > place))
+            same = row["doc_ids"] == row["doc_ids"][changed_at]
+            reached.append(same & (positions >= changed_at))
+            later.append(same & (positions > changed_at))
         # (B, T): logits that differ at each token; NaN differs from itself
         differ = (logits(state, changed, parallel) != before).sum(2).cpu()
         words = before.shape[2]
@@ -242,20 +243,21 @@ def results(state: TrainState, steps: list[list[Row]], parallel: Parallel) -> li
         weights = dict(state.module.model.named_parameters())
         scored = torch.tensor(float(parallel.counted_once(batch.scored)), device=parallel.device)
         loss = float(parallel.all_reduce_sum(total) / parallel.all_reduce_sum(scored).clamp(min=1))
-        places = {name: sharding.rows(weights[name]) for name in gradients}
-        step_results.append(Result(loss, float(state.module.grad_norm), gradients, places))
+        rows_here = {name: sharding.rows(weights[name]) for name in gradients}
+        step_results.append(Result(loss, float(state.module.grad_norm), gradients, rows_here))
     return step_results
 
 
 def differences(ours: list[Result], theirs: list[Result], parallel: Parallel) -> Differences:
     """Return the largest difference of any step and rank, by name; `theirs` are of one rank."""
     of_step: list[Differences] = []
-    for mine, one in zip(ours, theirs, strict=True):
-        pairs = {"loss": (mine.loss, one.loss), "gradient norm": (mine.grad_norm, one.grad_norm)}
+    for mine, expected in zip(ours, theirs, strict=True):
+        norms = mine.grad_norm, expected.grad_norm
+        pairs = {"loss": (mine.loss, expected.loss), "gradient norm": norms}
         step = {name: relative(torch.tensor(x), torch.tensor(y)) for name, (x, y) in pairs.items()}
-        for name, exact in one.gradients.items():
+        for name, exact in expected.gradients.items():
             there = mine.gradients.get(name)
-            part = exact[mine.places[name]] if there is not None else exact
+            part = exact[mine.rows[name]] if there is not None else exact
             step[f"gradient of {name}"] = relative(
                 torch.zeros_like(exact) if there is None else there, part, exact
             )
