@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import (
-    PYTHONPATH,
     children,
     descendants,
     environment,
@@ -30,7 +28,7 @@ from tests.processes import (
     state_of,
 )
 from tests.training.sample_run import Overrides, steps
-from tests.training.test_processes import SCRIPT, wait_for_step
+from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
 ABSENT = Path(__file__).parent / "absent.py"
 HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
@@ -49,7 +47,7 @@ VICTIMS = ["rank 1", "rank 0", "data worker"]
 def torchrun(nodes: int) -> list[list[str]]:
     """Return the command of torchrun on each of `nodes`, two processes in all."""
     port = free_ports(1)[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)]
+    command = ["-m", "torch.distributed.run", "--nnodes", str(nodes)]
     command += ["--nproc-per-node", str(2 // nodes), "--master-port", str(port)]
     return [[*command, "--node-rank", str(node)] for node in range(nodes)]
 
@@ -72,20 +70,6 @@ def of_srun(rank: int, ranks: int, port: int, nodes: int = 1) -> dict[str, str]:
         "SLURM_LOCALID": str(rank // nodes),
         "MASTER_PORT": str(port),
     }
-
-
-def begin(command: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    """Start Python with `command` in a process group of its own."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
-    return subprocess.Popen(
-        command if command[0] == sys.executable else [sys.executable, *command],
-        cwd=cwd,
-        env=os.environ | own | variables,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
 
 
 def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 import train
 from longctx import files, system
 from longctx.runs import metrics_file, run_folder
+from tests.processes import PYTHONPATH
 from tests.training.sample_run import (
     Captured,
     Overrides,
@@ -39,18 +40,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def start(
-    overrides: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE, **environment: str
+def begin(
+    command: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE, **variables: str
 ) -> subprocess.Popen[str]:
+    """Start Python with `command` in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *overrides],
+        [sys.executable, *command],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH} | variables,
         text=True,
         stdout=subprocess.PIPE,
         stderr=stderr,
         start_new_session=True,
     )
+
+
+def start(
+    overrides: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    return begin([str(SCRIPT), *overrides], cwd, stderr)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
