@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 201,
-    "lines": 41350,
+    "lines": 41352,
     "files under 80 lines": 25,
     "heavy sentences": 1.0,
     "where": 0.9,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 28205
+TEST_LINES = 28156
 
 
 @pytest.fixture(scope="module")
