@@ -14,11 +14,8 @@ PLAIN = GPTConfig(
     vocab_size=61, layers=2, channels=32, heads=4, kv_heads=2, ffn=40, rope_theta=1e4, context=2048
 )
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    ORIGINAL: 256,
+    **{"rope_type": "llama3", "factor": 8.0, ORIGINAL: 256},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
 

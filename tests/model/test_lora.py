@@ -113,15 +113,10 @@ def test_flops_with_frozen_weights() -> None:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_reads_the_adapter(rslora: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-    }
-    AutoModelForCausalLM.from_config(
-        LlamaConfig(vocab_size=61, intermediate_size=80, **sizes)
-    ).save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    theirs = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=61, **sizes, **heads))
+    theirs.save_pretrained(tmp_path / "base")
     config = LoraConfig(rank=3, rslora=rslora)
     model = lora.add(pretrained(tmp_path / "base"), config)
     for name, p in model.named_parameters():

@@ -19,34 +19,21 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 8.0, OLD: 2048},
     "yarn, beta": {
-        "rope_type": "yarn",
-        "factor": 2.5,
-        OLD: 4096,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "truncate": False,
+        **{"rope_type": "yarn", "factor": 2.5, OLD: 4096},
+        **{"beta_fast": 16, "beta_slow": 2, "truncate": False},
     },
     "yarn, mscale": {
-        "rope_type": "yarn",
-        "factor": 40,
-        OLD: 4096,
-        "mscale": 0.707,
-        "mscale_all_dim": 1.0,
+        **{"rope_type": "yarn", "factor": 40, OLD: 4096, "mscale": 0.707, "mscale_all_dim": 1.0}
     },
     "yarn, factor": {"rope_type": "yarn", "factor": 3, OLD: 2048, "attention_factor": 1.5},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        OLD: 8192,
+        **{"rope_type": "llama3", "factor": 8.0, OLD: 8192},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     },
     "longrope": {
         **{"rope_type": "longrope", OLD: 2048, "factor": 8.0},
-        **{
-            "short_factor": [1.0 + n / 50 for n in range(32)],
-            "long_factor": [1.0 + n for n in range(32)],
-        },
+        "short_factor": [1.0 + n / 50 for n in range(32)],
+        "long_factor": [1.0 + n for n in range(32)],
     },
 }
 CONTEXT = 16384
@@ -112,13 +99,10 @@ def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
     rope = Rope(64, 500000.0, SCALINGS.get(name), CONTEXT)
     position = 1_000_003
     cos, sin = rope(torch.tensor([[position]]))
-    for d, frequency in enumerate(rope.frequencies.double().tolist()):
-        assert cos[0, 0, 0, d].item() == pytest.approx(
-            math.cos(position * frequency) * rope.attention_factor, abs=2e-7
-        )
-        assert sin[0, 0, 0, d].item() == pytest.approx(
-            math.sin(position * frequency) * rope.attention_factor, abs=2e-7
-        )
+    angles = [position * frequency for frequency in rope.frequencies.double().tolist()]
+    for found, function in ((cos, math.cos), (sin, math.sin)):
+        expected = [function(angle) * rope.attention_factor for angle in angles]
+        assert found[0, 0, 0].tolist() == pytest.approx(expected, abs=2e-7)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -145,11 +129,8 @@ def test_scores_depend_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind(0)
 
     def score(i: int, j: int) -> float:
-        return (
-            (rotate(q, *rope(torch.tensor([[i]]))) * rotate(k, *rope(torch.tensor([[j]]))))
-            .sum()
-            .item()
-        )
+        at_i, at_j = (rope(torch.tensor([[position]])) for position in (i, j))
+        return float((rotate(q, *at_i) * rotate(k, *at_j)).sum())
 
     for shift in (1, 1000, 999_983):
         assert score(7 + shift, 3 + shift) == pytest.approx(score(7, 3), abs=1e-5)

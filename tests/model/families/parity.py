@@ -48,11 +48,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, OLD: 32, "beta_fast": 8.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        OLD: 32,
+        **{"rope_type": "llama3", "factor": 4.0, OLD: 32},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     },
     "longrope": {
         **{"rope_type": "longrope", "factor": 2.0, OLD: 32},

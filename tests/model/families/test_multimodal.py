@@ -120,14 +120,7 @@ def test_a_run_exports_what_it_began_with(
     for n in range(8):
         (texts / f"{n}.txt").write_text(f"a rose is a rose in 1812 and in 202{n}\n" * 40)
     keys = [f"init={folder}", "data=text", f"data.path={texts}", "device=cpu", "workers=0"]
-    keys += [
-        "seq_len=32",
-        "batch_size=1",
-        "accumulate=1",
-        "max_steps=1",
-        "wandb.mode=disabled",
-        "name=a",
-    ]
+    keys += ["seq_len=32", "batch_size=1", "accumulate=1", "max_steps=1", "name=a"]
     keys += ["wandb.mode=disabled", f"runs={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}"]
     keys += [] if rank is None else [f"lora.rank={rank}"]
     assert cli(["train", *keys]) == 0, capsys.readouterr().err
