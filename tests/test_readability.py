@@ -7,16 +7,16 @@ from tests.readability import figures, sources
 LIMITS = {
     "files": 201,
     "lines": 41352,
-    "files under 80 lines": 25,
-    "heavy sentences": 1.0,
-    "where": 0.9,
-    "docstrings without a verb": 0.5,
+    "files under 80 lines": 23,
+    "heavy sentences": 0.6,
+    "where": 0.4,
+    "docstrings without a verb": 0.2,
     "try": 3.0,
-    "raise": 11.0,
+    "raise": 10.5,
     "long functions without comments": 0,
 }
-FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.2}
-TEST_LINES = 28156
+FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
+TEST_LINES = 28119
 
 
 @pytest.fixture(scope="module")
