@@ -108,6 +108,7 @@ def closing_table(
     finished: bool,
     steps: int,
     out_of_patience: bool = False,
+    chat: bool = False,
 ) -> Table:
     """Return the results of a run after `steps`, its folder, and the next commands.
 
@@ -133,7 +134,8 @@ def closing_table(
         more += " patience=null" if out_of_patience else ""
         longctx, path = system.typed_command(), shlex.quote(str(folder))
         table.add_row("evaluate", f"{longctx} eval {path}")
-        table.add_row("write text", f"{longctx} generate {path} prompt='Once upon a time'")
+        text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
+        table.add_row("write text", f"{longctx} {text}")
         table.add_row("train on", f"{longctx} resume {path}{more}")
     return table
 

@@ -97,6 +97,7 @@ class RunLog(Display):
                 finished,
                 self.steps_done,
                 self.out_of_patience,
+                self.run.config.data.chat,
             )
         )
 

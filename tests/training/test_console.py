@@ -59,7 +59,9 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
         f"{typed_command()} eval '{folder}'",
     ):
         assert part in text
-    assert "max_steps" not in printed(closing_table(folder, {}, finished=False, steps=9))
+    stopped = printed(closing_table(folder, {}, finished=False, steps=9, chat=True))
+    assert "max_steps" not in stopped
+    assert f"chat '{folder}'" in stopped
 
 
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
