@@ -268,11 +268,11 @@ class Parallel:
         return count if self.context.ranks.rank == 0 else 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Add up `x` over all ranks, in place."""
+        """Add up `tensor` over all ranks, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Set each value of `x` to the largest of any rank, in place."""
+        """Set each value of `tensor` to the largest of any rank, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
@@ -292,7 +292,7 @@ class Parallel:
         return torch.cat(parts)
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """Return every rank's `x`, in order; rank 0's own is the first."""
+        """Return every rank's `value`, in order; rank 0's own is the first."""
         every: list[Any] = [value]
         if self.ranks > 1:
             every = [None] * self.ranks
