@@ -45,6 +45,9 @@ def compare(
     one line, if no run is left.
     """
     runs, notes = read_all(paths)
+    costs_of_runs = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
+    if price is not None and all(cost.money is None for cost in costs_of_runs):
+        notes.append("price= is that of an hour of a GPU, and no run had one")
     tables = all_tables(runs, price)
     # Before anything is printed: a mistake in `out` is one line
     write_page(out, runs, tables, notes)

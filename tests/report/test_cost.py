@@ -74,6 +74,16 @@ def test_a_file_has_the_numbers_of_each_run(tmp_path: Path, ending: str) -> None
     assert rows[1]["loss"] == (None if ending == "json" else "nan")
 
 
+def test_a_price_without_a_gpu_is_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = step(1)
+    del row["memory_peak_gib"]
+    folder = make(tmp_path / "a", [row])
+    assert cli.main(["compare", str(folder), f"out={tmp_path}/x.html", "price=2"]) == 0
+    assert "no run had one" in capsys.readouterr().err
+
+
 def test_a_table_of_another_format_or_without_folder_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
