@@ -214,9 +214,10 @@ def _converted(value: Any, target: Any) -> Any:
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
         return target(str(value).lower() if isinstance(value, bool) else str(value))
-    # Python counts True as 1, and rounds 4.5 to 4
+    # Python counts True as 1, and rounds 4.5 to 4; 1e9 is a float, but a whole number
     is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
-    if is_number and (target is float or (target is int and not isinstance(value, float))):
+    is_broken = isinstance(value, float) and not value.is_integer()
+    if is_number and (target is float or (target is int and not is_broken)):
         return target(value)
     raise TypeError
 
@@ -329,5 +330,5 @@ def closest(name: str, names: Iterable[str]) -> str:
     if other_names.VALUES.get(name) in names:
         return f"; here it is {other_names.VALUES[name]}"
     close = [full for full in names if full.endswith(f".{name}")]
-    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""

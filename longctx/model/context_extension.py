@@ -53,7 +53,8 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         )
 
     # Options become keys of rope_scaling, so its errors are reworded to name the option
-    stretched = _stretched(model, kind, factor, original, rope.options, seq_len)
+    length = max(model.context, seq_len, reached)
+    stretched = _stretched(model, kind, factor, original, rope.options, length)
     try:
         stretched.validate()
     except ValueError as error:
@@ -104,10 +105,8 @@ def _stretched(
     factor: float,
     original: int,
     options: Mapping[str, Any],
-    seq_len: int,
+    context: int,
 ) -> GPTConfig:
-    assert model.context is not None
-    context = max(model.context, seq_len)
     if kind == "ntk":
         D = model.rotary_size
         if D <= 2:

@@ -34,7 +34,7 @@ SPEED = ("s/step", "tokens/s", "MFU")
 SHORT = {
     PARAMETERS: "weights",
     GRADIENTS: "grads",
-    KEPT: "kept",
+    KEPT: "saved",
     ATTENTION: "attention",
     MLP: "MLP",
 }
@@ -60,7 +60,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
 
     terms = (SHORT.get(term, term) for term in TERMS)
     sizes = ("GPU GiB", "host GiB")
-    columns = ("backend", "memory", "rows", *terms, *sizes, "fits", *SPEED)
+    columns = ("backend", "memory", "sequences", *terms, *sizes, "fits", *SPEED)
     rows = [row(backend, step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
@@ -69,9 +69,9 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         name, reason = fitting.fastest_backend(first, list(requests), chip)
         print(f"attention=auto: {name}, {reason}\n")
 
-    columns = ("backend", "memory", "tokens", "rows", *sizes, *SPEED)
+    columns = ("backend", "memory", "tokens", "sequences", *sizes, *SPEED)
     rows = [longest(backend, step, chip, host) for backend, step in steps]
-    grid("The longest row that fits, at about the same tokens per step", columns, rows, keys=2)
+    grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
 
 
 def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
@@ -101,13 +101,13 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     steps = each_layout(request, per_machine)
     rows = [
         layout_row(fitting.decide(step, chip, host, merge), chip, host)
-        | {"longest row": longest_tokens([step], chip, host)}
+        | {"longest sequence": longest_tokens([step], chip, host)}
         for step in steps
     ]
     backend = request.attention.backend
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}"
     columns = ("strategy", "context", "method", "memory", "GiB", "s/step", "tokens/s")
-    grid(title, (*columns, "longest row"), rows, keys=3)
+    grid(title, (*columns, "longest sequence"), rows, keys=3)
     chosen, reason = layouts.choose(steps, chip, host, merge)
     print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
 
@@ -117,9 +117,9 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
         chosen = layouts.choose(of_number, chip, host, merge).workload
         tokens = longest_tokens(of_number, chip, host)
         row = layout_row(chosen, chip, host)
-        rows.append({"GPUs": devices, **row, "longest row": tokens})
+        rows.append({"GPUs": devices, **row, "longest sequence": tokens})
     title = f"The layout chosen by number of GPUs, attention={backend}"
-    grid(title, ("GPUs", *columns, "longest row"), rows)
+    grid(title, ("GPUs", *columns, "longest sequence"), rows)
 
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:
@@ -174,7 +174,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
 
 def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None:
     """Print the model, the size of a step and the machine; `of_host` follows the host memory."""
-    count = count_of(step.rows_per_step, "row")
+    count = count_of(step.rows_per_step, "sequence")
     print(
         f"{step.model.parameters() / 1e6:,.0f} million parameters, "
         f"{count} of {step.seq_len:,} tokens a step, {step.precision}"
@@ -272,7 +272,7 @@ def _chosen(backend: str, step: Workload) -> dict[str, str]:
     return {
         "backend": backend,
         "memory": step.memory.policy,
-        "rows": f"{step.batch_size} × {step.accumulate}",
+        "sequences": f"{step.batch_size} × {step.accumulate}",
     }
 
 

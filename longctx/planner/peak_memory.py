@@ -6,7 +6,7 @@ is what torch.compile's partitioner saves of it (recompute=none) or what longctx
 does; tests compare both with the real thing.
 
 Letters: N tokens of a micro-batch in B rows of T; C channels, F ffn, H and Hkv heads of D, L
-layers, V words; e bytes of an activation. "Kept" is what forward leaves for backward.
+layers, V words; e bytes of an activation. "Saved" is what forward leaves for backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
-    "kept activations",
+    "saved activations",
     "attention workspace",
     "MLP workspace",
     "loss",

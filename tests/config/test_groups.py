@@ -22,8 +22,10 @@ class Declared:
 
 def test_counts_have_units() -> None:
     words = ["seq_len=2k", "max_tokens=1.5B", "passkey=true", "passkey.lengths=[1k,512]"]
+    words.append("log_every=1e3")
     config = cli.compose("train", words).config
     assert (config.seq_len, config.max_tokens) == (2048, 1_500_000_000)
+    assert config.log_every == 1000
     assert config.passkey.lengths == [1024, 512]
     assert cli.compose("eval", ["checkpoint=x", "seq_len=1M"]).config.seq_len == 2**20
 

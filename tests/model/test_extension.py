@@ -39,7 +39,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
         (
             *({"type": "yarn", "factor": 4, "options": {"beta_slow": 2}}, 4096),
             {"rope_type": "yarn", "factor": 4, ORIGINAL: 2048, "beta_slow": 2},
-            *(4096, "yarn: 2,048 tokens × 4 = 8,192"),
+            *(8192, "yarn: 2,048 tokens × 4 = 8,192"),
         ),
         (
             *({"type": "llama3", "original": 256}, 4096),
@@ -54,6 +54,12 @@ def test_a_plain_model(
     assert (stretched.rope_scaling, stretched.context, how) == (scaling, context, line)
     assert replace(stretched, rope_scaling={}, context=2048) == PLAIN
     GPT(stretched, "naive")(torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_a_given_factor_is_known_to_the_next_run() -> None:
+    first, _ = extended(PLAIN, RopeConfig("linear", factor=4), 4096)
+    _, how = extended(first, RopeConfig("auto"), 16384)
+    assert how == "auto: linear: 2,048 tokens × 8 = 16,384"
 
 
 def test_raised_base_writes_no_rope_scaling() -> None:
