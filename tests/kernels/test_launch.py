@@ -61,7 +61,7 @@ def test_show_has_the_configs_of_hoppers_kernels(capsys):
         (["show", "kernel=fast"], "kernel=fast"),
         (["show", "dtype=fp8"], "dtype=fp8"),
         (["show", "head_size=8"], "head_size=8"),
-        (["lock"], "longctx kernels show"),
+        (["lock"], "did you mean kernels show?"),
     ],
 )
 def test_mistakes_are_one_line(argv, message, refused):

@@ -45,7 +45,7 @@ def test_a_plan_for_another_machine(planned: Callable[..., str]) -> None:
     words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
     out = planned(*words)
     assert "H100, 80.0 GiB" in out
-    shown = "naive sdpa flash fast balanced long weights grads kept loss MFU"
+    shown = "naive sdpa flash fast balanced long weights grads saved loss MFU"
     assert all(word in out for word in shown.split())
     wsd = ["lr_schedule=wsd", "max_steps=1000", "warmup_steps=50", "lr=0.5"]
     out = planned("attention=flash", "memory=long", *wsd, *words)
@@ -72,7 +72,7 @@ def test_a_model_by_its_config_json(tmp_path: Path, planned: Callable[..., str])
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     words = [f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash", "lora.rank=16"]
     out = planned(*words, "seq_len=131072")
-    assert "8,191 million parameters, 1 row of 131,072 tokens" in out
+    assert "8,191 million parameters, 1 sequence of 131,072 tokens" in out
     assert planned(*words, "seq_len=128K") == out
 
 
@@ -134,7 +134,7 @@ def test_too_little_host_memory_is_said(planned: Callable[..., str]) -> None:
     assert "no: host" in planned("host_memory=64", *words)
     out = planned("host_memory=512", *words)
     assert "no: host" not in out
-    assert "1 row of 1,048,576 tokens" in out
+    assert "1 sequence of 1,048,576 tokens" in out
 
 
 def test_many_gpus_that_nobody_has(planned: Callable[..., str]) -> None:
