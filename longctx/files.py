@@ -57,7 +57,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_for_key(key: str, path: Path, text: str) -> None:
-    """Write as `write_text` to the file that the user gave as `key`, which an OSError names."""
+    """Write `text` to `path`, the user's value of `key`; an OSError names both."""
     try:
         write_text(path, text)
     except OSError as error:

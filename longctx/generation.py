@@ -206,7 +206,7 @@ class Engine:
         return [completion.text for completion in completions]
 
     def _too_little_memory(self) -> str:
-        """Return what did not fit, and what to change: the weights, or next to them a batch."""
+        """Return a line: the weights, or a batch next to them, did not fit, and what helps."""
         source, machine = self.source, this_machine()
         gpu = None if self.device == "cpu" else machine.gpu
         available = machine.host_memory if gpu is None else gpu.memory

@@ -103,7 +103,7 @@ def _check(place: str, message: Any) -> None:
 
 
 def _of_completion(prompt: Any, completion: Any) -> list[Message]:
-    """Return messages of which those of the completion alone are learned."""
+    """Return the messages of a row of TRL; only its completion is learned."""
     if isinstance(prompt, list) and isinstance(completion, list):
         unlearned = [one | {"train": False} if isinstance(one, dict) else one for one in prompt]
         return unlearned + completion

@@ -41,7 +41,8 @@ from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
-INDIFFERENT = "checkpoint device devices strategy context batch_size compile wandb"
+INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}
+INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 
 def decisive(config: EvalConfig) -> dict[str, Any]:
     """Return the keys that decide the results."""
-    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT.split()}
+    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT}
 
 
 def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:

@@ -170,7 +170,7 @@ def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
         yield tensor._replace(name=names[tensor.name])
     for name, entry in stored.items():
         if multimodal.text_name(name) is None:
-            # 4 bytes at most: sizes decide where shards begin, not what is written
+            # An upper limit: sizes decide only where shards begin
             size = 4 * torch.Size(entry.shape).numel()
             yield _Tensor(name, size, partial(values_of, entry))
 

@@ -115,7 +115,7 @@ class _Product(torch.autograd.Function):
             x8 = quantized(swiglu.swiglu(x, gated) if gated else x, VALUES, columns=trained_as_is)
             if w_rows is None:
                 w_rows, _, w_scale = quantized(weight, VALUES, columns=False)
-        # torch.compile wants tensors only, so x stands for those that are missing
+        # torch.compile wants tensors only: x takes the place of a missing one
         ctx.save_for_backward(
             x if x8 is None or gated else x8.columns,
             x if x8 is None else x8.scale,

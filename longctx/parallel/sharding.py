@@ -66,7 +66,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def rows(tensor: Tensor) -> slice:
-    """Return the numbers of this rank's rows, as fully_shard divides them."""
+    """Return the numbers of this rank's rows, as fully_shard divides them; all if it is whole."""
     if not isinstance(tensor, DTensor):
         return slice(0, tensor.shape[0])
     return rows_of_ranks(tensor)[tensor.device_mesh.get_local_rank()]
@@ -117,7 +117,7 @@ def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
 def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
     """Fill `tensor` at random, with the same values however it is sharded."""
     if isinstance(tensor, DTensor):
-        # The whole tensor exists for this moment, so that random numbers are those of one device
+        # The whole tensor exists for a moment, to draw the same random numbers as on one device
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
         fill(values)
         write(tensor, values)
@@ -154,8 +154,10 @@ def unsharded(model: GPT) -> Iterator[None]:
     # Else a block that is called first keeps its weights
     model._get_fsdp_state()._lazy_init()
     model.unshard()
-    yield
-    model.reshard()
+    try:
+        yield
+    finally:
+        model.reshard()
 
 
 def parts(module: nn.Module) -> dict[str, Sharded]:

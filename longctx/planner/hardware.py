@@ -63,8 +63,8 @@ NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
-# A process's control group, version 2 and 1, and in its files: the limit of its memory, the memory
-# used, and in memory.stat the part of that which is cached files
+# A process's control group, version 2 and 1: the files of its limit and of the memory used, and the
+# key of cached files in memory.stat
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     (

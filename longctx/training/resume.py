@@ -24,8 +24,9 @@ from longctx.training.run import Run, run_of
 def with_steps_of_run(
     open_layouts: list[TrainConfig], overrides: Collection[str]
 ) -> list[TrainConfig]:
-    """Return the layouts in which a resumed run can keep its sequences per step on the devices of
-    this request, with the batch_size and accumulate that are `given`; ValueError if there is none.
+    """Return the layouts that keep the sequences per step of a resumed run, on the devices of this
+    request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if there
+    is no such layout.
     """
     path = Path(open_layouts[0].resume or "")
     saved = run_folder.read_config(path)

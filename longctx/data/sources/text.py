@@ -215,7 +215,7 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
 
 
 def _left_out(path: str) -> str:
-    """Return how many files of which endings a folder has that are not read, as text."""
+    """Count the files of a folder that are not read, by their endings, as in "3 .pdf, 1 .doc"."""
     folder = Path(path).expanduser()
     files = _walk(folder) if folder.is_dir() else []
     counts = Counter(_format(file)[0] or "without an ending" for _, file in files)
