@@ -35,6 +35,7 @@ BENCHMARKS = {
     "memory": "predicted peak memory beside the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
+    "recipe": "a recipe of examples/, by its own command: its curve, speed and memory",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "reference": "docs/keys.md and docs/combinations.md, by asking the code",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",

@@ -1,8 +1,7 @@
 """The recipes of examples/: headers tell how to run them and what they need, and each trains."""
 
 import functools
-import re
-import shlex
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Starcoder2Config
 
+from benchmarks import recipe as recipes
 from longctx import cli
 from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
@@ -19,7 +19,6 @@ from tests.processes import ROOT, finished
 
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(EXAMPLES.glob("*.yaml"), key=lambda path: path.stem)
-FIELD = re.compile(r"^# (Command|Hardware|Minutes|Memory|Numbers|Then): +(.*)$", re.MULTILINE)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SIZES = {
     **{"vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -46,27 +45,21 @@ OWN = {
 }
 
 
-def fields(recipe: Path) -> dict[str, str]:
-    return dict(FIELD.findall(recipe.read_text()))
-
-
-def jobs(recipe: Path) -> list[list[str]]:
-    """Return the arguments of each run that the recipe's command starts."""
-    program, script, *words = shlex.split(fields(recipe)["Command"])
-    assert (program, script) == ("python", "train.py")
-    is_sweep = words[0] == "-m"
-    assert words[is_sweep] == str(recipe.relative_to(ROOT))
-    return cli.jobs(words[is_sweep:]) if is_sweep else [words]
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_header_tells_command_and_cost(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert fields(recipe).keys() == {"Command", "Hardware", "Minutes", "Memory", "Numbers", "Then"}
+    assert recipes.header(recipe).keys() == {
+        "Command",
+        "Hardware",
+        "Minutes",
+        "Memory",
+        "Numbers",
+        "Then",
+    }
     assert recipe.name in (EXAMPLES / "README.md").read_text()
     keys = run_folder.flat(yaml.safe_load(recipe.read_text()))
     written = {parse.full_key(TrainConfig, name) for name in keys}
-    for words in jobs(recipe):
+    for words in recipes.jobs(recipe, []).values():
         typed = {word.partition("=")[0] for word in words if "=" in word}
         request = cli.compose("train", words)
         assert request.overrides.keys() == written | typed
@@ -95,15 +88,15 @@ def test_a_recipe_trains_two_steps(
     replaced = {word.partition("=")[0] for word in own}
     sizes = [word for word in SMALL if word.partition("=")[0] not in replaced] + own
     sizes += [f"runs={tmp_path / 'runs'}", *small_model(recipe.stem, tmp_path / "model")]
-    named = {word.partition("=")[0] for word in sizes}
-    for job in jobs(recipe):
-        words = [word for word in job if word.partition("=")[0] not in named] + sizes
+    for job in recipes.jobs(recipe, sizes).values():
         if recipe.stem.startswith("two-gpus"):
-            process = finished("train.py", words, ROOT)
+            words = ["benchmarks", "recipe", f"name={recipe.stem}", f"out={tmp_path}", *sizes]
+            process = finished("-m", words, ROOT)
             assert process.returncode == 0, process.stderr
+            assert {f"{recipe.stem}.json", f"{recipe.stem}.png"} <= set(os.listdir(tmp_path))
         else:
-            assert cli.main(["train", *words]) == 0
+            assert cli.main(["train", *job]) == 0
     runs = list((tmp_path / "runs").iterdir())
-    assert len(runs) == len(jobs(recipe))
+    assert len(runs) == len(recipes.jobs(recipe, sizes))
     for run in runs:
         assert any("loss" in row and row["step"] == 2 for row in metrics_file.read(run))

@@ -142,28 +142,6 @@ class Piece(NamedTuple):
         return slice(self.first, self.first + self.fold.rows(self.shape))
 
 
-@dataclass(frozen=True)
-class InTurns(Fold):
-    """The folder's tensor has two parameters in turns of `size` rows, as Qwen3.5 has q and its gate
-    head by head. This is the first or the `second` of them; saved, its pieces add up.
-    """
-
-    size: int
-    second: bool
-
-    def rows(self, shape: tuple[int, ...]) -> int:
-        return shape[0] // 2
-
-    def load(self, tensor: Any) -> Any:
-        return tensor.unflatten(0, (-1, 2, self.size))[:, int(self.second)].flatten(0, 1)
-
-    def save(self, rows: Any) -> Any:
-        tensor = rows.new_zeros(2 * len(rows), *rows.shape[1:])
-        turns = tensor.unflatten(0, (-1, 2, self.size))
-        turns[:, int(self.second)] = rows.unflatten(0, (-1, self.size))
-        return tensor
-
-
 class Pass(NamedTuple):
     """A micro-batch on its way through a block; sizes are bytes of one element."""
 

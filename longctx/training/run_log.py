@@ -64,8 +64,7 @@ class RunLog(Display):
     def start_copies(self) -> None:
         """Begin the copies by tracker=; before the first step they have nothing to show."""
         if self.tracker is not None:
-            kernels = {"kernels": attention.kernels_run()}
-            self.tracker.start_copies(run_metadata(self.run) | kernels)
+            self.tracker.start_copies(run_metadata(self.run) | {"kernels": self._kernels()})
 
     def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
         """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
@@ -93,13 +92,18 @@ class RunLog(Display):
         self.print(
             closing_table(
                 self.run.folder,
-                attention.kernels_run(),
+                self._kernels(),
                 finished,
                 self.steps_done,
                 self.out_of_patience,
                 self.run.config.data.chat,
             )
         )
+
+    def _kernels(self) -> dict[str, str]:
+        """Return the run's backend → its kernel, without those that only checked it."""
+        backend = self.run.workload.attention.backend
+        return {name: kernel for name, kernel in attention.kernels_run().items() if name == backend}
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.tracker is not None:

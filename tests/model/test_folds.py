@@ -1,9 +1,7 @@
 """A tensor that is folded at load comes back as it was, in the model and in LoRA's adapter."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.parts import Interleaved, InTurns, OnePlus, Piece
-from longctx.model import GPT, lora
+from longctx.config.parts import Interleaved, OnePlus, Piece
+from longctx.model import lora
 from longctx.model.export import export
-from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import FAMILIES
 from longctx.model.families.llama import Llama
 from longctx.model.huggingface import pretrained
@@ -91,71 +88,26 @@ def test_weights_that_changed_are_saved(folder: Path) -> None:
     assert torch.equal(pretrained(folder.parent / "out").norm.weight, model.norm.weight)
 
 
-def with_gate_in_q(piece: Piece, head_size: int) -> Piece:
-    """Return `piece` of a folder whose q_proj has the rows of q and the gate, head by head."""
-    is_gate = "self_attn.gate_proj" in piece.theirs
-    if not is_gate and "q_proj" not in piece.theirs:
-        return piece
-    return piece._replace(
-        theirs=piece.theirs.replace("gate_proj", "q_proj"),
-        shape=(2 * piece.shape[0], *piece.shape[1:]),
-        fold=InTurns(head_size, second=is_gate),
-    )
-
-
-class Gated(Llama):
-    """Llama with gates in q_proj."""
-
-    model_type = "gated"
-    rank = 99
-    features = (*Llama.features, "attention_gate")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.attention_gate == "channel"
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return super().read_features(source, layers) | {"attention_gate": "channel"}
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        for piece in super().tensors(config):
-            yield with_gate_in_q(piece, config.head_size)
-
-
-GATED = GPTConfig(
-    **{"vocab_size": 301, "channels": 48, "heads": 6, "kv_heads": 2, "head_dim": 16},
-    **{"attention_gate": "channel", "context": 64, "layers": 2},
-)
-
-
-def test_gates_inside_q_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "gated", Gated())
-    (tmp_path / "tokenizer").mkdir()
-    write_tokenizer(tmp_path / "tokenizer")
-    model = GPT(GATED)
-    export(model, tmp_path / "tokenizer", tmp_path / "out")
-    q_proj = load_file(tmp_path / "out" / "model.safetensors")[
-        "model.layers.1.self_attn.q_proj.weight"
-    ]
-    attention = model.blocks[1].attention
-    assert torch.equal(q_proj[32:48], attention.qkv.weight[16:32])  # of the second head
-    assert torch.equal(q_proj[48:64], attention.gate.weight[16:32])
-    again = pretrained(tmp_path / "out")
-    for (name, p), q in zip(again.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
 def test_gated_attention_is_that_of_qwen3_next() -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3NextConfig(**sizes, attn_implementation="eager", rms_norm_eps=1e-5)
     torch.manual_seed(0)
     theirs = Qwen3NextAttention(config, 3)
-    part = replace(GATED, qk_norm="head", rotary_share=0.25).block(0).attention
+    model = GPTConfig(
+        **{"vocab_size": 301, "channels": 48, "heads": 6, "kv_heads": 2, "head_dim": 16},
+        **{"attention_gate": "channel", "context": 64, "qk_norm": "head", "rotary_share": 0.25},
+    )
+    part = model.block(0).attention
     ours = part.build(AttentionConfig("naive"))
     weights, parameters = dict(theirs.named_parameters()), dict(ours.named_parameters())
     with torch.no_grad():
         for p in theirs.parameters():
             torch.nn.init.normal_(p, std=0.3)
-        for piece in (with_gate_in_q(piece, 16) for piece in part.pieces("", "")):
+        # q_proj has the rows of q and the gate, head by head
+        both = weights.pop("q_proj.weight").unflatten(0, (-1, 2, 16))
+        for name, rows in zip(("q_proj.weight", "gate_proj.weight"), both.unbind(1), strict=True):
+            weights[name] = rows.flatten(0, 1)
+        for piece in part.pieces("", ""):
             fold = OnePlus() if "norm" in piece.theirs else piece.fold
             values = fold.load(weights[piece.theirs.removeprefix(".self_attn.")])
             weight = parameters[piece.ours.removeprefix(".attention.")]
