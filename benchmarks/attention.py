@@ -39,7 +39,9 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash-hopper": ("flash", {"kernel": "hopper"}),
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
     "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
-    "sdpa-efficient": ("", {}),  # of torch, causal, for heads of any size; no backend here
+    # no backends here, causal: torch's for heads of any size, axolotl's for heads of 512
+    "sdpa-efficient": ("", {}),
+    "axolotl-512": ("", {}),
     "flex": ("flex", {}),
     **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
 }
@@ -249,14 +251,14 @@ def prepared(
 
     backend, extra = PEERS[name]
     if not backend:
-        forward = partial(memory_efficient, q, k, v, mask)
+        forward = partial(without_backend, name, q, k, v, mask)
     else:
         forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
     strict = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
     try:
         out = forward()  # which decides what backward will run
-        ran = kernels_run()[backend] if backend else "torch memory-efficient"
+        ran = kernels_run()[backend] if backend else name
     finally:
         torch.use_deterministic_algorithms(strict)
     backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
@@ -266,16 +268,22 @@ def prepared(
     return ran, forward, backward
 
 
-def memory_efficient(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """Return attention by torch's memory-efficient kernels; ValueError but for plain causal."""
+def without_backend(name: str, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """Return attention by a peer that is no backend; ValueError but for plain causal."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     if mask.kind != "causal" or mask.window is not None:
-        raise ValueError("sdpa-efficient is for masks=causal")
-    group = q.shape[2] // k.shape[2]  # it takes no groups of heads
+        raise ValueError(f"{name} is for masks=causal")
+    group = q.shape[2] // k.shape[2]  # they take no groups of heads
     k, v = (x.repeat_interleave(group, 2) for x in (k, v)) if group > 1 else (k, v)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    if name == "axolotl-512":
+        if q.shape[-1] != 512:
+            raise ValueError(f"{name} is for head_sizes=512")
+        from axolotl.monkeypatch.attention.flash_attn_d512 import flash_d512
+
+        return flash_d512(*heads_first).transpose(1, 2)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 

@@ -34,6 +34,7 @@ def implementation(request, monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(tiled, "ROWS", 16)
         monkeypatch.setattr(tiled, "COLS", 32)
+        monkeypatch.setattr(portable, "L2_BYTES", 1 << 13)  # several groups of heads
         monkeypatch.setattr(portable, "launch_config", lambda *_: Launch(32, 16, 4, 1))
         if request.param == "triton-portable":
             monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -117,6 +117,7 @@ CONFIGS = {  # by head size; larger ones have none
     128: Config(64, 128, 240, False),
 }
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
+LONG = 4096  # keys, from which on walks compute for longer than HBM takes for their tiles
 # Of the hardware's 16 named barriers Triton takes 0 to 5 for five partitions. They cost less than
 # an mbarrier's arrival, for which the consumer's warps wait for one another.
 TURN = gl.constexpr(6)  # 6 + 9 · consumer: it may issue its products
@@ -798,9 +799,11 @@ def _first_launch(
         TensorDescriptor(rows, [*lines], [lines[1], 1], row_box, ROW_LAYOUT)
         for rows in (x.lse2, x.delta)
     ]
+    # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
+    l2_heads = heads_in_l2(x.q, B * Hkv, 1, 4 * group if Tk < LONG else 2)
     scalars = (
         *(batch_stride(intervals.qfirst), scale, scale * LOG2E.value),
-        *(Tq, Tk, Hq, tiles, B * Hkv, heads_in_l2(x.q, B * Hkv, 1), 0),
+        *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
     )
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
     if c is None:

@@ -481,9 +481,9 @@ def batch_stride(interval: Tensor) -> int:
     return interval.stride(0) if interval.shape[0] > 1 else 0
 
 
-def heads_in_l2(x: Tensor, heads: int, multiple: int) -> int:
-    """Count the heads, a multiple of `multiple`, whose two operands like x fill L2_BYTES."""
-    per_head = 2 * x.shape[1] * x.shape[3] * x.element_size()
+def heads_in_l2(x: Tensor, heads: int, multiple: int, operands: int = 2) -> int:
+    """Count the heads, a multiple of `multiple`, of which `operands` as large as x fill the L2."""
+    per_head = operands * x.shape[1] * x.shape[3] * x.element_size()
     return min(heads, max(1, L2_BYTES // per_head) * multiple)
 
 
