@@ -58,7 +58,7 @@ def test_a_header_tells_command_and_cost(recipe: Path, monkeypatch: pytest.Monke
     }
     assert recipe.name in (EXAMPLES / "README.md").read_text()
     keys = run_folder.flat(yaml.safe_load(recipe.read_text()))
-    written = {parse.full_key(TrainConfig, name) for name in keys}
+    written = set(parse.full_keys(TrainConfig, keys).values())
     for words in recipes.jobs(recipe, []).values():
         typed = {word.partition("=")[0] for word in words if "=" in word}
         request = cli.compose("train", words)

@@ -146,6 +146,7 @@ def read(
     known, takes_paths = keys(schema), bool(positional(schema))
     takes_file = schema in SCHEMAS.values() or not takes_paths
     files, texts, paths = list[str](), dict[str, str](), list[str]()
+    given: list[tuple[str, str, str]] = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if takes_file and not equals and argument.endswith((".yaml", ".yml")):
@@ -155,16 +156,19 @@ def read(
         elif argument.startswith("-") or not equals or not name:
             raise ValueError(not_a_key(schema, argument))
         else:
-            full = full_key(schema, name)
-            declared = known.get(full)
-            is_list = schema is not TrainConfig and declared is not None and declared.is_list
-            if is_list and text[:1] != "[" and text not in ("", "null"):
-                text = f"[{text}]"
-            if len(alternatives(declared, text)) > 1 and not is_sweep:
-                advice = "add -m for a sweep" if schema is TrainConfig else "give one"
-                raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
-            if texts.setdefault(full, text) != text:
-                raise ValueError(f"{argument}: {full}={texts[full]} is given too; leave one out")
+            given.append((argument, name, text))
+    full_names = full_keys(schema, [name for _, name, _ in given])
+    for argument, name, text in given:
+        full = full_names[name]
+        declared = known.get(full)
+        is_list = schema is not TrainConfig and declared is not None and declared.is_list
+        if is_list and text[:1] != "[" and text not in ("", "null"):
+            text = f"[{text}]"
+        if len(alternatives(declared, text)) > 1 and not is_sweep:
+            advice = "add -m for a sweep" if schema is TrainConfig else "give one"
+            raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
+        if texts.setdefault(full, text) != text:
+            raise ValueError(f"{argument}: {full}={texts[full]} is given too; leave one out")
     if len(files) > 1:
         raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     return files, texts, paths
@@ -261,15 +265,22 @@ def check_preset(group: str, name: Any, known: Collection[str]) -> None:
         raise ValueError(f"{group}={name}: not one of {', '.join(names)}{advice}")
 
 
-def full_key(schema: type, name: str) -> str:
-    """Return the dotted key that `name` stands for; a group with presets stands for itself."""
-    known = keys(schema)
-    full = name if name in presets.GROUPS else short_key(schema, name)
-    parts = full.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    if full not in known and not any(key in known and known[key].is_open for key in above):
-        raise ValueError(unknown(name, known))
-    return full
+def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
+    """Return name → the dotted key that it stands for; a group with presets stands for itself.
+
+    ValueError has one message for every name that is no key.
+    """
+    known, full_names, messages = keys(schema), dict[str, str](), list[str]()
+    for name in dict.fromkeys(names):
+        full = name if name in presets.GROUPS else short_key(schema, name)
+        parts = full.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        if full not in known and not any(key in known and known[key].is_open for key in above):
+            messages.append(unknown(name, known))
+        full_names[name] = full
+    if messages:
+        raise ValueError("; ".join(messages))
+    return full_names
 
 
 def short_key(schema: type, name: str) -> str:
@@ -341,11 +352,11 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     without = set(given) | replaced(given)
     # passkey=false switches a group off, as a preset replaces it
     without |= {name.partition(".")[0] for name, value in given.items() if value is False}
-    full = {full_key(schema, name): value for name, value in result.items()}
+    full_names = full_keys(schema, result)
     return {
-        name: value
-        for name, value in full.items()
-        if name not in without and name.partition(".")[0] not in without
+        full_names[name]: value
+        for name, value in result.items()
+        if full_names[name] not in without and full_names[name].partition(".")[0] not in without
     }
 
 

@@ -31,7 +31,7 @@ def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("train learning_rate=1e-3", "learning_rate: here it is lr"),
+        ("train learning_rate=1e-3 n_layer=2", "here it is lr; n_layer: here it is model.layers"),
         ("train per_device_train_batch_size=2", "here it is batch_size"),
         ("train training.seq_len=128", "here it is seq_len"),
         ("train model.n_embd=64", "here it is model.channels"),
