@@ -31,9 +31,7 @@ def test_first_signal_waits_for_the_step_second_quits(
         assert f"{name}: quitting, unsaved" in capfd.readouterr().err
 
 
-def test_other_ranks_print_nothing_about_a_signal(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_other_ranks_print_nothing_about_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
     with system.caught() as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     with system.caught() as stop:
@@ -48,9 +46,7 @@ class Leaves:
     """An object for a weak reference."""
 
 
-def test_a_signal_in_a_callback_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_in_a_callback_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python drops what is raised there, and prints its traceback."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))

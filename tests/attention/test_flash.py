@@ -10,17 +10,7 @@ from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels.attention import flash_op, portable, tiled
 from longctx.kernels.attention.flash_op import backward_op, forward_op
 from longctx.kernels.attention.launch import Launch
-from tests.attention.rule import (
-    DEVICE,
-    FREE,
-    GRID,
-    HEAD_SIZES,
-    ON_GPU,
-    Case,
-    check,
-    inputs,
-    run,
-)
+from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, check, inputs, run
 
 # Triton's interpreter has no bf16 products
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]

@@ -27,8 +27,7 @@ def test_every_model_type_has_a_row() -> None:
 
 @of_this_release
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in TABLE],
+    "kind", [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in TABLE]
 )
 def test_a_row_is_what_a_trial_finds(kind: str) -> None:
     assert models.trial(kind) == TABLE[kind]

@@ -11,11 +11,7 @@ import pytest
 
 from longctx.data.rows import SampleStream, permutation
 
-SOURCES = {
-    "one of 1": ([1], [1.0]),
-    "one of 31": ([31], [1.0]),
-    "two": ([5, 13], [1.0, 2.5]),
-}
+SOURCES = {"one of 1": ([1], [1.0]), "one of 31": ([31], [1.0]), "two": ([5, 13], [1.0, 2.5])}
 
 
 def interleaved(source: str, seed: int, ranks: int, consumed: int, count: int) -> list[int]:

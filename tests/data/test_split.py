@@ -80,11 +80,7 @@ def test_groups_larger_than_the_share_give_the_smallest() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "fraction"),
-    [
-        ([300_007], 0.02),
-        ([5001, 4003, 7001], 0.1),
-        ([1_000_000, *[100] * 20], 0.02),
-    ],
+    [([300_007], 0.02), ([5001, 4003, 7001], 0.1), ([1_000_000, *[100] * 20], 0.02)],
 )
 def test_the_ends_of_few_documents_validate(lengths: list[int], fraction: float) -> None:
     store = Documents(lengths)

@@ -174,16 +174,11 @@ def test_file_in_the_place_of_the_results_is_refused(
 ) -> None:
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
-    refused(
-        evaluation.main([f"checkpoint={other}", "device=cpu"]),
-        f"{other}/eval: ",
-    )
+    refused(evaluation.main([f"checkpoint={other}", "device=cpu"]), f"{other}/eval: ")
 
 
 def test_tasks_without_lm_eval_say_what_to_install(
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Callable[[int, str], str],
+    run: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[int, str], str]
 ) -> None:
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(evaluation.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")

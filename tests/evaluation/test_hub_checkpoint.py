@@ -70,11 +70,7 @@ def test_a_hub_evaluation_records_the_commit(
     ("name", "problem"), [("me/other", "folder here"), ("runs/no", "file or folder")]
 )
 def test_a_model_that_is_absent_is_one_line(
-    snapshot: Path,
-    command: list[str],
-    name: str,
-    problem: str,
-    refused: Callable[[int, str], str],
+    snapshot: Path, command: list[str], name: str, problem: str, refused: Callable[[int, str], str]
 ) -> None:
     """A run that is absent is not looked for at the Hub."""
     words = [*command, name] if len(command) == 1 else [command[0], f"{command[1]}{name}"]

@@ -16,11 +16,7 @@ from longctx.kernels.attention import ampere, portable
 from longctx.kernels.attention.hopper_primitives import split
 from longctx.kernels.attention.launch import padded, table
 
-KERNELS = {
-    "forward": portable.forward_kernel,
-    "dkv": portable.dkv_kernel,
-    "dq": portable.dq_kernel,
-}
+KERNELS = {"forward": portable.forward_kernel, "dkv": portable.dkv_kernel, "dq": portable.dq_kernel}
 POINTERS = dict.fromkeys(("q", "k", "v", "do", "out", "dq_out", "dk_out", "dv_out"), "*bf16")
 POINTERS |= SCALARS | {"lse2": "*fp32", "delta": "*fp32"}
 

@@ -41,10 +41,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED, tie_word_embeddings=True),
     "mistral, windows": MistralConfig(**GROUPED, sliding_window=9, head_dim=16),
     "ministral, some windows": MinistralConfig(
-        **GROUPED,
-        sliding_window=9,
-        head_dim=8,
-        layer_types=["sliding_attention", "full_attention"],
+        **GROUPED, sliding_window=9, head_dim=8, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen2, biases and half windowed": Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1

@@ -50,9 +50,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "chat"),
-    [("smollm2", True), ("gemma3", False)],
-    indirect=["folder"],
+    ("folder", "chat"), [("smollm2", True), ("gemma3", False)], indirect=["folder"]
 )
 def test_greedy_text_is_that_of_transformers(
     folder: Path, chat: bool, capfd: pytest.CaptureFixture[str]

@@ -19,14 +19,7 @@ import torch
 import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
-from tests.processes import (
-    children,
-    descendants,
-    environment,
-    free_ports,
-    is_alive,
-    state_of,
-)
+from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
 from tests.training.sample_run import Overrides, steps
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
@@ -227,8 +220,7 @@ def check_ends(processes: Processes, pid: int, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "victim"),
-    [*((0, victim) for victim in VICTIMS), (1, "rank 1"), (2, "rank 0")],
+    ("nodes", "victim"), [*((0, victim) for victim in VICTIMS), (1, "rank 1"), (2, "rank 0")]
 )
 def test_a_killed_process_ends_the_run_with_one_line(
     nodes: int, victim: str, overrides_in: OverridesIn, tmp_path: Path

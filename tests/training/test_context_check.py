@@ -149,8 +149,7 @@ def test_correct_layouts_pass(ranks: int, overrides: Overrides, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "strategy", "method"),
-    [("bf16", "ddp", "allgather"), ("fp32", "fsdp", "ulysses")],
+    ("precision", "strategy", "method"), [("bf16", "ddp", "allgather"), ("fp32", "fsdp", "ulysses")]
 )
 def test_every_fault_is_found(
     precision: str, strategy: str, method: str, overrides: Overrides, tmp_path: Path

@@ -138,10 +138,7 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("layout", "new"),
-    [
-        ({"context": 2}, True),
-        pytest.param({"strategy": "fsdp"}, False, marks=pytest.mark.slow),
-    ],
+    [({"context": 2}, True), pytest.param({"strategy": "fsdp"}, False, marks=pytest.mark.slow)],
     ids=["new", "resumed"],
 )
 def test_documents_must_be_equal_on_all_ranks(

@@ -18,13 +18,7 @@ import train
 from longctx import files, system
 from longctx.runs import metrics_file, run_folder
 from tests.processes import PYTHONPATH
-from tests.training.sample_run import (
-    Captured,
-    Overrides,
-    Trained,
-    newest,
-    steps,
-)
+from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 

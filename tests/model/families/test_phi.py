@@ -48,10 +48,7 @@ class TestPhi3(FamilyTests):
 
 
 def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
-    old = {
-        "type": "su",
-        **{key: HALF_LONGROPE[key] for key in ("short_factor", "long_factor")},
-    }
+    old = {"type": "su", **{key: HALF_LONGROPE[key] for key in ("short_factor", "long_factor")}}
     keys = {k: v for k, v in GROUPED.items() if k != "rope_parameters"}
     content = {**keys, "model_type": "phi3", "rope_scaling": old, OLD: 32}
     content |= {"partial_rotary_factor": 0.5, "auto_map": {"AutoConfig": "a.B"}}
