@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+from transformers import LlamaConfig
 
-from longctx.attention import Mask
-from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parts import Interleaved, OnePlus, Piece
 from longctx.model import lora
@@ -18,7 +15,6 @@ from longctx.model.export import export
 from longctx.model.families.family import FAMILIES
 from longctx.model.families.llama import Llama
 from longctx.model.huggingface import pretrained
-from longctx.model.rope import Rope
 from tests.model.families.parity import SIZES, reference, write_tokenizer
 
 PAIRS = Interleaved(head_size=8, rotated=4)
@@ -57,15 +53,6 @@ def test_an_export_is_the_folder_again(folder: Path) -> None:
             assert torch.equal(after[name], x) or x.abs().min() < 2**-16
 
 
-def test_a_fold_does_what_it_says(folder: Path) -> None:
-    theirs, model = load_file(folder / "model.safetensors"), pretrained(folder)
-    norm = theirs["model.norm.weight"].float() + 1
-    assert torch.equal(model.norm.weight, norm)
-    q = theirs["model.layers.0.self_attn.q_proj.weight"]
-    order = torch.arange(48).view(6, 8)[:, [0, 2, 1, 3, 4, 5, 6, 7]].flatten()
-    assert torch.equal(model.blocks[0].attention.qkv.weight[:48], q[order])
-
-
 def test_an_adapter_is_unfolded(folder: Path) -> None:
     model, config = pretrained(folder), LoraConfig(rank=2, scaling=1.0, targets=["qkv"])
     lora.add(model, config)
@@ -86,35 +73,3 @@ def test_weights_that_changed_are_saved(folder: Path) -> None:
         model.norm.weight += 0.25
     export(model, folder, folder.parent / "out", dtype=torch.float32)
     assert torch.equal(pretrained(folder.parent / "out").norm.weight, model.norm.weight)
-
-
-def test_gated_attention_is_that_of_qwen3_next() -> None:
-    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
-    config = Qwen3NextConfig(**sizes, attn_implementation="eager", rms_norm_eps=1e-5)
-    torch.manual_seed(0)
-    theirs = Qwen3NextAttention(config, 3)
-    model = GPTConfig(
-        **{"vocab_size": 301, "channels": 48, "heads": 6, "kv_heads": 2, "head_dim": 16},
-        **{"attention_gate": "channel", "context": 64, "qk_norm": "head", "rotary_share": 0.25},
-    )
-    part = model.block(0).attention
-    ours = part.build(AttentionConfig("naive"))
-    weights, parameters = dict(theirs.named_parameters()), dict(ours.named_parameters())
-    with torch.no_grad():
-        for p in theirs.parameters():
-            torch.nn.init.normal_(p, std=0.3)
-        # q_proj has the rows of q and the gate, head by head
-        both = weights.pop("q_proj.weight").unflatten(0, (-1, 2, 16))
-        for name, rows in zip(("q_proj.weight", "gate_proj.weight"), both.unbind(1), strict=True):
-            weights[name] = rows.flatten(0, 1)
-        for piece in part.pieces("", ""):
-            fold = OnePlus() if "norm" in piece.theirs else piece.fold
-            values = fold.load(weights[piece.theirs.removeprefix(".self_attn.")])
-            weight = parameters[piece.ours.removeprefix(".attention.")]
-            weight[piece.first : piece.first + len(values)] = values
-    x, hidden = torch.randn(1, 20, 48), torch.full((20, 20), -torch.inf).triu(1)
-    cos, sin = Rope(4, 1e4)(torch.arange(20)[None])
-    both = [t.squeeze(2).repeat(1, 1, 2) for t in (cos, sin)]
-    expected, _ = theirs(x, (both[0], both[1]), hidden[None, None])
-    out = ours(*ours.project(x, cos, sin), Mask.causal())
-    torch.testing.assert_close(ours.out(ours.gated(out, x).flatten(2)), expected)

@@ -116,13 +116,6 @@ def test_gradients_are_those_of_the_unpacked_base(
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("base", "tolerance"), [("nf4", 0.02), ("fp8", 0.005)])
-def test_loss_is_near_that_of_the_wide_base(base: str, tolerance: float) -> None:
-    plain, model = with_base(None), with_base(base)
-    before, after = (m(TOKENS, TOKENS.roll(-1, 1)).item() for m in (plain, model))
-    assert 0 < abs(after - before) < tolerance * before
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_under_autocast_and_compiled_it_learns(base: str) -> None:
     torch.manual_seed(0)

@@ -167,12 +167,6 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def any_order_again():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def figures(folder: Path) -> list[tuple[Any, ...]]:
     keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss", "steps_skipped")
     return [tuple(row.get(key) for key in keys) for row in metrics_file.read(folder)]
@@ -187,7 +181,6 @@ def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Pa
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("any_order_again")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -216,7 +209,6 @@ def test_graphs_change_no_bit_of_a_run(
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("any_order_again")
 def test_a_captured_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
     folder = run(overrides, tmp_path / "runs", True, checkpoint_every=5, accumulate=2)
     check_resumes_exactly(folder)
