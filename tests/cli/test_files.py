@@ -108,8 +108,8 @@ ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pa
 @pytest.mark.parametrize(
     "content",
     [
-        *("[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01", "memory: true"),
-        *("model: 7", "model: [[64, 1]]", "wandb: {notes: 'a ${oc.env:HOME}'}"),
+        *("", "null\n", "[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01"),
+        *("memory: true", "model: 7", "model: [[64, 1]]", "wandb: {notes: 'a ${oc.env:HOME}'}"),
         *("wandb: {tags: ['${oc.env:HOME}']}", "${seq_len}", "name: ../up"),
         *("a: 2024-13-45", "lr: !!int x", "lr: !!int ''", "lr: !!bool x", "lr: !!set [1]"),
         *(ALIASES, "a: " + "[" * 500_000, "a: b\n" * 500_000),

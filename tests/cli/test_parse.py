@@ -17,6 +17,8 @@ from longctx.training.resolve import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
+EXPERTS = "model=tiny model.experts.count=4"
+GROUPED = f"{EXPERTS} model.experts.router=sigmoid_bias model.experts.groups=2"
 
 
 def compose(*words: str, gpu: bool = False) -> Request[TrainConfig]:
@@ -111,7 +113,8 @@ memory.recompute=all memory.offload=2 memory.mlp_tile=-1 optimizer.momentum=0.9 
 lora.scaling=3 passkey.samples=3 passkey.lengths=[] sample_prompt=x bf16_layers=[0]
 spike_budget=9 deterministic=maybe seq_len_schedule=[[2048]] seq_len_schedule=[[128.5,2]]
 attention.options=3 seed=${oc.env:HOME} runs=${oc.env:HOME} attention.options=${oc.env:HOME}
-wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run
+wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run objective.name=odd lr_schedule=odd
+optimizer.name=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns=last
 """
 
 
@@ -144,6 +147,24 @@ wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
+        ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),
+        ("optimizer=muon lora.rank=8", "optimizer=muon with lora.rank=8"),
+        ("memory.optimizer_state=bf16 betas=[0.9,0.999]", "bf16 with betas[1]=0.999"),
+        ("lora.rank=2 lora.scaling=0", "lora.scaling=0.0: a number above 0"),
+        ("lora.rank=2 lora.targets=[]", "lora.targets=[]: an empty list"),
+        ("lora.rank=2 lora.targets=[qkv,qkv]", "lora.targets=['qkv', 'qkv']"),
+        ("lr_schedule=constant min_lr_ratio=0.2", "min_lr_ratio=0.2: not a key of"),
+        ("lr_schedule=wsd lr_decay_from=3 lr_decay_share=0.5", "share=0.5 and lr_decay_from=3"),
+        ("lr_schedule=wsd lr_decay_share=0", "lr_decay_share=0.0: a number above 0"),
+        ("lr_schedule=wsd lr_decay_shape=steep", "lr_decay_shape=steep: one of"),
+        (f"{EXPERTS} model.experts.per_token=5", "model.experts.per_token=5"),
+        (f"{EXPERTS} model.experts.groups=2", "model.experts.groups=2: does nothing without"),
+        (f"{EXPERTS} model.experts.ffn=20", "model.experts.ffn=20"),
+        (f"{EXPERTS} model.experts.dense_layers=[9]", "model.experts.dense_layers=[9]"),
+        (f"{EXPERTS} model.activation=gelu_tanh", "model.activation=gelu_tanh"),
+        (f"{GROUPED} model.experts.per_token=3", "model.experts.groups=2: 4 experts must make"),
+        ("objective=dpo objective.gamma=1", "objective.gamma=1.0: not a key of objective=dpo"),
+        ("objective=dpo data=embedded", "objective=dpo: data=embedded has no answers"),
     ],
 )
 def test_a_mistake_names_the_key_or_the_remedy(words: str, message: str) -> None:

@@ -1,7 +1,6 @@
 """Experts: what the router decides, the balancing loss, memory, parameters, and what is refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,36 +216,11 @@ def test_memory_is_predicted(
     assert live.peak - weights <= 1.02 * part.forward(through)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model.experts.count": 4, "model.experts.per_token": 5}, "model.experts.per_token=5"),
-        ({"model.experts.count": 4, "model.experts.groups": 2}, "does nothing without"),
-        (
-            {
-                **{"model.experts.count": 6, "model.experts.router": "sigmoid_bias"},
-                **{"model.experts.groups": 3, "model.experts.per_token": 3},
-            },
-            "model.experts.groups=3",
-        ),
-        ({"model.experts.count": 4, "model.experts.ffn": 20}, "model.experts.ffn=20"),
-        ({"model.experts.count": 4, "model.activation": "gelu_tanh"}, "model.activation=gelu_tanh"),
-        ({"model.experts.count": 4, "precision": "fp8"}, "precision=fp8"),
-        ({"model.experts.count": 4, "model.experts.dense_layers": "[9]"}, "dense_layers=[9]"),
-        ({"model.experts.per_token": 1}, "model.experts.per_token=1"),
-    ],
-)
-def test_impossible_experts_are_refused(
-    keys: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = [f"{key}={value}" for key, value in keys.items()]
-    assert cli.main(["train", "model=tiny", "device=cpu", *overrides, f"runs={tmp_path}"]) == 2
-    assert message in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
-
-
-def test_lora_of_experts_is_refused() -> None:
+def test_lora_and_fp8_of_experts_are_refused() -> None:
     config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=2"]).config
     with pytest.raises(ValueError, match=r"lora\.targets=\[qkv,out,gate_up,down\]"):
         config.check_experts(MODEL)
-    replace(config, lora=replace(config.lora, targets=["qkv"])).check_experts(MODEL)
+    of_attention = replace(config, lora=replace(config.lora, targets=["qkv"]))
+    of_attention.check_experts(MODEL)
+    with pytest.raises(ValueError, match=r"precision=fp8: .*model\.experts\.count=8"):
+        replace(of_attention, precision="fp8").check_experts(MODEL)

@@ -27,11 +27,8 @@ SCRIPT = Path(train.__file__)
     ("changes", "message"),
     [
         ({"model.vocab_size": "128"}, "model.vocab_size=128"),
-        *([] if torch.cuda.is_available() else [({"device": "cuda"}, "device=cuda")]),
-        ({"attention.options.kernel": "odd"}, "attention.options.kernel"),
         ({"data.path": "EMPTY"}, "data.path"),
         ({"data.path": "SHORT"}, "none of 5 documents has"),
-        ({"runs": "/proc/runs"}, "runs=/proc/runs"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "passkey.lengths=[1000000]"),
         (
             {"val_every": "1", "data.val_fraction": "0"},
@@ -54,10 +51,6 @@ def test_a_mistake_leaves_no_run_behind(
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_name_is_not_used_twice(two_steps: Path, overrides: Overrides, refused: Refused) -> None:
-    refused(train.main(overrides(name=two_steps.name)), "resume=")
 
 
 def test_a_loss_that_is_nan_ends_the_run_with_advice(
@@ -222,10 +215,3 @@ def test_what_a_killed_run_left_goes_at_the_next_start(two_steps: Path) -> None:
     (folder / "checkpoints" / ".step-00000003.ckpt.partial").mkdir()
     assert train.main([f"resume={folder}", "max_steps=3"]) == 0
     assert not hidden(folder)
-
-
-@pytest.mark.parametrize("content", ["", "null\n"])
-def test_an_empty_configuration_is_refused(content: str, two_steps: Path, refused: Refused) -> None:
-    file = two_steps / "config.yaml"
-    file.write_text(content)
-    refused(train.main([f"resume={two_steps}", "max_steps=3"]), str(file))

@@ -8,7 +8,6 @@ from torch import nn, optim
 from transformers import get_inverse_sqrt_schedule, get_wsd_schedule
 
 import train
-from longctx.config.fields import check
 from longctx.config.train_config import TrainConfig
 from longctx.planner.schedule import drawn
 from tests.training.sample_run import (
@@ -95,24 +94,6 @@ def test_transformers_has_the_same_rates() -> None:
     assert [run.schedule.rate(n) / 0.5 for n in range(40)] == pytest.approx(
         [falling(n + 1) for n in range(40)]
     )
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"lr_schedule": "constant", "min_lr_ratio": 0.2}, "min_lr_ratio=0.2: not a key of"),
-        ({"lr_decay_from": 3}, "lr_decay_from=3: not a key of lr_schedule=cosine"),
-        (
-            {"lr_schedule": "wsd", "lr_decay_from": 3, "lr_decay_share": 0.5},
-            "lr_decay_share=0.5 and lr_decay_from=3",
-        ),
-        ({"lr_schedule": "wsd", "lr_decay_share": 0.0}, "lr_decay_share=0.0: a number above 0"),
-        ({"lr_schedule": "wsd", "lr_decay_shape": "steep"}, "lr_decay_shape=steep: one of"),
-    ],
-)
-def test_keys_of_other_schedules_are_refused(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(TrainConfig(**keys))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("start", [4, 20])

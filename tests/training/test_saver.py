@@ -24,7 +24,6 @@ from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
-from tests.processes import killed_at
 from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
 
 Arrange = Callable[[Callable[[], Any]], None]
@@ -283,31 +282,3 @@ def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
     assert len(list(left.iterdir())) == 1
     (path,) = run_folder.checkpoints(folder)
     checkpoints.verify(path)
-
-
-KILLED = """
-import os, signal, sys
-import train
-from longctx import files
-remove, left = files.remove, [1]
-def slow(path):
-    if path.parent.suffix == ".removed":
-        if not left[0]:
-            os.write(1, b"\\nhalf\\n")
-            signal.pause()
-        left[0] -= 1
-    remove(path)
-files.remove = slow
-train.main(sys.argv[1:])
-"""
-
-
-def test_a_run_killed_while_deleting_resumes(overrides: Overrides, tmp_path: Path) -> None:
-    killed_at("half", KILLED, *overrides(name="r", **REPLACES))
-    folder = tmp_path / "runs" / "r"
-    (left,) = (folder / "checkpoints").glob(".step-*")
-    assert len(list(left.iterdir())) == 1
-    assert [path.name for path in run_folder.checkpoints(folder)] == ["step-00000004.ckpt"]
-    assert train.main([f"resume={folder}", "max_steps=5"]) == 0
-    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4, 5]
-    assert names(folder) == ["last.ckpt", "step-00000005.ckpt"]

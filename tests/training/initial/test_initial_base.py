@@ -10,7 +10,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import train
 from longctx import cli
 from longctx.config.parts import BASES
 from longctx.evaluation.load import load_model
@@ -107,13 +106,3 @@ def test_several_processes_train_the_same(tuned: Trained, start: Overrides, tmp_
             if x.dtype == torch.uint8:
                 assert torch.equal(x, y), (strategy, name)
             torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
-
-
-def test_it_is_refused_where_it_cannot_be(start: Overrides, capsys: Captured) -> None:
-    refused = {
-        "lora.base=nf4: does nothing without lora.rank": start(lora__base="nf4"),
-        "init= names none": start(lora__base="nf4", lora__rank=2, init=None, model="tiny"),
-    }
-    for message, overrides in refused.items():
-        assert train.main(overrides) != 0
-        assert message in capsys.readouterr().err

@@ -144,9 +144,7 @@ def test_conversations_and_parquet_are_read_as_texts_are(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": "embedded", "data__path": None}, "objective=dpo: data=embedded has no answers"),
         ({"init": None}, "objective=dpo: begins with trained weights"),
-        ({"objective__gamma": 1}, "objective.gamma=1.0: not a key of objective=dpo"),
         ({"objective__reference": "step"}, "objective.reference=step: only LoRA"),
         ({"data__packing": "false"}, "objective=dpo with data.packing=false"),
         ({"seq_len": 24}, "take"),

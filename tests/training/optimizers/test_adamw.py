@@ -67,16 +67,13 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
         assert (weight - expected).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
-def trained(stored: str, steps: int = 12, load_at: int | None = None, device: str = "cpu"):
+def trained(stored: str, steps: int = 12, device: str = "cpu"):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
     settings = config(memory=MemoryConfig("fast", optimizer_state=stored))
     x = torch.randn(50, 7).to(device)
     optimizer = build(model.to(device), settings)
-    for step in range(steps):
-        if step == load_at:
-            saved, optimizer = optimizer.state_dict(), build(model, settings)
-            optimizer.load_state_dict(saved)
+    for _ in range(steps):
         optimizer.zero_grad()
         (model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean().backward()
         optimizer.step()
@@ -98,15 +95,6 @@ def test_averages_in_bf16_take_half_and_stay_near() -> None:
         model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True
     ):
         assert (a - b).norm() < 0.02 * (b - before).norm()
-
-
-@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
-def test_state_survives_saving_and_loading(stored: str) -> None:
-    straight, resumed = trained(stored), trained(stored, load_at=5)
-    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(a, b)
-    dtypes = {s["exp_avg_sq"].dtype for s in resumed[1].state.values()}
-    assert dtypes == {torch.bfloat16 if stored == "bf16" else torch.float32}
 
 
 class DtypesOfLarge(TorchDispatchMode):

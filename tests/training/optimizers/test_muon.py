@@ -1,4 +1,4 @@
-"""Muon: what it orthogonalizes, that every matrix stands alone, and that it resumes to the bit."""
+"""Muon: what it orthogonalizes, that every matrix stands alone, and its memory."""
 
 import math
 import subprocess
@@ -153,24 +153,14 @@ def test_the_rest_moves_as_with_adamw() -> None:
             assert torch.equal(model.get_parameter(name), p), name
 
 
-def trained(stored: str = "fp32", device: str = "cpu", load_at: int = -1) -> dict[str, Tensor]:
-    """The weights of ODD after five clipped steps; the optimizer is saved and loaded before one."""
-    torch.manual_seed(0)
-    model = GPT(ODD, "naive").to(device)
-    optimizer = build(model, config(stored))
+def trained(stored: str = "fp32") -> dict[str, Tensor]:
+    """The weights of ODD after five clipped steps."""
+    model, optimizer = model_and_muon(stored)
     for step in range(5):
-        if step == load_at:
-            saved, optimizer = optimizer.state_dict(), build(model, config(stored))
-            optimizer.load_state_dict(saved)
         give_gradients(model, step)
         clip_gradients(optimizer, 1.0)
         optimizer.step()
-    return {name: p.detach().cpu() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
-def test_it_resumes_to_the_bit(stored: str) -> None:
-    torch.testing.assert_close(trained(stored), trained(stored, load_at=3), rtol=0, atol=0)
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def test_stored_momentum_changes_little() -> None:
@@ -264,10 +254,3 @@ def test_an_updates_memory_on_a_gpu_is_predicted(preset: str) -> None:
     before = torch.cuda.memory_allocated()
     next(updates, None)
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted, rel=0.03)
-
-
-@pytest.mark.gpu
-def test_a_gpu_takes_the_same_steps() -> None:
-    there = trained(device="cuda")
-    for name, p in trained().items():
-        assert (p - there[name]).norm() < 0.01 * p.norm()
