@@ -204,12 +204,6 @@ def test_tasks_run_from_the_command_line(
     assert f"{missing}: " in capsys.readouterr().err
 
 
-@pytest.mark.no_gpu
-def test_gpu_that_is_not_there_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluation.main([f"checkpoint={run}", "device=cuda"]) == 2
-    assert "device=cuda: " in capsys.readouterr().err
-
-
 def test_passkeys_of_a_run_and_of_its_export(
     run: Path,
     tmp_path: Path,

@@ -21,6 +21,21 @@ def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), torch.autograd.grad(loss.sum(), z)[0]
 
 
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weights, and targets of which every third is left out."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 12, generator=generator).to(DEVICE) for n in (23, 41))
+    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
+    targets[::3] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def logits(hidden: Tensor, weight: Tensor, factor: float, cap: float | None) -> Tensor:
+    """The logits in fp64."""
+    z = hidden.double() @ weight.double().t() * factor
+    return z if cap is None else cap * (z / cap).tanh()
+
+
 def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
     loss = torch.full(target.shape, float("nan"), device=z.device)
     cross_entropy_(z, target, loss, torch.ones((), device=z.device) if gradient else None)
@@ -105,17 +120,11 @@ def test_extreme_logits() -> None:
 def test_the_chunked_loss_by_the_kernel(
     chunk: int, factor: float, cap: float | None, z_loss: float
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
-    )
-    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
-    targets[::3] = -100
+    hidden, weight, targets = inputs()
     scale = torch.tensor(0.375, device=DEVICE)
     extra = ZLoss(z_loss) if z_loss else None
     loss = linear_cross_entropy(hidden, weight, targets, chunk, "mean", scale, factor, cap, extra)
-    z = hidden.double() @ weight.double().t() * factor
-    z = z if cap is None else cap * (z / cap).tanh()
+    z = logits(hidden, weight, factor, cap)
     want = 0.375 * F.cross_entropy(z, targets)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     squares = z.logsumexp(-1).square()[targets != -100].mean()
@@ -132,20 +141,14 @@ def test_the_chunked_loss_by_the_kernel(
 
 @pytest.mark.parametrize(("chunk", "factor", "cap"), [(100, 1.0, None), (9, 2.0, 3.0)])
 def test_the_loss_of_each_token_by_the_kernel(chunk: int, factor: float, cap: float | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 12, generator=generator).to(DEVICE).requires_grad_() for n in (23, 41)
-    )
-    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
-    targets[::3] = -100
+    hidden, weight, targets = inputs()
     losses = linear_cross_entropy(
         hidden, weight, targets, chunk, "none", logit_scale=factor, softcap=cap
     )
-    z = hidden.double() @ weight.double().t() * factor
-    z = z if cap is None else cap * (z / cap).tanh()
+    z = logits(hidden, weight, factor, cap)
     want = F.cross_entropy(z, targets, reduction="none")
     torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-6)
-    incoming = torch.randn(23, generator=generator).to(DEVICE)
+    incoming = torch.randn(23, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     actual = torch.autograd.grad(losses, (hidden, weight), incoming)
     expected = torch.autograd.grad(want, (hidden, weight), incoming.double())
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

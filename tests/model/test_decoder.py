@@ -176,13 +176,9 @@ def test_odd_logits_and_temperatures_choose_a_token_of_the_vocabulary() -> None:
     assert Sampler([0], 1e-38)(torch.tensor([[50.0, 60.0, 1.0]])).item() == 1
 
 
-def test_no_temperature_takes_the_likeliest() -> None:
-    assert torch.equal(Sampler(range(3), 0.0)(LOGITS), LOGITS.argmax(-1))
-
-
-def test_one_likeliest_token_is_always_chosen() -> None:
-    for sampler in (Sampler(range(3), 2.0, top_k=1), Sampler(range(3), 2.0, top_p=1e-6)):
-        assert torch.equal(sampler(LOGITS), LOGITS.argmax(-1))
+@pytest.mark.parametrize("how", [(0.0,), (2.0, 1), (2.0, None, 1e-6)])
+def test_the_likeliest_token_is_chosen_if_it_is_alone(how: tuple[Any, ...]) -> None:
+    assert torch.equal(Sampler(range(3), *how)(LOGITS), LOGITS.argmax(-1))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import train
 from longctx import files, system
 from longctx.runs import metrics_file, run_folder
 from tests.processes import PYTHONPATH
-from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
+from tests.training.sample_run import Captured, Overrides, Trained, figures, newest, steps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -65,12 +65,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
     """Return True once process `pid` has a handler for the signal."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
-
-
-def losses(folder: Path) -> dict[int, tuple[Any, ...]]:
-    rows = steps(folder)
-    assert len({row["step"] for row in rows}) == len(rows)
-    return {row["step"]: (row["loss"], row["grad_norm"], row["tokens_seen"]) for row in rows}
 
 
 class Stopped(NamedTuple):
@@ -134,9 +128,9 @@ def test_a_killed_run_resumes_bit_for_bit(
     wait_for_step(folder, 18, killed)
     os.killpg(killed.pid, signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    assert len(losses(folder)) < 120
+    assert len(steps(folder)) < 120
     assert train.main([f"resume={folder}"]) == 0
-    assert losses(folder) == losses(straight)
+    assert figures(folder) == figures(straight)
     assert not [path for path in folder.rglob(".*") if path.is_file()]
 
 
@@ -202,12 +196,12 @@ def test_two_processes_print_once_and_resume_exactly(overrides: Overrides, tmp_p
     assert (both.returncode, err) == (0, "")
     assert out.count("step 4/4  loss") == 1
     folder = tmp_path / "runs" / "r"
-    before = losses(folder)
+    before = figures(folder)
     files.remove(run_folder.checkpoints(folder)[-1])
     again = start([f"resume={folder}"], tmp_path)
     _, err = again.communicate()
     assert again.returncode == 0, err
-    assert losses(folder) == before
+    assert figures(folder) == before
 
 
 @pytest.mark.slow
