@@ -48,14 +48,8 @@ OWN = {
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_header_tells_command_and_cost(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert recipes.header(recipe).keys() == {
-        "Command",
-        "Hardware",
-        "Minutes",
-        "Memory",
-        "Numbers",
-        "Then",
-    }
+    keys = {"Command", "Hardware", "Minutes", "Memory", "Numbers", "Then"}
+    assert recipes.header(recipe).keys() == keys
     assert recipe.name in (EXAMPLES / "README.md").read_text()
     keys = run_folder.flat(yaml.safe_load(recipe.read_text()))
     written = set(parse.full_keys(TrainConfig, keys).values())

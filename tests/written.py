@@ -1,4 +1,9 @@
-"""Checkpoints that tests write."""
+"""Checkpoints and folders of the Hub that tests write."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
 
 from longctx.runs.checkpoint_write import Saving
 
@@ -7,3 +12,21 @@ def write(saving: Saving) -> None:
     """Write a checkpoint and wait until it is on disk; all its ranks call it."""
     saving.begin()
     saving.end()
+
+
+def to_hub_cache(folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Move the files of a folder to a cache of the Hub next to it, offline, as the model me/small
+    at `commit`; return the snapshot.
+    """
+    cache = folder.parent / "hub"
+    model = cache / "models--me--small"
+    snapshot = model / "snapshots" / commit
+    for place in (snapshot, model / "blobs", model / "refs"):
+        place.mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(model / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return snapshot

@@ -39,14 +39,8 @@ def test_several_devices_write_what_one_writes(
 ) -> None:
     one, _ = evaluate(*overrides)
     before = sorted((run / "eval").iterdir())
-    script, *words = (
-        *launcher,
-        str(SCRIPT),
-        f"checkpoint={run}",
-        "device=cpu",
-        *overrides,
-        *layout,
-    )
+    command = (*launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides, *layout)
+    script, *words = command
     process = finished(script, words, run)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr and "Warning" not in process.stderr

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from transformers import LlamaConfig
 
 import eval as evaluation
 from longctx import cli
 from tests.model.families.parity import SIZES, reference, write_tokenizer
+from tests.written import to_hub_cache
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -20,22 +20,12 @@ COMMIT = "c0ffee" + "0" * 34
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the model me/small in the Hub's cache; the current folder is another one."""
-    model = tmp_path / "hub" / "models--me--small"
-    folder, (blobs, refs) = model / "snapshots" / COMMIT, (model / "blobs", model / "refs")
-    for place in (folder, blobs, refs):
-        place.mkdir(parents=True)
-    (refs / "main").write_text(COMMIT)
     made = tmp_path / "made"
     reference(LlamaConfig(**SIZES | {"vocab_size": 300}, eos_token_id=0)).save_pretrained(made)
     write_tokenizer(made)
-    for number, file in enumerate(sorted(made.iterdir())):
-        file.rename(blobs / str(number))
-        (folder / file.name).symlink_to(f"../../blobs/{number}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    return folder
+    return to_hub_cache(made, COMMIT, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["me/small", f"me/small@{COMMIT}", "me/small@main"])

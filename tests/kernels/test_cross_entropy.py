@@ -46,16 +46,8 @@ def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
 @pytest.mark.parametrize(
     ("n", "V"),
     [
-        (1, 2),
-        (3, 127),
-        (5, 128),
-        (4, 129),
-        (7, 1000),
-        (2, 8192),
-        (3, 8193),
-        (2, 16384),
-        (3, 16385),
-        (2, 40013),
+        *((1, 2), (3, 127), (5, 128), (4, 129), (7, 1000)),
+        *((2, 8192), (3, 8193), (2, 16384), (3, 16385), (2, 40013)),
     ],
 )
 def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:

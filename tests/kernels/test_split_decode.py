@@ -34,13 +34,8 @@ def places(*each: int) -> Tensor:
 @pytest.mark.parametrize(
     ("Hq", "Hkv", "D", "parts"),
     [
-        (1, 1, 32, None),
-        (6, 2, 16, 1),
-        (3, 3, 64, 3),
-        (9, 1, 80, None),
-        (8, 2, 128, 5),
-        (20, 1, 24, 2),
-        (4, 2, 256, 3),
+        *((1, 1, 32, None), (6, 2, 16, 1), (3, 3, 64, 3), (9, 1, 80, None)),
+        *((8, 2, 128, 5), (20, 1, 24, 2), (4, 2, 256, 3)),
     ],
 )
 def test_equals_naive_attention(Hq: int, Hkv: int, D: int, parts: int | None) -> None:

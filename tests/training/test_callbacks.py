@@ -205,9 +205,7 @@ def samples(folder: Path) -> dict[int, str]:
     return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
 
 
-def test_samples_leave_training_as_it_is(
-    trained: Trained, overrides: Overrides, capsys: Captured
-) -> None:
+def test_samples_leave_training_as_it_is(trained: Trained, capsys: Captured) -> None:
     prompt = "a row, 'of' \\names: "
     sampled = trained("sampled", max_steps=3, sample_prompt=prompt, sample_every=2)
     texts = samples(sampled)
@@ -215,8 +213,6 @@ def test_samples_leave_training_as_it_is(
     assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts.values())
     assert capsys.readouterr().out.count(prompt) == 2
     assert losses(sampled) == losses(trained("plain", max_steps=3))
-    assert train.main(overrides(sample_prompt="x")) == 2
-    assert "sample_every" in capsys.readouterr().err
 
 
 @pytest.mark.slow

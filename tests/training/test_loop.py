@@ -165,15 +165,9 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
             self.losses.append(float(outputs["loss"]))
 
     recorder = Losses()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=20,
-        logger=False,
-        callbacks=[recorder],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    parts = ("checkpointing", "progress_bar", "model_summary")
+    without: dict[str, Any] = {f"enable_{part}": False for part in parts} | {"logger": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=20, callbacks=[recorder], **without)
     trainer.fit(TrainingModule(run), DataLoader(micro, batch_size=None))
     ours = losses(tmp_path / "runs" / "ours")
     assert recorder.losses == pytest.approx(ours, rel=1e-6)

@@ -1,7 +1,6 @@
 """Objectives of preferences give TRL's loss, gradients and metrics, packed and not."""
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +23,8 @@ from longctx.model import GPT, huggingface
 from longctx.model.gpt import build
 from longctx.training.objectives.answers import AnswerBatch, answers, collate
 from longctx.training.throughput import means
+from tests.training.objectives.conftest import preferences
 
-WORDS = "sea calm grey stone bird fly home rest tall tree river wind song night road".split()  # noqa: SIM905
 ROWS = 9
 
 
@@ -33,19 +32,7 @@ class Both:
     """The same small model here and in transformers, and another one as the reference."""
 
     def __init__(self, folder: Path) -> None:
-        draw = random.Random(0)
-
-        def text(fewest: int, most: int) -> str:
-            return " ".join(draw.choice(WORDS) for _ in range(draw.randint(fewest, most)))
-
-        self.pairs = [
-            {"prompt": text(2, 30) + " ?", "chosen": " " + text(1, 9), "rejected": " " + text(2, 9)}
-            for _ in range(ROWS)
-        ]
-        self.labels = [
-            {"prompt": row["prompt"], "completion": row["chosen"], "label": n % 3 != 0}
-            for n, row in enumerate(self.pairs)
-        ]
+        self.pairs, self.labels = preferences(ROWS).values()
         # TRL compares the first row with the last answer, we with the second one
         self.labels[-1]["completion"] = self.labels[1]["completion"]
         self.folder = folder
