@@ -194,6 +194,8 @@ def not_a_key(schema: type, argument: str) -> str:
     if schema is TrainConfig and os.path.isdir(argument):
         advice = f"continue it with resume={argument}, or begin with its weights: init={argument}"
         return f"{argument}: {advice}"
+    if "data.path" in keys(schema) and os.path.isfile(argument):
+        return f"{argument}: not of the form key=value; give data=text data.path={argument}"
     return f"{argument}: not of the form key=value; see --help"
 
 

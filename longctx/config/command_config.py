@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
+from longctx.config.doors import OBJECTIVES
 from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
 
 SIZES = (1, 2**24)  # of tokens and of a head
@@ -25,6 +26,7 @@ class DescribeConfig(Group):
     seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), thousand=1024)
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     plugins: list[str] | None = key(None, PLUGINS)
+    objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
     data: DataConfig = group(DataConfig)
 
     def check_together(self) -> None:

@@ -5,6 +5,7 @@ documents, the share of each sequence that they fill, and a conversation with it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from longctx import files, untrusted
 from longctx.config.command_config import DescribeConfig
 from longctx.config.data_config import SOURCES
+from longctx.config.doors import OBJECTIVES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +31,8 @@ def describe(config: DescribeConfig) -> int:
     from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
     from longctx.tables import console, show
 
-    data = load(config.data, config.seq_len)
+    preferences = OBJECTIVES[config.objective].data or config.data.preferences
+    data = load(replace(config.data, preferences=preferences), config.seq_len)
     for table in tables(data):
         show(table)
     for text in conversations(data):

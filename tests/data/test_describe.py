@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from longctx.cli import main
 from longctx.data import describe, load
+from tests.model.families.parity import write_tokenizer
+from tests.processes import ROOT
 
 
 def test_histogram_counts_every_token(text_config) -> None:
@@ -39,16 +43,28 @@ def test_a_mix_is_printed_and_drawn(corpus, tmp_path, capsys) -> None:
         assert f"error: out={wrong}: " in capsys.readouterr().err
 
 
+def test_an_objective_shows_the_preferred_answer(tmp_path, capsys) -> None:
+    write_tokenizer(tmp_path)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    words = ["data=text", f"data.path={ROOT}/examples/data/preferences.jsonl", "data.chat=true"]
+    assert main(["data", *words, f"data.tokenizer={tmp_path}", "objective=dpo"]) == 0
+    assert "cross in April?⟦No. Until" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ("notes.txt", "data=text data.path=notes.txt"),
         ("data.pth=x", "data.pth"),
         ("data.errors=strict", "data.errors=strict: data=embedded"),
         ("data.tokenizer=a/b data.vocab_size=16384", "data.vocab_size=16384: "),
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth: "),
     ],
 )
-def test_a_mistake_is_one_line(overrides, message, capsys) -> None:
+def test_a_mistake_is_one_line(overrides, message, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
     assert main(["data", *overrides.split()]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1
