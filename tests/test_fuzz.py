@@ -121,10 +121,7 @@ def test_packing_has_every_token_once_in_rows_that_hold_them(
 
 KEYS = sorted(field.name for field in fields(TrainConfig))
 DEEPER = ["model.layers", "data.path", "data.mix.a.source", "wandb.notes", "optimizer.name"]
-ODD = [
-    "",
-    *["null", "-1", "1e999", "${oc.env:HOME}", "[", "{a:1}", "99999999999999999999", "é水", "~"],
-]
+ODD = ["null", "-1", "1e999", "${oc.env:HOME}", "[", "{a:1}", "9" * 20, "é水", "", "~"]
 values = st.sampled_from(ODD) | st.text(max_size=12) | st.integers().map(str) | st.floats().map(str)
 keys = st.sampled_from([*KEYS, *DEEPER]) | st.text(max_size=10)
 words = st.text(max_size=20) | st.builds("{}={}".format, keys, values)

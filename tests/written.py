@@ -1,5 +1,8 @@
-"""Checkpoints and folders of the Hub that tests write."""
+"""Checkpoints and folders of the Hub that tests write, and a limit of what they write."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -30,3 +33,14 @@ def to_hub_cache(folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return snapshot
+
+
+@contextmanager
+def files_below(size: int) -> Iterator[None]:
+    """As on a full disk: no file of this process grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

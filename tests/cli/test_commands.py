@@ -1,7 +1,6 @@
 """Every command answers --help before torch is imported; paths and lists; exit codes."""
 
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from longctx import cli, system
 from longctx.cli import answer
 from longctx.config.command_config import CompareOptions, ExportOptions
 from longctx.config.fields import key, keys
-from tests.processes import PYTHONPATH
+from tests.processes import ROOT, finished
 
 SHARE = key(0.5, "a share", between=(0, 1))
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -79,25 +77,15 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
         "assert not large & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "longctx" / "__main__.py"), "watch", "none"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    process = finished(ROOT / "longctx" / "__main__.py", ["watch", "none"], tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith("error: none")
 
 
 def test_output_that_cannot_be_encoded_ends_nothing() -> None:
     code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "latin-1"},
-        capture_output=True,
-    )
-    assert (process.returncode, process.stdout) == (0, b"9 ? 5 ? 3\n"), process.stderr
+    process = finished("-c", [code], ROOT, PYTHONIOENCODING="latin-1")
+    assert (process.returncode, process.stdout) == (0, "9 ? 5 ? 3\n"), process.stderr
 
 
 @pytest.mark.parametrize(

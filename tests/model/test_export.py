@@ -2,7 +2,6 @@
 from the command line.
 """
 
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import Sharded
 from tests.training.sample_run import newest, replace_newest
-from tests.written import write
+from tests.written import files_below, write
 
 SMALL: dict[str, Any] = {
     **{"vocab_size": 300, "layers": 2, "channels": 24, "heads": 4, "kv_heads": 2, "ffn": 40}
@@ -68,13 +67,8 @@ def test_model_without_a_class_in_transformers_is_refused(
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(OSError, match="out: cannot be written"):
-            export(GPT(GPTConfig(**SMALL)), run, tmp_path / "out", context=48)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_below(20_000), pytest.raises(OSError, match="out: cannot be written"):
+        export(GPT(GPTConfig(**SMALL)), run, tmp_path / "out", context=48)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 

@@ -1,8 +1,6 @@
 """What starts the processes of a run, and environments that contradict themselves."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 from longctx import cli
 from longctx.config.parallel_config import ContextConfig
 from longctx.parallel.launch import Launched, launched, number_here, without_launcher
-from tests.processes import PYTHONPATH
+from tests.processes import PYTHONPATH, ROOT, finished
 
 CONFIG = cli.compose("train", []).config
 TORCHRUN = {
@@ -112,10 +110,6 @@ def test_lightning_imports_nothing_for_its_metrics(tmp_path: Path) -> None:
         information = tmp_path / f"{package}-99.0.dist-info"
         information.mkdir()
         (information / "METADATA").write_text(f"Name: {package}\nVersion: 99.0\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "import longctx.parallel.fabric as parts; parts.Fabric"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), PYTHONPATH])},
-        capture_output=True,
-        text=True,
-    )
+    code = "import longctx.parallel.fabric as parts; parts.Fabric"
+    done = finished("-c", [code], ROOT, PYTHONPATH=os.pathsep.join([str(tmp_path), PYTHONPATH]))
     assert done.returncode == 0, done.stderr[-500:]

@@ -13,20 +13,11 @@ from longctx.planner import overview as plan
 from longctx.planner.hardware import GIB
 
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"},
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000},
+    **{"tie_word_embeddings": False, "vocab_size": 151936},
 }
 
 

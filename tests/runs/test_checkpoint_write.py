@@ -1,10 +1,7 @@
 """Checkpoints are written whole or not at all, also while training changes the tensors."""
 
-import resource
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
 from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
-from tests.written import write
+from tests.written import files_below, write
 
 
 def memory_for(saving: Saving) -> list[Tensor]:
@@ -58,17 +55,6 @@ class Held(Saving):
 
     def _wait_for_copy(self) -> None:
         assert self.released.wait(300)
-
-
-@contextmanager
-def files_below(size: int) -> Iterator[None]:
-    """As on a full disk: no file of this process grows beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_files_equal_those_of_safetensors(tmp_path: Path) -> None:

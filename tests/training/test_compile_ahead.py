@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from benchmarks.words import training_run
 from longctx.model import GPT
 from longctx.training import compile_ahead
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 
 
 def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
@@ -59,7 +58,8 @@ def test_compiler_settings_are_those_of_its_thread() -> None:
         assert torch._inductor.config.unsafe_marked_cacheable_functions
         assert "longctx" in torch.compiler.config.cache_key_tag
     """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    done = finished("-c", [code], ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nobody_waits_for_compilers_at_the_end() -> None:
@@ -71,7 +71,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
         print("said", flush=False)
         exit_with(2)
     """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = finished("-c", [code], ROOT)
     assert (done.returncode, done.stdout) == (2, "said\n")
 
 

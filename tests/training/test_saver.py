@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import resource
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
 from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
+from tests.written import files_below
 
 Arrange = Callable[[Callable[[], Any]], None]
 
@@ -83,13 +83,9 @@ def test_training_continues_during_a_save(
 
 def test_a_disk_that_fills_up_ends_the_next_step(trained: Trained, capsys: Captured) -> None:
     folder = trained(max_steps=2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
+    with files_below(100_000):
         command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3"]
         assert train.main(command) == FULL_DISK
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert f"{run_folder.checkpoint_path(folder, 3)}: the checkpoint could not be written" in line
     assert 3 <= steps(folder)[-1]["step"] < 100

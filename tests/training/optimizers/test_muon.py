@@ -1,8 +1,6 @@
 """Muon: what it orthogonalizes, that every matrix stands alone, and its memory."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +17,7 @@ from longctx.training.module import clip_gradients
 from longctx.training.optimizers import build, muon
 from longctx.training.run import Run
 from tests.largest_tensor import LiveMemory
-from tests.processes import ROOT
+from tests.processes import ROOT, finished
 from tests.training.sample_run import sample_run
 
 ODD = GPTConfig(
@@ -235,11 +233,9 @@ def test_an_updates_memory_is_predicted() -> None:
         "for preset in ('124m', '1b', '8b'):\n"
         "    for stored in ('fp32', 'bf16'): print(*live_bytes(preset, stored))"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    process = finished("-c", [script], ROOT)
     lines = process.stdout.splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 6, process.stderr
     for line in lines:
         predicted, peak = map(float, line.split())
         assert predicted / 1.35 < peak <= 1.001 * predicted
