@@ -76,17 +76,14 @@ def test_rule_for_cudnn(case, kernel):
 def test_the_same_bits_where_torch_is_deterministic():
     x = torch.randn(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.use_deterministic_algorithms(True)
-    try:
-        gradients = [
-            torch.autograd.grad(attention(x, x, x, backend="sdpa").sum(), x)[0] for _ in range(20)
-        ]
-        assert kernels_run()["sdpa"] == "flash-attention-2"
-        assert all(torch.equal(gradients[0], other) for other in gradients)
-        if torch.cuda.get_device_capability()[0] >= 9:
-            with pytest.raises(ValueError, match="deterministic=true rules out"):
-                attention(x, x, x, backend="sdpa", kernel="cudnn")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    gradients = [
+        torch.autograd.grad(attention(x, x, x, backend="sdpa").sum(), x)[0] for _ in range(20)
+    ]
+    assert kernels_run()["sdpa"] == "flash-attention-2"
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+    if torch.cuda.get_device_capability()[0] >= 9:
+        with pytest.raises(ValueError, match="deterministic=true rules out"):
+            attention(x, x, x, backend="sdpa", kernel="cudnn")
 
 
 @pytest.mark.gpu

@@ -313,12 +313,8 @@ class FamilyTests:
 
     def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path: Path) -> None:
         """Each field of the class in transformers is read, refused, or without effect."""
-        keys = (
-            deepcopy(SIZES)
-            | SPECIAL
-            | {"num_key_value_heads": 2, "head_dim": 8}
-            | dict(self.special)
-        )
+        keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
+        keys |= dict(self.special)
         keys |= self.rope_keys(SIZES["rope_parameters"])
         content = json.loads(self.config_class(**keys).to_json_string(use_diff=False))
         file = tmp_path / "config.json"

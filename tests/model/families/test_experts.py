@@ -53,10 +53,8 @@ class TestQwen3Moe(FamilyTests):
         "windows": Qwen3MoeConfig(**QWEN, head_dim=8, use_sliding_window=True, sliding_window=9),
     }
     stretched = {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
+        **{"num_key_value_heads": 2, "head_dim": 8},
+        **{"num_experts": 4, "num_experts_per_tok": 2},
     }
     special = SPECIAL
 

@@ -53,15 +53,9 @@ class TestSmolLM3(FamilyTests):
     cases = {
         "plain": SmolLM3Config(**SIZES, num_key_value_heads=3, no_rope_layer_interval=2, **SPECIAL),
         "windows": SmolLM3Config(
-            **SIZES | {"num_hidden_layers": 3},
-            num_key_value_heads=2,
-            no_rope_layers=[1, 0, 1],
-            use_sliding_window=True,
-            sliding_window=7,
-            attention_bias=True,
-            mlp_bias=True,
-            tie_word_embeddings=False,
-            **SPECIAL,
+            **{**GROUPED, **SPECIAL, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+            **{"use_sliding_window": True, "sliding_window": 7, "tie_word_embeddings": False},
+            **{"attention_bias": True, "mlp_bias": True},
         ),
     }
     stretched = {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}
@@ -71,10 +65,8 @@ class TestSmolLM3(FamilyTests):
 class TestMistral(FamilyTests):
     config_class = MistralConfig
     cases = {
-        "no window": MistralConfig(
-            **SIZES, num_key_value_heads=2, sliding_window=None, head_dim=16
-        ),
-        "window": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=9, head_dim=16),
+        "no window": MistralConfig(**GROUPED, sliding_window=None, head_dim=16),
+        "window": MistralConfig(**GROUPED, sliding_window=9, head_dim=16),
     }
     stretched = {"num_key_value_heads": 2, "sliding_window": 40}
     # without windows it goes out as the Llama that it is
@@ -118,17 +110,13 @@ class TestMinistral(FamilyTests):
     drawn = {"head_dim": [4, 10], "sliding_window": [1, 7, 30]}
     cases = {
         "layer types": MinistralConfig(
-            **GROUPED,
-            head_dim=16,
-            sliding_window=9,
+            **{**GROUPED, "head_dim": 16, "sliding_window": 9},
             layer_types=["sliding_attention", "full_attention"],
         ),
         "all windowed": MinistralConfig(**GROUPED, head_dim=8, sliding_window=9),
     }
     stretched = {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 40,
+        **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 40},
         "layer_types": ["full_attention", "sliding_attention"],
     }
     # as the Mistral that it is
@@ -160,11 +148,7 @@ class TestQwen2(FamilyTests):
         "plain": Qwen2Config(**SIZES, num_key_value_heads=2),
         "tied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
         "half windowed": Qwen2Config(
-            **SIZES,
-            num_key_value_heads=2,
-            use_sliding_window=True,
-            sliding_window=11,
-            max_window_layers=1,
+            **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
         ),
     }
     stretched = {"num_key_value_heads": 2}
@@ -176,12 +160,8 @@ class TestQwen3(FamilyTests):
         "plain": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
         "tied": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
         "layer types": Qwen3Config(
-            **SIZES | {"num_hidden_layers": 3},
-            num_key_value_heads=2,
-            head_dim=16,
-            attention_bias=True,
-            use_sliding_window=True,
-            sliding_window=5,
+            **{**GROUPED, "num_hidden_layers": 3, "head_dim": 16, "attention_bias": True},
+            **{"use_sliding_window": True, "sliding_window": 5},
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
     }
@@ -201,11 +181,8 @@ class TestSeedOss(FamilyTests):
         "heads of channels / heads": SeedOssConfig(**SEED_GROUPED, head_dim=8),
     }
     special = SPECIAL
-    stretched = WITHOUT_DROPOUT | {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    stretched = WITHOUT_DROPOUT | sizes
     # as the Llama and the Qwen2 that they are
     other_class = ("all biased", "heads of channels / heads")
 
