@@ -1,15 +1,14 @@
 """Runs in processes of their own: killed, stopped, and spread over two ranks."""
 
-import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def begin(
-    command: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE, **variables: str
-) -> subprocess.Popen[str]:
+def begin(command: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
     """Start Python with `command` in a process group of its own."""
     return subprocess.Popen(
         [sys.executable, *command],
@@ -44,15 +41,13 @@ def begin(
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH} | variables,
         text=True,
         stdout=subprocess.PIPE,
-        stderr=stderr,
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
 
 
-def start(
-    overrides: list[str], cwd: Path, stderr: int | TextIO = subprocess.PIPE
-) -> subprocess.Popen[str]:
-    return begin([str(SCRIPT), *overrides], cwd, stderr)
+def start(overrides: list[str], cwd: Path) -> subprocess.Popen[str]:
+    return begin([str(SCRIPT), *overrides], cwd)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -65,38 +60,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
     """Return True once process `pid` has a handler for the signal."""
     fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
-
-
-class Stopped(NamedTuple):
-    """A run that a signal ended, and what it printed."""
-
-    folder: Path
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture(scope="module")
-def stopped(
-    overrides_in: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], Stopped]:
-    """Starts a run and sends it a signal, once for each signal."""
-
-    @functools.cache
-    def stop(number: int) -> Stopped:
-        base = tmp_path_factory.mktemp("stopped")
-        command = overrides_in(base / "runs", name="r", max_steps=100_000, workers=1)
-        with open(base / "stderr", "w+") as file:
-            process = start(command, base, file)
-            folder = base / "runs" / "r"
-            wait_for_step(folder, 5, process)
-            os.killpg(process.pid, number)
-            out, _ = process.communicate()
-            file.seek(0)
-            err = file.read()
-        return Stopped(folder, process.returncode, out, err)
-
-    return stop
 
 
 def test_a_deleted_folder_of_a_run_stays_deleted(
@@ -143,14 +106,18 @@ def test_a_killed_run_resumes_bit_for_bit(
     ],
 )
 def test_a_stopped_run_saves_and_says_how_to_go_on(
-    stopped: Callable[[int], Stopped], number: int, code: int
+    number: int, code: int, overrides: Overrides, tmp_path: Path
 ) -> None:
-    run = stopped(number)
-    assert run.code == code, run.err
-    assert "Traceback" not in run.err
-    assert f"longctx resume {run.folder}" in run.out
-    assert f"stopped by {signal.Signals(number).name} after step" in run.out
-    assert newest(run.folder)["steps_done"] == metrics_file.read(run.folder)[-1]["step"]
+    process = start(overrides(name="r", max_steps=100_000, workers=1), tmp_path)
+    folder = tmp_path / "runs" / "r"
+    wait_for_step(folder, 5, process)
+    os.killpg(process.pid, number)
+    out, err = process.communicate()
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert f"longctx resume {folder}" in out
+    assert f"stopped by {signal.Signals(number).name} after step" in out
+    assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
 
 
 def test_signals_in_a_validation_end_without_traceback(
