@@ -62,7 +62,6 @@ def write_checkpoint(path: Path) -> None:
         (["dashboard", "--project", "p"], "--project: not an option"),
         (["dashboard"], "project is not set"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
-        (["data", "data.pth=x"], "data.pth"),
         (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),
         (["resume", "runs/a", "max_step=3"], "did you mean max_steps?"),
