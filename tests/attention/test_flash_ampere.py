@@ -77,12 +77,8 @@ def test_ordered_runs_repeat_to_the_bit():
 @pytest.mark.parametrize(
     ("major", "head_dim", "expected"),
     [
-        (7, 128, "portable"),
-        (8, 128, "ampere"),
-        (8, 80, "portable"),
-        (9, 128, "hopper"),
-        (10, 128, "portable"),
-        (12, 96, "ampere"),
+        *((7, 128, "portable"), (8, 128, "ampere"), (8, 80, "portable")),
+        *((9, 128, "hopper"), (10, 128, "portable"), (12, 96, "ampere")),
     ],
 )
 def test_auto_by_generation(major, head_dim, expected, monkeypatch):
@@ -94,11 +90,6 @@ def test_auto_by_generation(major, head_dim, expected, monkeypatch):
 
 
 def test_other_sizes_and_devices_are_refused():
+    request = {"device": rule.DEVICE, "dtype": torch.bfloat16, "head_dim": 80}
     with pytest.raises(ValueError, match="head sizes 64, 96, 128, 256"):
-        check(
-            "flash",
-            device=rule.DEVICE,
-            dtype=torch.bfloat16,
-            head_dim=80,
-            options={"kernel": "ampere"},
-        )
+        check("flash", **request, options={"kernel": "ampere"})

@@ -29,17 +29,8 @@ from longctx.kernels.attention.hopper_primitives import shared_layout
 # a cached kernel comes without what ptxas said of it
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
-SCALARS = {
-    "lse": "*fp32",
-    "first": "*i32",
-    "last": "*i32",
-    "qfirst": "*i32",
-    "qlast": "*i32",
-    "semaphores": "*i32",
-    "counter": "*i32",
-    "retry": "*i32",
-    "sums": "*fp32",
-}
+INTEGERS = ("first", "last", "qfirst", "qlast", "semaphores", "counter", "retry")
+SCALARS = dict.fromkeys(INTEGERS, "*i32") | {"lse": "*fp32", "sums": "*fp32"}
 
 
 def box(rows, columns, dtype=gl.bfloat16):

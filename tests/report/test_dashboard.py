@@ -50,10 +50,5 @@ def test_the_workspace_is_the_plan():
             assert chart.y[0].removesuffix(".min").removesuffix(".last") in json.dumps(
                 panel, default=str
             )
-    assert {panel["view_type"] for panels in saved.values() for panel in panels} == {
-        "Run History Line Plot",
-        "Scatter Plot",
-        "Bar Chart",
-        "Vega2",
-        "Media Browser",
-    }
+    kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart", "Vega2", "Media Browser"}
+    assert {panel["view_type"] for panels in saved.values() for panel in panels} == kinds

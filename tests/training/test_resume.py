@@ -69,15 +69,9 @@ def test_a_resume_takes_no_more_gpu_memory(
     A second run in this process takes 32 MiB more; an fp32 copy would take 300.
     """
     changes = {
-        "device": "cuda",
-        "compile": "false",
-        "graphs": "false",
-        "model__channels": 256,
-        "model__vocab_size": 300_000,
-        "data__val_fraction": 0,
-        "memory": "fast",
-        "memory__optimizer_state": stored,
-        "max_steps": 2,
+        **{"device": "cuda", "compile": "false", "graphs": "false", "max_steps": 2},
+        **{"model__channels": 256, "model__vocab_size": 300_000, "data__val_fraction": 0},
+        **{"memory": "fast", "memory__optimizer_state": stored},
     }
     folder, peaks = tmp_path / "runs" / "r", []
     for argv in (overrides(name="r", **changes), [f"resume={folder}", "max_steps=4"]):
@@ -111,20 +105,12 @@ def test_a_mix_with_pass_keys_resumes_exactly(
     trained: Trained, corpus: Path, capsys: Captured
 ) -> None:
     changes = {
-        "data": "mix",
-        "data__path": None,
-        "data__mix__prose__path": corpus,
-        "data__mix__prose__weight": 2,
-        "data__mix__recall__source": "needles",
-        "data__mix__recall__path": corpus,
-        "data__mix__recall__documents": 12,
-        "data__mix__recall__length": 400,
-        "passkey": "true",
-        "passkey__lengths": "[600]",
-        "passkey__samples": 1,
-        "passkey__depths": "[0,1]",
-        "val_every": 2,
-        "max_steps": 4,
+        **{"data": "mix", "data__path": None, "val_every": 2, "max_steps": 4},
+        **{"data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
+        **{"data__mix__recall__source": "needles", "data__mix__recall__path": corpus},
+        **{"data__mix__recall__documents": 12, "data__mix__recall__length": 400},
+        **{"passkey": "true", "passkey__lengths": "[600]"},
+        **{"passkey__samples": 1, "passkey__depths": "[0,1]"},
     }
     folder = trained(checkpoint_every=2, **changes)
     assert "passkey at 600 0%  needle at 600 0%" in capsys.readouterr().out
