@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from benchmarks.process_group import ROOT
 from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
+from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.runs import metrics_file
 from longctx.tables import grid
@@ -45,13 +46,14 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Run every job of the recipe, write its file and picture; ValueError for an unknown name, or
     where a run fails.
     """
-    recipe = ROOT / "examples" / f"{options.name}.yaml"
-    if not recipe.is_file():
-        known = ", ".join(sorted(path.stem for path in recipe.parent.glob("*.yaml")))
-        raise ValueError(f"name={options.name}: no recipe; choose from {known}")
+    known = {path.stem: path for path in sorted((ROOT / "examples").glob("*.yaml"))}
+    if options.name not in known:
+        raise ValueError(f"name={options.name}: no recipe; choose from {', '.join(known)}")
+    recipe = known[options.name]
+    check_unused(overrides, {"dry_run": "python train.py takes it", "name": "runs= moves the runs"})
     result: dict[str, Any] = {"command": command, "note": options.note, "versions": machine()}
     result["runs"] = {
-        label: trained(label, [*words, f"runs={options.runs}", f"name={options.name}-{label}"])
+        label: trained(label, [*words, f"runs={options.runs}", f"name={label}"])
         for label, words in jobs(recipe, overrides).items()
     }
     out = Path(options.out) / options.name

@@ -350,6 +350,10 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
             result |= differing(group, value, known[group].type)
         else:
             result |= run_folder.flat({group: value})
+    # A recipe's other keys are not about its data
+    if schema is DescribeConfig:
+        others = keys(TrainConfig).keys() - known.keys()
+        result = {name: value for name, value in result.items() if name not in others}
     # max_steps in place of max_tokens, or another schedule
     without = set(given) | replaced(given)
     # passkey=false switches a group off, as a preset replaces it

@@ -21,12 +21,16 @@ class DescribeConfig(Group):
 
     longctx data seq_len=16384
     longctx data data=text data.path=docs/ out=docs.png
+    longctx data examples/conversations.yaml
     """
 
     seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), thousand=1024)
     out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     plugins: list[str] | None = key(None, PLUGINS)
     objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
+    init: str | None = key(
+        None, "whose tokenizer reads it, as train's: a run, a Hugging Face folder, OWNER/NAME"
+    )
     data: DataConfig = group(DataConfig)
 
     def check_together(self) -> None:

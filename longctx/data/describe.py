@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx import files, untrusted
+from longctx import files, hub_snapshot, untrusted
 from longctx.config.command_config import DescribeConfig
 from longctx.config.data_config import SOURCES
 from longctx.config.doors import OBJECTIVES
@@ -32,7 +32,11 @@ def describe(config: DescribeConfig) -> int:
     from longctx.tables import console, show
 
     preferences = OBJECTIVES[config.objective].data or config.data.preferences
-    data = load(replace(config.data, preferences=preferences), config.seq_len)
+    tokenizer = config.data.tokenizer
+    if config.init is not None and tokenizer is None:
+        tokenizer = str(hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init"))
+    own = replace(config.data, preferences=preferences, tokenizer=tokenizer)
+    data = load(own, config.seq_len)
     for table in tables(data):
         show(table)
     for text in conversations(data):

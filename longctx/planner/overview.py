@@ -117,9 +117,9 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
         chosen = layouts.choose(of_number, chip, host, merge).workload
         tokens = longest_tokens(of_number, chip, host)
         row = layout_row(chosen, chip, host)
-        rows.append({"GPUs": devices, **row, "longest sequence": tokens})
+        rows.append({"GPUs": devices, **row, "longest in any layout": tokens})
     title = f"The layout chosen by number of GPUs, attention={backend}"
-    grid(title, ("GPUs", *columns, "longest sequence"), rows)
+    grid(title, ("GPUs", *columns, "longest in any layout"), rows)
 
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:

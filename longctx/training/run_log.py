@@ -151,6 +151,7 @@ def opening(run: Run) -> list[str]:
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
     has_own_length = config.max_steps is not None or config.max_tokens is not None
     is_default_on_cpu = workload.device == "cpu" and not has_own_length and not run.steps_done
+    is_default_on_cpu = is_default_on_cpu and workload.seq_len <= 1024
     # CUDA graphs are explained only if the GPU would have gained by them
     reason = workload.not_captured if workload.graphs == "auto" and workload.is_host_bound else None
     # A line is left out if its text is empty
@@ -200,7 +201,8 @@ def prediction(run: Run, machine: Machine) -> list[str]:
     workload, peak = run.workload, predict(run.workload).peak
     has_gpu = workload.device == "cuda" and machine.gpu is not None
     total = machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory
-    lines = [f"predicted  {peak / GIB:.2f} of {total / GIB:.1f} GiB of memory"]
+    advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
+    lines = [f"predicted  {peak / GIB:.2f} of {total / GIB:.1f} GiB of memory{advice}"]
     step = fitting.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
     if step is not None:
         whole = duration((run.max_steps - run.steps_done) * step.total)

@@ -43,12 +43,12 @@ def test_a_mix_is_printed_and_drawn(corpus, tmp_path, capsys) -> None:
         assert f"error: out={wrong}: " in capsys.readouterr().err
 
 
-def test_an_objective_shows_the_preferred_answer(tmp_path, capsys) -> None:
+def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
     write_tokenizer(tmp_path)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    words = ["data=text", f"data.path={ROOT}/examples/data/preferences.jsonl", "data.chat=true"]
-    assert main(["data", *words, f"data.tokenizer={tmp_path}", "objective=dpo"]) == 0
+    assert main(["data", "examples/dpo.yaml", f"init={tmp_path}"]) == 0
     assert "cross in April?⟦No. Until" in capsys.readouterr().out
 
 

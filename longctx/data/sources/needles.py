@@ -72,7 +72,7 @@ class Needles(Source):
         shards = [Shard(shard.name, partial(_allowed, shard, without)) for shard in filler.shards]
         allowed = replace(filler, shards=shards)
         left_out = [hashlib.sha256(b"".join(sorted(without))).hexdigest()] if without else []
-        identity = [filler.identity, "needles 1", config.length, EVERY, *left_out]
+        identity = [filler.identity, "needles 2", config.length, EVERY, *left_out]
         count = config.documents or DOCUMENTS
         generate = partial(_documents, allowed, count, config.length)
         return Corpus(identity, [Shard("needles", generate)], count)
@@ -88,8 +88,9 @@ def _documents(corpus: Corpus, count: int, length: int) -> Iterator[Document]:
     text = "\n".join(corpus.sample(FILLER_LIMIT))
     for index in range(count):
         rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
-        # Facts and questions take a third of the document: 125 characters per 250 of text.
-        room = int(length * rng.uniform(0.8, 1.0) / (1 + PER_FACT / EVERY))
+        # Facts and questions take a third of the document, until every city has one
+        size = length * rng.uniform(0.8, 1.0)
+        room = int(max(size / (1 + PER_FACT / EVERY), size - PER_FACT * len(CITIES)))
         first = rng.randrange(max(1, len(text) - room))
         yield Document(f"needles:{index}", document(text[first : first + room], EVERY, rng))
 
