@@ -120,7 +120,10 @@ def generate(
         seed=seed,
     )
     config.validate()
-    shown = prompt if isinstance(prompt, str) else {"messages": prompt}
+    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not (isinstance(prompt, str) or is_chat):
+        raise ValueError("prompt must be a text, or a list of messages; several need a call each")
+    shown = {"messages": prompt} if is_chat else prompt
     (tokenized,) = tokenize([("prompt", shown)], tokenizer)
     completion = Completion(tokenizer, tokenizer.end_tokens)
     for _ in continued(config, model, [tokenized.ids], [0], [completion]):

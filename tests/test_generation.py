@@ -92,6 +92,9 @@ def test_python_writes_the_text_of_the_command(
     assert capfd.readouterr().out == f"a{text}\n"
     with pytest.raises(ValueError, match="top_p=2"):
         longctx.generate(model, tokenizer, "a", top_p=2)
+    for wrong in (["a", "b"], None):
+        with pytest.raises(ValueError, match="prompt must be a text"):
+            longctx.generate(model, tokenizer, wrong)
     with pytest.raises(ValueError, match="precision=int4"):
         longctx.load(folder, precision="int4")
 

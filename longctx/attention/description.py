@@ -317,6 +317,8 @@ def check_options(backend: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in allowed:
             names = ", ".join(allowed) or "none"
+            if "causal" in name or "mask" in name:
+                names += "; masks are mask=Mask.causal() or mask=Mask.full()"
             raise ValueError(
                 f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
             )

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from longctx.attention.description import DESCRIPTIONS, Description, check_options
+from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check_options
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
 from longctx.kernels.attention import Saved
@@ -422,7 +422,8 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
         load_backends()
     if backend not in _backends:
         names = ", ".join(sorted(_backends))
-        raise ValueError(f"attention={backend} is not a backend; choose one of {names}")
+        problem = "is for runs alone" if backend == AUTO else "is not a backend"
+        raise ValueError(f"attention={backend} {problem}; choose one of {names}")
     check_options(backend, options)
     return _backends[backend]
 

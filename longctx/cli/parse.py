@@ -165,7 +165,7 @@ def read(
         if is_list and text[:1] != "[" and text not in ("", "null"):
             text = f"[{text}]"
         if len(alternatives(declared, text)) > 1 and not is_sweep:
-            advice = "add -m for a sweep" if schema is TrainConfig else "give one"
+            advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
             raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
         if texts.setdefault(full, text) != text:
             raise ValueError(f"{argument}: {full}={texts[full]} is given too; leave one out")
@@ -264,6 +264,8 @@ def check_preset(group: str, name: Any, known: Collection[str]) -> None:
         advice = closest(str(name), names)
         if group == "data" and "/" in str(name):
             advice = f"; for a folder give data=text data.path={name}"
+        if group == "model" and ("/" in str(name) or os.path.isdir(str(name))):
+            advice = f"; trained weights bring their model: give init={name} instead"
         raise ValueError(f"{group}={name}: not one of {', '.join(names)}{advice}")
 
 

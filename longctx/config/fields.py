@@ -327,6 +327,8 @@ def unknown(name: str, known: Collection[str]) -> str:
 def closest(name: str, names: Iterable[str]) -> str:
     """Return a question for the closest of `names`; empty if none is close."""
     names = list(names)
+    if advice := other_names.ADVICE.get(name):
+        return f"; {advice}"
     if other_names.VALUES.get(name) in names:
         return f"; here it is {other_names.VALUES[name]}"
     close = [full for full in names if full.endswith(f".{name}")]

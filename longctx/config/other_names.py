@@ -18,7 +18,7 @@ NAMES = {
     "accumulate": "gradient_accumulation_steps gradient_accumulation grad_accum_steps grad_accum "
     "accumulate_grad_batches global_batch_size train_batch_size",
     "max_steps": "max_iters num_iterations train_iters total_steps training_steps steps iterations "
-    "lr_decay_iters",
+    "lr_decay_iters iters",
     "max_tokens": "num_train_epochs num_epochs max_epochs epochs",
     "max_new_tokens": "max_tokens max_length max_completion_tokens num_tokens",
     # Optimizer
@@ -43,7 +43,7 @@ NAMES = {
     "model.window": "sliding_window attention_window window_size",
     "attention": "attn_implementation flash_attention use_flash_attention flash_attn attn_impl",
     "rope": "rope_type yarn rope_scaling",
-    "lora.rank": "lora_r lora_rank r adapter",
+    "lora.rank": "lora_r lora_rank r adapter peft",
     "lora.scaling": "lora_alpha alpha",
     "lora.targets": "lora_target_modules lora_target_linear target_modules",
     "lora.base": "load_in_4bit load_in_8bit quantize quantization bnb_4bit_quant_type",
@@ -56,7 +56,7 @@ NAMES = {
     "data.path": "train_file dataset_path data_dir train_data dataset dataset_name datasets",
     "data.text_column": "dataset_text_field text_field text_key",
     "data.packing": "sample_packing",
-    "data.chat": "chat_template",
+    "data.chat": "chat_template train_on_inputs assistant_only_loss completion_only_loss",
     "data.val_fraction": "val_set_size test_size val_split",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_config",
     # Validation, logging, checkpoints
@@ -96,6 +96,7 @@ NOTES = {
     "warmup_steps": ", a number of steps",
     "betas": ", as in betas=[0.9,0.95]",
     "lora.scaling": ", which is alpha / rank",
+    "lora.rank": ", for QLoRA with lora.base=nf4",
     "lora.base": "=nf4 or fp8",
     "data.path": ", with data=text or data=hub",
     "val_every": ", a number of steps",
@@ -107,7 +108,18 @@ NOTES = {
     "precision": "=bf16, fp32 or fp8",
     "memory.recompute": "=block, mlp or none",
 }
-NOT_HERE = ["dropout", "attention_dropout", "lora_dropout", "resid_dropout", "embd_dropout"]
+# Names of theirs that no key or value of ours stands for alone
+NOT_HERE = {
+    "dropout attention_dropout lora_dropout resid_dropout embd_dropout": "models have no dropout "
+    "here; leave it out",
+    "use_liger use_liger_kernel": "kernels are always fused here; leave it out",
+    "special_tokens eos_token bos_token pad_token": "the tokenizer's are used; leave it out",
+    "hub_model_id push_to_hub": "runs are not uploaded; longctx export makes a folder",
+    "decay_lr": "here it is lr_schedule, and lr_schedule=constant for false",
+    "streaming": "data=hub always streams; leave it out",
+    "grpo": "there are no rewards here; objective=dpo, orpo, simpo or kto learns from answers",
+}
+ADVICE = {name: advice for names, advice in NOT_HERE.items() for name in names.split()}
 VALUES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "c_attn", "query_key_value", "wq"), "qkv"),
     **dict.fromkeys(("o_proj", "out_proj", "wo"), "out"),
@@ -140,7 +152,7 @@ def key_of(name: str, known: Collection[str]) -> str | None:
 
 def answer(name: str, known: Collection[str]) -> str | None:
     """Return a line about a key of another project, None if it is not known."""
-    if name.rpartition(".")[2] in NOT_HERE:
-        return f"{name}: models have no dropout here; leave it out"
+    if advice := ADVICE.get(name.rpartition(".")[2]):
+        return f"{name}: {advice}"
     ours = key_of(name, known)
     return None if ours is None else f"{name}: here it is {ours}{NOTES.get(ours, '')}"

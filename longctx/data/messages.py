@@ -56,16 +56,15 @@ def read(row: Row) -> tuple[list[Message], Any]:
     else:
         messages = row.get("messages") or []
         found = ", ".join(list(row)[:8]) or "nothing"
-        problem = f"'messages' must be a list of messages, or 'conversations' of ShareGPT ({found})"
+        wanted = "'messages' or 'conversations', 'instruction' and 'output', or 'prompt' and "
+        problem = f"no conversation: give a list in {wanted}'completion'; the row has {found}"
         refuse((not messages or not isinstance(messages, list), problem))
     if layout != "messages" and row.get("system"):
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if isinstance(tools, str):
         with named("tools", "not JSON ({})"):
             tools = json.loads(tools or "null")
-    for number, message in enumerate(messages, start=1):
-        _check(f"message {number}", message)
-    return messages, tools
+    return [_checked(f"message {n}", message) for n, message in enumerate(messages, 1)], tools
 
 
 def is_learned(message: Row) -> bool:
@@ -88,11 +87,18 @@ def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": thinking, **present, "reasoning_content": thinking}
 
 
-def _check(place: str, message: Any) -> None:
-    """Raise ValueError for a mistake that most templates would take as it is."""
+def _checked(place: str, message: Any) -> Message:
+    """Return a message with its text parts joined; raise ValueError for a mistake that most
+    templates would take as it is.
+    """
     has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
     refuse((not has_role, f"{place} must be an object with a role"))
     content, train, weight = (message.get(key) for key in ("content", "train", "weight"))
+    if isinstance(content, list):
+        with named(f"{place}: 'content' must be text or text parts", errors=(TypeError, KeyError)):
+            # A part of another type has no key here
+            content = "".join({"text": part["text"]}[part["type"]] for part in content)
+        message = {**message, "content": content}
     has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
     refuse((not has_text, f"{place} must have its text in 'content'"))
     whole = f"{place}: weight={weight}: a message is learned or not; give 0 or 1"
@@ -100,6 +106,7 @@ def _check(place: str, message: Any) -> None:
     refuse((train not in (None, False, True), f"{place}: train={train}: give true or false"))
     is_foreign = message["role"] != "assistant" and (train or weight)
     refuse((bool(is_foreign), f"{place}: only the assistant's messages can be learned"))
+    return message
 
 
 def _of_completion(prompt: Any, completion: Any) -> list[Message]:

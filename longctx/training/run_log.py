@@ -270,7 +270,9 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
-        lines.append(f"warning: not read: {others}; a glob reads them, such as data.path='*.rst'")
+        ending = next((word.strip(",;") for word in others.split() if word[0] == "."), "")
+        advice = f"a glob reads them, such as data.path='FOLDER/**/*{ending}'"
+        lines.append(f"warning: not read: {others}; {advice}")
     if counts["train_efficiency"] < 0.5:
         lines.append(
             f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "

@@ -78,6 +78,8 @@ def test_backends_says_what_is_missing():
         (lambda: attention(q, q, q, softcap=float("inf")), "softcap=inf must be"),
         (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
         (lambda: Attention("flahs"), "attention=flahs"),
+        (lambda: attention(q, q, q, backend="auto"), "for runs alone; choose one of .*flash"),
+        (lambda: attention(q, q, q, is_causal=True), r"mask=Mask\.causal\(\)"),
         (lambda: Attention("sdpa", {"kernel": "fastest"}), r"attention\.options\.kernel=fastest"),
         (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
         (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),

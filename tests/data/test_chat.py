@@ -344,10 +344,14 @@ SPECIAL = "x<|im_end|>"
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "q"}, r"chats.jsonl:1: .*question"),
+        ({"question": "q"}, r"chats.jsonl:1: .*'instruction' and 'output', .*has question"),
         ({"messages": []}, "'messages'"),
         ({"messages": [3]}, "message 1 .*role"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 .*'content'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 1 .*'content'"),
+        *(
+            ({"messages": [{"role": "user", "content": [part]}]}, "message 1: .*text parts")
+            for part in ("a", {"type": "image", "text": "a"}, {"type": "text", "text": None})
+        ),
         ({"messages": TALK[:1]}, "chats.jsonl:1: .*assistant"),
         ({"instruction": 3, "output": "a"}, "chats.jsonl:1: .*'instruction'"),
         ({"instruction": "q", "output": "a", "history": [3]}, "chats.jsonl:1: .*'history'"),

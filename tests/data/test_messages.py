@@ -43,6 +43,8 @@ def test_sharegpt_is_the_same_conversation() -> None:
     function = {"type": "function", "function": CALL["function"]}
     assert messages[1] == says(None, tool_calls=[function])
     assert read({"conversations": PLAIN}) == (PLAIN, None)
+    texts = [{"type": "text", "text": text} for text in ("q", "1")]
+    assert read({"messages": [{"role": "user", "content": texts}]})[0] == [asks("q1")]
 
 
 def test_alpaca_is_the_same_conversation() -> None:

@@ -120,7 +120,7 @@ def test_padding_and_files_not_read_are_warnings(tmp_path: Path) -> None:
     config.data.source, config.data.path = "text", str(tmp_path)
     counts = {"val_documents": 0, "val_tokens": 0, "train_efficiency": 0.25}
     unread, padding = warnings(sample_run(config), counts)
-    assert "2 .pdf, 1 without an ending" in unread
+    assert "2 .pdf, 1 without an ending; " in unread and unread.endswith("/*.pdf'")
     assert "75%" in padding
 
 
