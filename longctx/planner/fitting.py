@@ -31,6 +31,7 @@ FP8 = 1.43
 SMALL_FP8 = 500
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
+EAGER = 3.1  # times as many bytes for each score, if torch.compile fuses nothing
 
 
 def with_policy(workload: Workload, policy: str) -> Workload:
@@ -305,7 +306,9 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         heads = model.heads * model.layers
         scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
         forward, backward = description.score_bytes
-        return scores * (forward * (1 + runs_again) + backward) / (STREAM * chip.bandwidth)
+        is_fused = layer.is_compiled and layer.recompute == "none"
+        moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
+        return moved / (STREAM * chip.bandwidth)
     forward_rate, backward_rate = description.rates_for(layer, chip.generation)
     pairs = workload.batch_size * pairs_of_row(workload)
     flops = 4 * pairs * model.heads * model.head_size / workload.context
