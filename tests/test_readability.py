@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 201,
-    "lines": 41414,
+    "lines": 41417,
     "files under 80 lines": 23,
     "heavy sentences": 0.6,
     "where": 0.4,

@@ -95,9 +95,10 @@ def _checked(place: str, message: Any) -> Message:
     refuse((not has_role, f"{place} must be an object with a role"))
     content, train, weight = (message.get(key) for key in ("content", "train", "weight"))
     if isinstance(content, list):
-        with named(f"{place}: 'content' must be text or text parts", errors=(TypeError, KeyError)):
-            # A part of another type has no key here
-            content = "".join({"text": part["text"]}[part["type"]] for part in content)
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        are_texts = all(x.get("type") == "text" and isinstance(x.get("text"), str) for x in parts)
+        refuse((not are_texts, f"{place}: 'content' must be text or text parts"))
+        content = "".join(part["text"] for part in parts)
         message = {**message, "content": content}
     has_text = isinstance(content, str) or (content is None and message.get("tool_calls"))
     refuse((not has_text, f"{place} must have its text in 'content'"))

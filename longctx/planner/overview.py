@@ -60,7 +60,8 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
 
     terms = (SHORT.get(term, term) for term in TERMS)
     sizes = ("GPU GiB", "host GiB")
-    columns = ("backend", "memory", "sequences", *terms, *sizes, "fits", *SPEED)
+    shared = ("layout",) if first.devices > 1 else ()
+    columns = ("backend", "memory", *shared, "sequences", *terms, *sizes, "fits", *SPEED)
     rows = [row(backend, step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
@@ -69,7 +70,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         name, reason = fitting.fastest_backend(first, list(requests), chip)
         print(f"attention=auto: {name}, {reason}\n")
 
-    columns = ("backend", "memory", "tokens", "sequences", *sizes, *SPEED)
+    columns = ("backend", "memory", *shared, "tokens", "sequences", *sizes, *SPEED)
     rows = [longest(backend, step, chip, host) for backend, step in steps]
     grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
 
@@ -272,6 +273,7 @@ def _chosen(backend: str, step: Workload) -> dict[str, str]:
     return {
         "backend": backend,
         "memory": step.memory.policy,
+        "layout": layouts.name_of(step),
         "sequences": f"{step.batch_size} × {step.accumulate}",
     }
 
