@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from longctx import system
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.model_config import GPTConfig, LoraConfig
@@ -199,3 +200,4 @@ def main(cases: int, seed: int, base: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    system.exit_with(0)

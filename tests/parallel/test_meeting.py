@@ -30,9 +30,10 @@ Processes = list[subprocess.Popen[str]]
 # train.py, whose processes wait 2 s for the exit of one that does not answer
 IMPATIENT = """
 import sys, train
+from longctx import system
 from longctx.parallel import launch, mesh
 launch.EXIT = mesh.EXIT = 2.0
-sys.exit(train.main(sys.argv[1:]))
+system.exit_with(train.main(sys.argv[1:]))
 """
 VICTIMS = ["rank 1", "rank 0", "data worker"]
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train
+from longctx import system
 from longctx.attention import Mask
 from longctx.attention.registry import Attention
 from longctx.cli import compose
@@ -208,5 +209,6 @@ def main(cases: dict[str, Any], out: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "train":
         with patch.object(TrainState, "__init__", begun), FAULTS[sys.argv[2]]():
-            sys.exit(train.main(sys.argv[3:]))
+            system.exit_with(train.main(sys.argv[3:]))
     main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    system.exit_with(0)

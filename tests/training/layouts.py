@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx import system
 from longctx.attention.description import AttentionConfig
 from longctx.config import parallel_config
 from longctx.config.experts import ExpertsConfig
@@ -262,6 +263,7 @@ def main(cases: int, seed: int, out: Path) -> None:
     dist.gather_object(results, everyone if rank == 0 else None)
     if rank == 0:
         out.write_text(json.dumps([result for one in everyone for result in one]))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -281,3 +283,4 @@ def named(number: int, config: TrainConfig) -> Iterator[None]:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    system.exit_with(0)

@@ -10,8 +10,10 @@ import os
 import sys
 
 import train
+from longctx import system
 
 for port, words in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"] = str(port)
     if code := train.main(words):
-        sys.exit(code)
+        system.exit_with(code)
+system.exit_with(0)
