@@ -101,7 +101,7 @@ class RunLog(Display):
         )
 
     def _kernels(self) -> dict[str, str]:
-        """Return the run's backend → its kernel, without those that only checked it."""
+        """Return the run's backend → its kernel. Checks may have run other backends."""
         backend = self.run.workload.attention.backend
         return {name: kernel for name, kernel in attention.kernels_run().items() if name == backend}
 
@@ -150,8 +150,8 @@ def opening(run: Run) -> list[str]:
     documents += f" ({empty:,} without text left out)" if empty else ""
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
     has_own_length = config.max_steps is not None or config.max_tokens is not None
-    is_default_on_cpu = workload.device == "cpu" and not has_own_length and not run.steps_done
-    is_default_on_cpu = is_default_on_cpu and workload.seq_len <= 1024
+    is_short = workload.device == "cpu" and workload.seq_len <= 1024
+    is_default_on_cpu = is_short and not has_own_length and not run.steps_done
     # CUDA graphs are explained only if the GPU would have gained by them
     reason = workload.not_captured if workload.graphs == "auto" and workload.is_host_bound else None
     # A line is left out if its text is empty

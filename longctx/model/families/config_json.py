@@ -34,8 +34,8 @@ num_beams num_return_sequences output_scores remove_invalid_values repetition_pe
 return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
 """
 HARMLESS = frozenset(_HARMLESS.split())
-# Keys that change the computation → the values with which GPT computes it; a missing key has the
-# first one. A family that reads a key itself is not bound to these values.
+# Keys that change the computation → the values for GPT. A missing key has the first one. A family
+# may read a key itself, and other values with it.
 COVERED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0, None),
