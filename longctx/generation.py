@@ -30,7 +30,7 @@ from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
-from longctx.model.decoder import KVCache, Sampler, continuations, decoder_of
+from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel.devices import (
     choose_device,
     dtype_of,
@@ -38,7 +38,6 @@ from longctx.parallel.devices import (
     this_machine,
     within_memory,
 )
-from longctx.planner.hardware import GIB
 from longctx.planner.workload import precision_of
 
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
@@ -160,8 +159,7 @@ class Engine:
         self.tokenizer = self.source.trained.tokenizer
         self.speed = Speed()
         self.exit_code = 0
-        # Sequences of the latest batch, 0 before the first, and the tokens of its longest one
-        self.sequences, self.length = 0, 0
+        self.sequences = 0  # of the latest batch, 0 before the first
 
     @contextmanager
     def within_memory(self) -> Iterator[None]:
@@ -191,7 +189,6 @@ class Engine:
         """
         ids = [prompts[number].ids for number in numbers]
         self.sequences = len(ids)
-        self.length = max(map(len, ids)) + self.config.max_new_tokens
         completions = [Completion(self.tokenizer, self.tokenizer.end_tokens) for _ in numbers]
         screen = shown(prompts, numbers, completions, answers)
         # The first new token ends the time of the prompts
@@ -210,28 +207,17 @@ class Engine:
 
     def _too_little_memory(self) -> str:
         """Return a line: the weights, or a batch next to them, did not fit, and what helps."""
-        source, machine = self.source, this_machine()
-        gpu = None if self.device == "cpu" else machine.gpu
-        available = machine.host_memory if gpu is None else gpu.memory
-        needs = f"{source.trained.model.parameters() * source.dtype.itemsize / GIB:.1f} GiB"
-        problem = f"out of {'memory' if gpu is None else 'GPU memory'}"
-        changes = ["precision=bf16"] if source.dtype == torch.float32 else []
+        problem = f"out of {'memory' if self.device == 'cpu' else 'GPU memory'}"
+        changes = ["precision=bf16"] if self.source.dtype == torch.float32 else []
         if not self.sequences:
-            problem += f" while the model loads: its weights take {needs}"
+            problem += " while the model loads"
             changes.append("a smaller model")
         else:
-            sizes = self.sequences, self.length, source.dtype
-            cache = KVCache.bytes_of(source.trained.model, *sizes)
-            problem += (
-                f": weights take {needs}, keys and values of {self.sequences} "
-                f"text{'s' if self.sequences > 1 else ''} of up to {self.length:,} tokens "
-                f"{cache / GIB:.1f}"
-            )
-            has_scores = source.attention.description.score_bytes is not None
+            has_scores = self.source.attention.description.score_bytes is not None
             changes += ["attention=flash"] if has_scores else []
             changes += [f"batch_size={self.sequences // 2}"] if self.sequences > 1 else []
             changes += ["a smaller max_new_tokens", "shorter prompts"]
-        return f"{problem}, and there are {available / GIB:.1f}; give {' or '.join(changes)}"
+        return f"{problem}; give {' or '.join(changes)}"
 
 
 def warn_of_length(source: Source, length: int) -> None:

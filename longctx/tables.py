@@ -7,12 +7,11 @@ each table whole, without lines or colours, however wide it is.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -59,17 +58,27 @@ def console(stderr: bool = False) -> Console:
     return output
 
 
+def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a table of texts: columns of numbers on the right; others may have several lines."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    for column, heading in enumerate(headings):
+        cells = [row[column].plain for row in texts]
+        is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_number else "fold"
+        table.add_column(Text(heading), justify="right" if is_number else "left", overflow=overflow)
+    for row in texts:
+        table.add_row(*row)
+    return table
+
+
 def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], keys: int = 1) -> None:
     """Print `columns` of `rows`, of which the first `keys` name a row; numbers to three figures,
     an empty cell for a missing value.
     """
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.pad_edge = False
-    for column in columns:
-        table.add_column(Text(column.replace("_", " ")))
-    for row in rows:
-        table.add_row(*(Text(cell(row.get(column))) for column in columns))
-    show(table, keys)
+    headings = [column.replace("_", " ") for column in columns]
+    cells = [[cell(row.get(column)) for column in columns] for row in rows]
+    show(text_table(title, headings, cells), keys)
 
 
 def show(table: Table, keys: int = 1, output: Console | None = None) -> None:

@@ -93,7 +93,7 @@ WITHOUT = {
     "import longctx.attention.description": LARGE | {"numpy"},
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
     "import longctx.report.compare, longctx.report.watch": LARGE | {"numpy"},
-    "from longctx.report.dashboard import dashboard; dashboard('p', dry_run=True)": LARGE,
+    "from longctx.report.dashboard import sections; sections()": LARGE,
     """from longctx.config.data_config import DataConfig
 from longctx.data.sources import check_overrides, read_documents
 check_overrides(DataConfig(source='text', path='x', chat=True), {})""": LARGE

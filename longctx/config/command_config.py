@@ -20,23 +20,17 @@ class DescribeConfig(Group):
     """Describe a data set: documents, tokens, lengths, packing.
 
     longctx data seq_len=16384
-    longctx data data=text data.path=docs/ out=docs.png
+    longctx data data=text data.path=docs/
     longctx data examples/conversations.yaml
     """
 
     seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), thousand=1024)
-    out: str | None = key(None, "picture of the document lengths, such as lengths.png; null: none")
     plugins: list[str] | None = key(None, PLUGINS)
     objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
     init: str | None = key(
         None, "whose tokenizer reads it, as train's: a run, a Hugging Face folder, OWNER/NAME"
     )
     data: DataConfig = group(DataConfig)
-
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
-        if self.out == "":
-            raise ValueError("out= names no picture; give a file, or out=null for none")
 
 
 @dataclass
@@ -225,13 +219,11 @@ class DashboardOptions(Group):
     """Make a workspace at wandb for the runs of a project.
 
     longctx dashboard project=longctx
-    longctx dashboard project=longctx dry_run=true
     """
 
     project: str = key("", "the project at wandb, such as longctx")
     entity: str | None = key(None, "team or user; null: your default")
     name: str = key("longctx", "name of the workspace")
-    dry_run: bool = key(False, "print what the workspace would show, and send nothing")
 
     def check_together(self) -> None:
         """Raise ValueError if no project is given."""

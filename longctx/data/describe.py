@@ -1,20 +1,19 @@
-"""The tables and the picture of `longctx data`: the size of a data set, the lengths of its
+"""The tables of `longctx data`: the size of a data set, the lengths of its
 documents, the share of each sequence that they fill, and a conversation with its targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longctx import files, hub_snapshot, untrusted
+from longctx import hub_snapshot
 from longctx.config.command_config import DescribeConfig
 from longctx.config.data_config import SOURCES
 from longctx.config.doors import OBJECTIVES
+from longctx.tables import console, show, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +26,8 @@ _LONG = (4096, 16384, 65536)  # tokens; a long context is for documents above th
 
 
 def describe(config: DescribeConfig) -> int:
-    """Print the counts of a data set, and draw its document lengths if `out` is given."""
+    """Print the counts of a data set, its document lengths, and a conversation."""
     from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
-    from longctx.tables import console, show
 
     preferences = OBJECTIVES[config.objective].data or config.data.preferences
     tokenizer = config.data.tokenizer
@@ -41,9 +39,6 @@ def describe(config: DescribeConfig) -> int:
         show(table)
     for text in conversations(data):
         console().print(text)
-    if config.out is not None:
-        draw(data, Path(config.out))
-        print(f"\nHistogram of document lengths: {config.out}")
     return 0
 
 
@@ -57,14 +52,16 @@ def tables(data: Data) -> list[Table]:
         filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
         splits.append([split, *map("{:,}".format, numbers), filled])
     title = f"Sequences of {counts['seq_len']:,} tokens"
-    result.append(_table(title, ["split", "documents", "tokens", "sequences", "filled"], splits))
+    result.append(
+        text_table(title, ["split", "documents", "tokens", "sequences", "filled"], splits)
+    )
     if "mix" in counts:
         names = ["name", "weight", "documents", "tokens", "sequences to train on"]
         sources = []
         for name, part in counts["mix"].items():
             numbers = [part[key] for key in ("documents", "tokens", "train_rows")]
             sources.append([name, f"{part['weight']:g}", *map("{:,}".format, numbers)])
-        result.append(_table("Sources", names, sources))
+        result.append(text_table("Sources", names, sources))
     bins = histogram(data)
     limit = max(part.tokens for part in bins)
     lengths = []
@@ -73,7 +70,7 @@ def tables(data: Data) -> list[Table]:
         bar = "█" * round(32 * part.tokens / limit)
         share = f"{part.tokens / counts['tokens']:6.1%} {bar}"
         lengths.append([span, f"{part.documents:,}", share])
-    table = _table("Document lengths", ["tokens", "documents", "share of all tokens"], lengths)
+    table = text_table("Document lengths", ["tokens", "documents", "share of all tokens"], lengths)
     table.columns[0].justify = "right"
     table.columns[2].justify = "left"
     return [*result, table]
@@ -120,21 +117,9 @@ def _overview(data: Data, counts: dict[str, Any]) -> Table:
     for length in _LONG:
         share = lengths[lengths > length].sum() / lengths.sum()
         rows.append([f"tokens in documents > {length // 1024}K", f"{share:.1%}"])
-    table = _table(f"data={counts['source']}", ["", ""], rows)
+    table = text_table(f"data={counts['source']}", ["", ""], rows)
     table.show_header = False
     table.columns[0].style = "dim"
-    return table
-
-
-def _table(title: str, names: list[str], rows: Iterable[list[str]]) -> Table:
-    """Return a table whose columns but the first are aligned to the right."""
-    from rich.table import Table
-
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False)
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right" if number else "left", header_style="dim")
-    for row in rows:
-        table.add_row(*row)
     return table
 
 
@@ -156,50 +141,3 @@ def histogram(data: Data) -> list[Bin]:
     documents = np.bincount(power - first, minlength=count)
     tokens = np.bincount(power - first, weights=lengths, minlength=count)
     return [Bin(2 ** (first + i), int(documents[i]), int(tokens[i])) for i in range(count)]
-
-
-def draw(data: Data, path: Path) -> None:
-    """Write a picture of the document lengths: the number of documents, and their tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
-
-    bins = histogram(data)
-    total = int(data.lengths.sum())
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(8, 5.6), sharex=True, layout="constrained"
-    )
-    lows = [part.low for part in bins]
-    style: dict[str, Any] = {"width": [0.94 * low for low in lows], "align": "edge"}
-    above.bar(lows, [part.documents for part in bins], color="#4c78a8", **style)
-    below.bar(lows, [part.tokens / total for part in bins], color="#f58518", **style)
-    above.set_ylabel("documents")
-    above.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    below.set_ylabel("share of all tokens")
-    below.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    below.set_xlabel(f"document length (tokens); dashed: seq_len {data.seq_len:,}")
-    below.set_xscale("log", base=2)
-    edges = [*lows, 2 * lows[-1]]
-    below.set_xticks(edges, [_short(edge) for edge in edges])
-    below.minorticks_off()
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        # Far from the documents, the line would squeeze them into a corner.
-        if edges[0] <= data.seq_len <= edges[-1]:
-            axes.axvline(data.seq_len, color="#333333", linestyle="--", linewidth=1)
-    above.set_title(f"{data.config.source} · {len(data.lengths):,} documents, {total:,} tokens")
-    # ValueError: an ending that matplotlib cannot write
-    problem = "cannot be written ({}); give another file"
-    with untrusted.named(f"out={path}", problem, (OSError, ValueError)), files.atomic(path) as file:
-        figure.savefig(file, dpi=150, format=path.suffix.lstrip(".") or "png")
-    pyplot.close(figure)
-
-
-def _short(tokens: int) -> str:
-    if tokens >= 2**20:
-        return f"{tokens // 2**20}M"
-    return f"{tokens // 2**10}K" if tokens >= 2**10 else str(tokens)

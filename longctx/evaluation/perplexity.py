@@ -253,7 +253,7 @@ def perplexity(
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     line = Progress("tokens", visible=progress)
     # A generator: texts larger than the memory are read a few batches ahead.
-    windows = _windows(documents, result, line)
+    windows = _windows(documents, result)
     with in_eval_mode(scorer.model), line:
         for window, nats in losses(scorer, windows, context, batch_size, line.advance):
             # Windows of `contexts` score tokens a second time, which must not count in the sums.
@@ -274,9 +274,7 @@ def perplexity(
     return result
 
 
-def _windows(
-    documents: Iterable[Document], result: Perplexity, progress: Progress
-) -> Iterator[Window]:
+def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Window]:
     """Yield the windows of all documents, and enter those in `result` as they are read."""
     for owner, document in enumerate(documents):
         score = Score(document.name, document.targets, document.n_bytes, 0.0, document.n_words)
@@ -284,10 +282,7 @@ def _windows(
         windows = sliding(owner, document, result.context, result.stride)
         if result.contexts.lengths:
             windows = chain(windows, result.contexts.windows(owner, document))
-        for window in windows:
-            progress.read += window.length
-            yield window
-    progress.all_read()
+        yield from windows
 
 
 def leading(window: Window) -> int:

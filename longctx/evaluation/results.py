@@ -28,7 +28,6 @@ from longctx.runs.wandb_copy import wandb_mode
 
 SHOWN = 3  # documents in each group of a long table
 GAINS_SHOWN = 5
-LONG_TEXTS = ("in its text", "document")  # headings of columns
 Content = dict[str, Any]
 
 
@@ -81,22 +80,14 @@ def show_tasks(content: Content) -> None:
 
 def table(title: str, columns: dict[str, str], rows: Iterable[Content] = ()) -> Table:
     """Return a table of `rows`; `columns` are headings with the format of their cells."""
-    view = Table(title=title, title_justify="left")
-    for heading in columns:
-        # Only long texts are broken into lines. Numbers are on the right.
-        overflow: Any = "fold" if heading in LONG_TEXTS else "ellipsis"
-        is_text = heading in (*LONG_TEXTS, "task", "metric")
-        view.add_column(heading, justify="left" if is_text else "right", overflow=overflow)
-    for row in rows:
-        view.add_row(*cells(columns, row))
-    return view
+    return tables.text_table(title, list(columns), [cells(columns, row) for row in rows])
 
 
-def cells(columns: dict[str, str], row: Content) -> list[Text]:
+def cells(columns: dict[str, str], row: Content, style: str = "") -> list[Text]:
     """Return the cells of a row, empty for a number that is missing."""
     numbers = {key: math.nan if value is None else value for key, value in row.items()}
     texts = (form.format(**numbers) for form in columns.values())
-    return [Text("" if text == "nan" else text) for text in texts]
+    return [Text("" if text == "nan" else text, style) for text in texts]
 
 
 def perplexity_tables(content: Content) -> list[Table]:
@@ -121,12 +112,12 @@ def perplexity_tables(content: Content) -> list[Table]:
         views.append(table(title, columns, contexts))
     if content["gains"]:
         title = f"gain most from {shortest:,} → {longest:,} tokens of context"
-        columns = {"loss": "{short:.2f}", "": "→ {long:.2f}", "in its text": "", "document": ""}
-        view = table(title, columns)
-        for row in content["gains"][:GAINS_SHOWN]:
-            short, long, *_ = cells(columns, row)
-            view.add_row(short, long, in_text(row), Text(row["document"]))
-        views.append(view)
+        columns = {"loss": "{short:.2f}", "": "→ {long:.2f}"}
+        gains = [
+            [*cells(columns, row), in_text(row), row["document"]]
+            for row in content["gains"][:GAINS_SHOWN]
+        ]
+        views.append(tables.text_table(title, [*columns, "in its text", "document"], gains))
     return views
 
 
@@ -146,7 +137,6 @@ def documents_table(content: Content) -> Table:
         "word perplexity": "{word_perplexity:,.4g}",
         "bits per byte": "{bits_per_byte:.4f}",
     }
-    view = table(f"context {content['context']:,}, stride {content['stride']:,}", columns)
     scored = [row for row in content["documents"] if row["tokens"]]
     by_perplexity = sorted(scored, key=lambda row: row["perplexity"])
     # A data set has thousands of documents: a few say enough, and the JSON has them all.
@@ -157,46 +147,36 @@ def documents_table(content: Content) -> Table:
             "best": by_perplexity[:SHOWN],
             "worst": by_perplexity[-SHOWN:],
         }
-    for heading, rows in groups.items():
-        if heading:
-            view.add_row(Text(heading, "dim"))
-        for row in rows:
-            view.add_row(*cells(columns, row))
-        view.add_section()
+    rows: list[list[Text]] = []
+    for heading, scores in groups.items():
+        rows += [[Text(heading, "dim"), *[Text()] * (len(columns) - 1)]] if heading else []
+        rows += [cells(columns, row) for row in scores]
     total = content["total"]
     # The standard error is of the loss, so it counts times the perplexity.
     if not math.isnan(total["standard_error"]):
         error = total["perplexity"] * total["standard_error"]
         columns["perplexity"] += f" ± {error:,.3f}"
-    view.add_row(*cells(columns, total), style="bold")
-    return view
+    title = f"context {content['context']:,}, stride {content['stride']:,}"
+    return tables.text_table(title, list(columns), [*rows, cells(columns, total, "bold")])
 
 
 def show_passkeys(content: Content) -> None:
     """Print a table of each kind: depths down, lengths across, the share of right answers."""
     for kind, grid in content["kinds"].items():
-        print(f"{kind}: right answers, by depth and tokens")
-        view = Table("depth", *(f"{length:,}" for length in grid["lengths"]))
-        for column in view.columns:
-            column.justify = "right"
-        for depth, shares in zip(grid["depths"], zip(*grid["accuracy"], strict=True), strict=True):
-            view.add_row(f"{depth:.0%}", *(f"{share:.0%}" for share in shares))
-        view.add_section()
-        view.add_row("mean", *(f"{fmean(shares):.0%}" for shares in grid["accuracy"]), style="bold")
-        tables.show(view)
+        by_depth = zip(grid["depths"], zip(*grid["accuracy"], strict=True), strict=True)
+        rows = [[f"{depth:.0%}", *map("{:.0%}".format, shares)] for depth, shares in by_depth]
+        rows.append(["mean", *(f"{fmean(shares):.0%}" for shares in grid["accuracy"])])
+        headings = ["depth", *map("{:,}".format, grid["lengths"])]
+        title = f"{kind}: right answers, by depth and tokens"
+        tables.show(tables.text_table(title, headings, rows))
 
 
 def show_ruler(content: Content) -> None:
     """Print a table of tasks and lengths, and which data are not RULER's own."""
     lengths, scores = evaluations.ruler_rows(content)
-    columns = dict.fromkeys(["task", *(f"{length:,}" for length in lengths)], "")
-    view = table("RULER, score by task and tokens (%)", columns)
-    for task, shares in scores.items():
-        if task == "mean":
-            view.add_section()
-        percents = (f"{100 * share:.1f}" for share in shares)
-        view.add_row(Text(task), *percents, style="bold" if task == "mean" else None)
-    tables.show(view)
+    rows = [[task, *(f"{100 * share:.1f}" for share in of)] for task, of in scores.items()]
+    headings = ["task", *map("{:,}".format, lengths)]
+    tables.show(tables.text_table("RULER, score by task and tokens (%)", headings, rows))
     if any(TASKS[task].essay for task in content["ruler"]["scores"]):
         print("essays are your own text, where RULER has Paul Graham's")
     if content["made"]:

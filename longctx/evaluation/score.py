@@ -32,7 +32,6 @@ from longctx.parallel.mesh import Parallel
 
 # Rank 0 may load a data set between two batches. A lost process ends the others all the same.
 PATIENCE = timedelta(days=7)
-LONG = 60.0  # seconds: a shorter evaluation prints nothing about its time
 HasEnded = Callable[[int, list[int]], bool]  # True if the new tokens of a sequence end it
 
 
@@ -247,17 +246,13 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Progress:
-    """A bar on the terminal, one line about the time of a long evaluation, and its speed.
+    """A bar on the terminal, and the speed of an evaluation.
 
-    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch. The
-    line comes after the second batch, because the first compiles kernels. It counts the units
-    `read` by then: documents are read while others are scored. `total`: all units, if known.
+    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch.
+    `total`: all units, if known.
     """
 
     def __init__(self, unit: str, total: int | None = None, visible: bool = True) -> None:
-        self.unit, self.total, self.visible = unit, total, visible
-        self.read = total or 0
-        self.is_printed = not visible
         # Seconds and units done: at the start, after the first batch, after the latest one.
         self.marks: list[tuple[float, int]] = []
         self.bar = Bar(
@@ -277,27 +272,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def all_read(self) -> None:
-        """Take the units read so far as all of them."""
-        self.total = self.read
-        self.bar.update(self.task, total=self.total)
-
     def advance(self, units: int) -> None:
-        """Count the units of a batch, and print once how long all units take."""
+        """Count the units of a batch."""
         done = self.marks[-1][1] + units
         self.marks = [*self.marks[:2], (time.perf_counter(), done)]
         self.bar.update(self.task, advance=units)
-        speed = self.units_per_second
-        if self.is_printed or speed is None:
-            return
-        self.is_printed = True
-        seconds = (self.read - self.marks[1][1]) / speed
-        if seconds >= LONG:
-            at_least = "" if self.total is not None else "at least "
-            self.bar.console.print(
-                f"scoring {at_least}{self.read:,} {self.unit}, about {seconds / 60:,.0f} minutes",
-                highlight=False,
-            )
 
     @property
     def units_per_second(self) -> float | None:

@@ -15,7 +15,7 @@ from longctx.report.cost import cost_of, record_of, write_records
 from longctx.report.page import Table, is_loss, write_page
 from longctx.report.run_view import Run, read
 from longctx.runs.metrics import Metric, Row, Shown, duration, finite, shown
-from longctx.tables import console, show
+from longctx.tables import console, show, text_table
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
 # The place of a run and of its caches changes none of its results
@@ -102,20 +102,12 @@ def all_tables(runs: list[Run], price: float | None = None) -> list[Table]:
 
 
 def rendered(table: Table) -> RichTable:
-    """Return the table for a terminal."""
-    view = RichTable(
-        title=table.title, title_justify="left", title_style="bold", box=None, pad_edge=False
-    )
-    for column, heading in enumerate(table.headings):
-        cells = [row[column] for row in table.rows]
-        numeric = column > 0 and all(cell[:1].isdigit() or not cell for cell in cells)
-        view.add_column(Text(heading), justify="right" if numeric else "left")
-    for number, row in enumerate(table.rows):
-        styles = (
-            "bold green" if (number, column) in table.best else "" for column in range(len(row))
-        )
-        view.add_row(*map(Text, row, styles))
-    return view
+    """Return the table for a terminal, its best numbers in green."""
+    rows = [
+        [Text(cell, "bold green" if (row, column) in table.best else "") for column, cell in cells]
+        for row, cells in enumerate(map(enumerate, table.rows))
+    ]
+    return text_table(table.title, table.headings, rows)
 
 
 def differing(runs: list[Run]) -> list[str]:

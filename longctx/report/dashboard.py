@@ -1,13 +1,11 @@
 """The wandb workspace for the runs of a project. The only user of wandb-workspaces.
 
 It has the panels of the table of metrics (`longctx.runs.metrics`) and the panels of FIXED, which
-do not show metrics over tokens. A dry run prints them and sends nothing.
+do not show metrics over tokens.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -96,19 +94,12 @@ def columns() -> list[str]:
     return ["config:backend", "config:seq_len", *figures]
 
 
-def dashboard(
-    project: str, entity: str | None = None, name: str = "longctx", dry_run: bool = False
-) -> None:
+def dashboard(project: str, entity: str | None = None, name: str = "longctx") -> None:
     """Create the workspace `name` in `project` of `entity` (your default) and print its address.
 
-    Without an API key, or with `dry_run`, prints its plan as JSON.
-
-    Raises ValueError, one line, if wandb-workspaces is missing or the server refuses.
+    Raises ValueError, one line, if wandb-workspaces or an API key is missing, or the server
+    refuses.
     """
-    text = json.dumps(plan(project, entity, name), indent=1)
-    if dry_run:
-        print(text)
-        return
     if find_spec("wandb_workspaces") is None:
         raise ValueError(
             "dashboard: wandb-workspaces is not installed; pip install wandb-workspaces"
@@ -119,25 +110,10 @@ def dashboard(
     problem = "wandb did not take the workspace: {}"
     with untrusted.named(f"project={project}", problem, (Exception,)):
         if not wandb.login(prompt=False):
-            print(text)
-            print(
-                "nothing was sent: wandb has no API key here; after `wandb login`, the same again",
-                file=sys.stderr,
-            )
-            return
+            raise ValueError("wandb has no API key here; give one by `wandb login`")
         created = workspace(project, entity or str(wandb.Api().default_entity), name)
         created.save()
     print(created.url)
-
-
-def plan(project: str, entity: str | None, name: str) -> dict[str, Any]:
-    """Return the panels of the workspace as plain values."""
-    charts = [
-        {"name": title, "panels": [panel._asdict() for panel in panels]}
-        for title, panels in sections().items()
-    ]
-    about = {"project": project, "entity": entity, "name": name}
-    return {**about, "columns": columns(), "sections": charts}
 
 
 def workspace(project: str, entity: str, name: str) -> Any:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from longctx import cli, tables
+from longctx import cli
 from longctx.report.compare import compare, differing
 from longctx.report.run_view import read, reduced
-from longctx.report.watch import Latest
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
 from tests.report.run_files import make, step
@@ -142,10 +141,6 @@ def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
         words = [word.replace("out=", f"out={tmp_path}/") for word in words]
         assert cli.main(words) == 0
     assert cli.main(["watch", str(folders[2])]) == 2
-    live = Latest(folders[0])
-    for row in rows:
-        live.add(row)
-    tables.console().print(live.view(training=False))
     printed = "".join(capsys.readouterr())
     assert [x for x in ("[31m", "[2J", "]0;title", "1m") if x not in printed] == []
     assert not [x for x in printed if not x.isprintable() and x != "\n"]

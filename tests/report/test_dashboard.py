@@ -1,6 +1,4 @@
-"""The workspace shows what is logged; a dry run needs neither a key nor the package, and sends
-nothing.
-"""
+"""The workspace shows what is logged."""
 
 import json
 
@@ -9,25 +7,15 @@ import pytest
 from longctx.report import dashboard
 
 
-def test_a_dry_run_or_no_key_prints_the_plan(capsys, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
-    for dry_run in (True, False):
-        dashboard.dashboard("p", entity="e", dry_run=dry_run)
-        captured = capsys.readouterr()
-        plan = json.loads(captured.out)
-        assert (plan["project"], plan["entity"]) == ("p", "e")
-        assert all(section["panels"] for section in plan["sections"])
-        assert bool(captured.err) == (not dry_run)
-
-
 def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install wandb-workspaces"):
         dashboard.dashboard("p")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    with pytest.raises(ValueError, match=r"^project=p: .*wandb login"):
+        dashboard.dashboard("p")
 
     def refuse(**_: object) -> bool:
         raise ConnectionError("no\nroute")

@@ -56,10 +56,3 @@ def test_watch_needs_a_run(tmp_path):
         watch.watch(make(tmp_path / "empty", rows=[]))
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
         watch.watch(tmp_path / "none")
-
-
-def test_a_sparkline_goes_from_largest_to_least():
-    assert watch.sparkline([3.0, 2.0, 1.0]) == "█▅▁  3 → 1"
-    assert watch.sparkline([1.0]) == "▁  1 → 1"
-    assert len(watch.sparkline([float(n) for n in range(999)]).split()[0]) == 40
-    assert watch.sparkline([]) == ""

@@ -8,10 +8,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from longctx.report import dashboard, watch
+from longctx.report import dashboard
 from longctx.report.compare import compare
 from longctx.report.page import described, headings
 from longctx.report.run_view import read
+from longctx.report.watch import watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
@@ -44,15 +45,13 @@ def cells(table: Any) -> str:
     )
 
 
-def test_a_new_metric_is_on_the_terminal(run: Path) -> None:
+def test_a_new_metric_is_on_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
     assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
-    latest = watch.Latest(run)
-    latest.add(ROWS[2])
-    text = cells(latest.view(training=False))
-    assert "reading" in text and "3,000.0 pages/h" in text and "gate a at 3" in text
+    watch(run)
+    assert "3,000.0 pages/h" in capsys.readouterr().out
 
 
 def test_a_new_metric_is_in_compare_and_on_its_page(
