@@ -25,9 +25,9 @@ import numpy as np
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.answers import first_side, fitted
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
+from longctx.data.preferences import first_side, fitted
 from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
 from longctx.data.split import by_bytes
 from longctx.data.store import Store, build, progress

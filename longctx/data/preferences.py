@@ -9,6 +9,10 @@ A row is one document of several sides that share a sequence; of each the answer
 pair has the sides CHOSEN and REJECTED. A labelled answer is CHOSEN or REJECTED, and beside it
 stands the same prompt with the answer of another row, UNRELATED, by which KTO (arXiv 2402.01306)
 measures how far the model has moved from the reference.
+
+A document holds one side after another. If they are too long for a sequence, the beginnings of the
+prompts are left out, the same number of tokens of each; begin-of-text and the last token of a
+prompt stay.
 """
 
 from __future__ import annotations
@@ -19,14 +23,19 @@ from itertools import chain, islice, pairwise, takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.answers import CHOSEN, REJECTED, UNRELATED
 from longctx.data.sources import Document, encodable
 from longctx.untrusted import named
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
+    from longctx.data.store import Store
+
+CHOSEN, REJECTED, UNRELATED = range(3)
+SIDES = 3  # how many there are at most
 
 Row = Mapping[str, Any]
 # (name, prompt, answer, tools) → the whole, of which the answer is learned
@@ -112,3 +121,59 @@ def _labels(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Docu
             other = write(name, row["prompt"], before["completion"], row.get("tools"))
         side = CHOSEN if row["label"] else REJECTED
         yield own._replace(side=side, others=(other._replace(side=UNRELATED),))
+
+
+def sides_of(store: Store, document: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the marks (tokens,), where each side begins, and its tokens before the answer."""
+    marks = store.marks(document)
+    assert marks is not None
+    side, scored = marks >> 1, marks & 1
+    begins = np.flatnonzero(np.diff(side, prepend=-1))
+    sides = np.split(scored, begins[1:])
+    return marks, begins, np.array([int(np.argmax(of_side)) for of_side in sides])
+
+
+def first_side(store: Store, document: int) -> int:
+    """Return the tokens of the first side."""
+    return int(sides_of(store, document)[1][1])
+
+
+def fitted(store: Store, documents: np.ndarray, seq_len: int, bos_id: int | None) -> np.ndarray:
+    """Return the tokens of each of `documents` in a sequence of `seq_len`, prompts cut as needed.
+
+    Raises ValueError if the answers alone are too long.
+    """
+    shown = store.lengths[documents]
+    for number in np.flatnonzero(shown > seq_len).tolist():
+        document = int(documents[number])
+        _, begins, prompts = sides_of(store, document)
+        # The last token of a prompt predicts the first of its answer, and a model has seen no text
+        # without its begin-of-text: both stay.
+        stays = 1 + (store.tokens(document)[begins] == bos_id)
+        limit = int((prompts - stays).min())
+        cut = -(-(int(shown[number]) - seq_len) // len(begins))
+        if cut > limit:
+            needed = int(shown[number]) - max(0, limit) * len(begins)
+            raise ValueError(
+                f"{store.name(document)}: its answers, with the last token of each prompt, take "
+                f"{needed:,} tokens of one sequence; give seq_len={needed} or more, or leave it out"
+            )
+        shown[number] -= cut * len(begins)
+    return shown
+
+
+def shortened(
+    store: Store, document: int, length: int, bos_id: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and marks of a document, (length,) each, its prompts cut as `fitted` says."""
+    ids, marks = store.tokens(document), store.marks(document)
+    assert marks is not None
+    if length == len(ids):
+        return ids, marks
+    _, begins, _ = sides_of(store, document)
+    cut = (len(ids) - length) // len(begins)
+    stays = np.ones(len(ids), bool)
+    for begin in begins.tolist():
+        first = begin + int(ids[begin] == bos_id)
+        stays[first : first + cut] = False
+    return ids[stays], marks[stays]

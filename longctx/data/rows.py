@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from longctx.config.fields import refuse
-from longctx.data.answers import SIDES, shortened
 from longctx.data.packing import Packing
+from longctx.data.preferences import SIDES, shortened
 from longctx.data.split import splitmix
 from longctx.data.store import Store
 

@@ -139,11 +139,6 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
         )
-    if model.run is None and "split" in request.overrides:
-        raise ValueError(
-            f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
-            "leave it out"
-        )
     packs = not model.model.transformers or can_pack(model, config, device)
     if config.attention.backend == AUTO:
         length = config.seq_len or model.seq_len
@@ -167,10 +162,10 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
     folders = (results_folder, *results_folder.parents)
     files.check_writable(next(folder for folder in folders if folder.exists()))
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
-    if seq_len > model.seq_len:
+    if (longest := max(seq_len, *lengths)) > model.seq_len:
         origin = "the run trained at" if model.run else "the model is made for"
         print(
-            f"warning: seq_len={seq_len:,} is {seq_len / model.seq_len:,.1f} times the "
+            f"warning: {forward.key}={longest:,} is {longest / model.seq_len:,.1f} times the "
             f"{model.seq_len:,} tokens per sequence that {origin}, so it has never seen the "
             "positions beyond them"
         )
@@ -287,19 +282,12 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Answer RULER's tasks; ValueError if the documents are too few or a length too short."""
     config, model, lengths = setup.config, setup.model, setup.lengths
     longest = max(lengths)
-    if longest > max(setup.context, model.seq_len):
-        print(
-            f"warning: ruler.lengths has {longest:,}, more than the {model.seq_len:,} tokens per "
-            "sequence that the model was trained at"
-        )
     text = None
     if config.ruler.made or any(ruler.TASKS[task].essay for task in config.ruler.chosen):
         documents = documents_of(model, setup.request)
         ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
-    elif setup.request.other_data or config.documents is not None:
-        raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
     answers = list(ruler.measured(scorer, texts, lengths, model.tokenizer.end_tokens))
     content = {

@@ -11,7 +11,7 @@ import torch
 from longctx import cli
 from longctx.config.model_config import GPTConfig
 from longctx.config.objective_config import ObjectiveConfig
-from longctx.data.answers import REJECTED, SIDES, UNRELATED
+from longctx.data.preferences import REJECTED, SIDES, UNRELATED
 from longctx.data.rows import IGNORED
 from longctx.planner.workload import workload_of
 from longctx.training import dry_run as dry

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.data.answers import SIDES
+from longctx.data.preferences import SIDES
 from longctx.data.rows import IGNORED
 from longctx.model import lora
 from longctx.training.batches import NO_WINDOW, MicroBatch, Windows, micro_batch

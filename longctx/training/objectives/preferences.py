@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx.data.answers import CHOSEN, REJECTED, UNRELATED
+from longctx.data.preferences import CHOSEN, REJECTED, UNRELATED
 from longctx.training.objectives.answers import (
     AnswerBatch,
     Answers,

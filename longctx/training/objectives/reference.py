@@ -18,9 +18,9 @@ from torch import Tensor
 
 from longctx import files
 from longctx.data import Data
-from longctx.data.answers import SIDES
 from longctx.data.cache import cached, contents, fingerprint, is_whole
 from longctx.data.dataset import SPLITS, Part
+from longctx.data.preferences import SIDES
 from longctx.data.store import progress
 from longctx.model import huggingface
 from longctx.parallel.mesh import Parallel
