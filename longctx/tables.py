@@ -78,7 +78,9 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], key
     """
     headings = [column.replace("_", " ") for column in columns]
     cells = [[cell(row.get(column)) for column in columns] for row in rows]
-    show(text_table(title, headings, cells), keys)
+    table = text_table(title, headings, cells)
+    table.padding = (0, 1, 0, 0)
+    show(table, keys)
 
 
 def show(table: Table, keys: int = 1, output: Console | None = None) -> None:

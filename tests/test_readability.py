@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 200,
-    "lines": 41121,
+    "lines": 41123,
     "files under 80 lines": 23,
     "heavy sentences": 0.6,
     "where": 0.4,
