@@ -4,12 +4,11 @@ with a sigmoid router behind some dense layers. Layers without a window have no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import all_but_every, register, windowed_layers
+from longctx.model.families.family import register, windowed_layers
 from longctx.model.families.glm import SigmoidExperts
 
 
@@ -19,7 +18,7 @@ class Afmoe(SigmoidExperts):
 
     model_type = "afmoe"
     class_name = "Afmoe"
-    rank = 7
+    rank = 8
     defaults = {
         **{"head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5},
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
@@ -38,7 +37,8 @@ class Afmoe(SigmoidExperts):
     }
     numbers = {"route_scale": "experts.scale"}
     dense = "num_dense_layers"
-    keys = (dense, "global_attn_every_n_layers", "mup_enabled")
+    full_every = "global_attn_every_n_layers"
+    keys = (dense, full_every, "mup_enabled")
     # Of its published folders; its class in transformers does not read them
     harmless = (
         *("output_router_logits", "load_balance_coeff", "n_group", "topk_group"),
@@ -55,9 +55,6 @@ class Afmoe(SigmoidExperts):
         "experts.dense_layers",
     )
 
-    def suits(self, config: GPTConfig) -> bool:
-        return config.experts.router == "sigmoid_bias" and config.norms == "sandwich"
-
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         windowed = self.read_windowed(source, layers)
         factor = source.size("hidden_size") ** 0.5 if source.flag("mup_enabled") else 1.0
@@ -65,9 +62,6 @@ class Afmoe(SigmoidExperts):
             "nope_layers": [n for n in range(layers) if n not in windowed],
             "multipliers.embedding": factor,
         }
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return all_but_every(source.size("global_attn_every_n_layers"), layers)
 
     def check_features(self, config: GPTConfig) -> None:
         super().check_features(config)

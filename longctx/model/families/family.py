@@ -51,6 +51,8 @@ class Family:
     rope: ClassVar[dict[str, Any]] = {}
     # keys of GPTConfig that have one value in all models of this family
     fixed: ClassVar[dict[str, Any]] = {}
+    # without layer_types every n-th layer has no window: n, or its key of config.json
+    full_every: ClassVar[int | str | None] = None
     # key of config.json, true or false → keys of GPTConfig that all have its value
     flags: ClassVar[dict[str, tuple[str, ...]]] = {}
     # key of config.json → key of GPTConfig: whole numbers, and numbers that are 1 if missing
@@ -69,8 +71,12 @@ class Family:
     features: ClassVar[tuple[str, ...]] = ()
 
     def suits(self, config: GPTConfig) -> bool:
-        """Return True if this family should write `config`, for its features or by default."""
-        raise NotImplementedError
+        """Return True if this family may write `config`: it has experts where `config` has them, and
+        its own fixed values.
+        """
+        has_experts = "experts.count" not in self.sizes.values() or config.experts.count is not None
+        fixed = self.fixed.items()
+        return has_experts and all(attrgetter(key)(config) == value for key, value in fixed)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig in `features` but for windows, as config.json says them."""
@@ -85,7 +91,9 @@ class Family:
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         """Return the layers with a window if config.json has no layer_types."""
-        return range(layers)
+        every = self.full_every
+        every = source.size(every) if isinstance(every, str) else every
+        return range(layers) if every is None else [n for n in range(layers) if (n + 1) % every]
 
     def check_tokenizer(self, file: Path) -> None:
         """Raise ValueError for a tokenizer.json that transformers would not use for this family."""
@@ -260,11 +268,6 @@ def write_rope(config: GPTConfig) -> dict[str, Any]:
     scaling = dict(config.rope_scaling) or {"rope_type": "default"}
     older = {"rope_scaling": scaling} if config.rope_scaling else {}
     return {"rope_parameters": scaling | base, **base, **older}
-
-
-def all_but_every(period: int, layers: int) -> list[int]:
-    """Return the layers but for every `period`-th."""
-    return [n for n in range(layers) if (n + 1) % period]
 
 
 def windowed_layers(config: GPTConfig) -> list[int]:

@@ -4,13 +4,13 @@ embedding. Its norms multiply by 1 + w.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import OnePlus, Piece
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import TwoRopes, all_but_every, register
+from longctx.model.families.family import TwoRopes, register
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
@@ -40,9 +40,10 @@ class Gemma3Text(TwoRopes):
     }
     fixed = {"norms": "sandwich", "qk_norm": "head"}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
+    full_every = "sliding_window_pattern"
     keys = (
         *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"),
-        *("sliding_window_pattern", "final_logit_softcapping", "use_bidirectional_attention"),
+        *(full_every, "final_logit_softcapping", "use_bidirectional_attention"),
     )
     harmless = ("hidden_act", "cache_implementation")
     features = (
@@ -50,9 +51,6 @@ class Gemma3Text(TwoRopes):
         *("multipliers.embedding", "multipliers.logit_softcap"),
     )
     thetas = 1_000_000.0, 10_000.0
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.norms == "sandwich" and config.qk_norm == "head"
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         source.refuse_unless(
@@ -70,9 +68,6 @@ class Gemma3Text(TwoRopes):
                 source.number("final_logit_softcapping", 1.0) if capped else None
             ),
         }
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return all_but_every(source.size("sliding_window_pattern"), layers)
 
     def check_features(self, config: GPTConfig) -> None:
         if config.multipliers.embedding != config.channels**0.5:

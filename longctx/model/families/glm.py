@@ -54,7 +54,7 @@ class Glm4(Family):
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     }
-    fixed = {"norms": "sandwich"}
+    fixed = {"norms": "sandwich", "qk_norm": "none"}
     flags = {"attention_bias": ("qkv_bias",)}
     keys = ("partial_rotary_factor",)
     harmless = ("mlp_bias",)
@@ -65,10 +65,6 @@ class Glm4(Family):
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
     features = ("rotary_share",)
-
-    def suits(self, config: GPTConfig) -> bool:
-        is_gemma = config.activation != "silu" or config.softcap is not None
-        return config.norms == "sandwich" and config.qk_norm == "none" and not is_gemma
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return {"partial_rotary_factor": config.rotary_share}
@@ -110,9 +106,6 @@ class Glm4Moe(SigmoidExperts):
     harmless = ("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers")
     names = {"mlp.correction.weight": "mlp.gate.e_score_correction_bias"}
     features = ("qk_norm", "rotary_share", "experts.dense_layers")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.experts.router == "sigmoid_bias" and config.norms == "pre"
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Another name, which transformers reads too

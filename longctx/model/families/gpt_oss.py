@@ -53,7 +53,7 @@ class GptOss(Family):
 
     model_type = "gpt_oss"
     class_name = "GptOss"
-    rank = 7
+    rank = 8
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -79,9 +79,6 @@ class GptOss(Family):
     harmless = ("output_router_logits", "experts_per_token", "initial_context_length")
     names = {"mlp.gate": "mlp.router"}
     features = ("window", "window_layers", "experts.ffn", "experts.clamp", "experts.balance")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.experts.count is not None and config.experts.biased
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         source.refuse_unless("swiglu_alpha", source.get("swiglu_alpha"), (STEEPNESS,))

@@ -28,9 +28,6 @@ class Llama(Family):
     defaults = {"max_position_embeddings": 2048}
     flags = BIASES
 
-    def suits(self, config: GPTConfig) -> bool:
-        return True
-
     def check_features(self, config: GPTConfig) -> None:
         if config.channels % config.heads:
             raise ValueError(
@@ -154,9 +151,6 @@ class HunYuanDenseV1(Family):
         *("use_cla", "cla_share_factor", "norm_type", "mask_init_id", "pad_id"),
     )
     names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.qk_norm == "head" and config.qk_norm_after_rope
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # "dynamic" with an alpha is a larger base for every length

@@ -6,18 +6,11 @@ stretches the others alone. In EXAONE 4 the layers without a window have no posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import (
-    Family,
-    TwoRopes,
-    all_but_every,
-    register,
-    windowed_layers,
-)
+from longctx.model.families.family import Family, TwoRopes, register, windowed_layers
 
 
 @register
@@ -32,8 +25,6 @@ class Olmo2(Family):
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
     states_head_dim = False
 
-    def suits(self, config: GPTConfig) -> bool:
-        return config.norms == "post" and config.qk_norm == "whole"
 
 
 @register
@@ -45,13 +36,11 @@ class Olmo3(TwoRopes, Olmo2):
     rank = 6
     defaults = Olmo2.defaults | {"sliding_window": 4096}
     features = ("window", "window_layers", "window_rope_theta")
+    full_every = 4
     thetas = 500_000.0, 500_000.0
 
     def suits(self, config: GPTConfig) -> bool:
         return super().suits(config) and config.window is not None
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return all_but_every(4, layers)
 
 
 @register
@@ -69,21 +58,16 @@ class Exaone4(Family):
         "sliding_window_pattern": 4,
     }
     fixed = {"norms": "post", "qk_norm": "head"}
-    keys = ("sliding_window_pattern",)
+    full_every = "sliding_window_pattern"
+    keys = (full_every,)
     features = ("nope_layers", "window", "window_layers")
     states_head_dim = False
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.norms == "post" and config.qk_norm == "head"
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         if source.get("sliding_window") is None:
             return {}
         windowed = self.read_windowed(source, layers)
         return {"nope_layers": [n for n in range(layers) if n not in windowed]}
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return all_but_every(source.size("sliding_window_pattern"), layers)
 
     def check_features(self, config: GPTConfig) -> None:
         full = sorted({*range(config.layers)} - {*windowed_layers(config)})

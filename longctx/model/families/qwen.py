@@ -52,12 +52,9 @@ class Qwen2(UpperWindows):
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
     }
-    fixed = {"qkv_bias": True}
+    fixed = {"qkv_bias": True, "out_bias": False}
     harmless = ("attention_bias",)
     states_head_dim = False
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.qkv_bias and not config.out_bias
 
     def check_tokenizer(self, file: Path) -> None:
         described = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE)
@@ -87,8 +84,6 @@ class Qwen3(UpperWindows):
     fixed = {"qk_norm": "head"}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
 
-    def suits(self, config: GPTConfig) -> bool:
-        return config.qk_norm == "head"
 
 
 @register

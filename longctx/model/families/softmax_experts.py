@@ -38,9 +38,6 @@ class Mixtral(Family):
     names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     features = ("window", "experts.ffn", "experts.balance")
 
-    def suits(self, config: GPTConfig) -> bool:
-        return config.experts.count is not None and config.qk_norm == "none"
-
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         source.refuse_unless("router_jitter_noise", source.get("router_jitter_noise", 0.0), (0.0,))
         return {"experts.balance": read_balance(source)}
@@ -90,9 +87,6 @@ class Qwen3Moe(Family):
     )
     harmless = ("output_router_logits",)
     features = ("window", "experts.dense_layers", "experts.balance")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.experts.count is not None and config.qk_norm == "head"
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # transformers reads this name too, and writes it
