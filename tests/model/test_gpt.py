@@ -34,18 +34,6 @@ def doc_ids(*lengths: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["naive", "flash"])
-@pytest.mark.parametrize("t", [1, 17, 36])
-def test_the_future_changes_nothing(attention: str, t: int) -> None:
-    model = make(attention=attention).eval()
-    x = tokens(2, 37)
-    changed = x.clone()
-    changed[:, t:] = (changed[:, t:] + 1) % V
-    before, after = model(x), model(changed)
-    assert torch.equal(before[:, :t], after[:, :t])
-    assert not torch.equal(before[:, t:], after[:, t:])
-
-
-@pytest.mark.parametrize("attention", ["naive", "flash"])
 def test_documents_of_a_row_do_not_see_each_other(attention: str) -> None:
     model, ids = make(attention=attention), doc_ids(11, 1, 13, 6)
     x = tokens(1, 31)

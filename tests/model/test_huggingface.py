@@ -216,23 +216,12 @@ def test_an_index_names_only_safetensors_beside_it(changed: Change, name: Any) -
         pretrained(folder)
 
 
-def test_shards_that_contradict_the_index_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_broken_and_missing_shards_are_refused(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "many"
     export(pretrained(llama), llama, folder, shard_bytes=40_000)
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    first, *_, last = sorted(set(content["weight_map"].values()))
-    moved = content["weight_map"] | {"model.norm.weight": first}
-    index.write_text(json.dumps({"weight_map": moved}))
-    with pytest.raises(ValueError, match="not where the index says"):
-        pretrained(folder)
-    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"model.extra": first}}))
-    with pytest.raises(
-        ValueError,
-        match=r"no tensor model\.extra, which model\.safetensors\.index\.json places there",
-    ):
-        pretrained(folder)
-    index.write_text(json.dumps(content))
+    last = max(content["weight_map"].values())
     intact = (folder / last).read_bytes()
     (folder / last).write_bytes(intact[:-4])
     with pytest.raises(ValueError, match="not a whole safetensors file"):

@@ -71,9 +71,7 @@ class Family:
     features: ClassVar[tuple[str, ...]] = ()
 
     def suits(self, config: GPTConfig) -> bool:
-        """Return True if this family may write `config`: it has experts where `config` has them, and
-        its own fixed values.
-        """
+        """Return True if `config` has this family's fixed values, and experts if the family has."""
         has_experts = "experts.count" not in self.sizes.values() or config.experts.count is not None
         fixed = self.fixed.items()
         return has_experts and all(attrgetter(key)(config) == value for key, value in fixed)

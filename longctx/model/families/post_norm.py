@@ -26,7 +26,6 @@ class Olmo2(Family):
     states_head_dim = False
 
 
-
 @register
 class Olmo3(TwoRopes, Olmo2):
     """Windows in layers of layer_types, by default all but every fourth."""

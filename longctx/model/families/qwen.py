@@ -85,7 +85,6 @@ class Qwen3(UpperWindows):
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
 
 
-
 @register
 class SeedOss(Family):
     """Biases as config.json says. If heads have channels / heads channels, Qwen2 writes it."""
