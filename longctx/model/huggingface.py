@@ -21,7 +21,6 @@ from torch import Tensor
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
 from longctx.config.model_config import GPTConfig
-from longctx.model import mxfp4
 from longctx.model.families import has_family, multimodal, read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT, build
@@ -31,6 +30,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Tensors that are computed, not learned; old Llama files have them.
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# MXFP4: values of four bits with a power of two for every 32, as gpt-oss's folders have experts.
+# NAME_blocks (experts, rows, columns / 32, 16) has two values in a byte, the low bits first, and
+# NAME_scales (experts, rows, columns / 32) a byte s for the factor 2^(s - 127) of 32 values (OCP
+# Microscaling Formats 1.0). They are read as the tensor NAME (experts, columns, rows) in bf16,
+# which holds every such value exactly.
+BLOCKS, SCALES = "_blocks", "_scales"
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of bits 000 to 111; then negative
 # What a folder does not decide; positions may be stretched, see context_extension.py.
 NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
 
@@ -120,7 +126,25 @@ def values_of(stored: Stored) -> Tensor:
     # opened for each tensor: the pages of a file count as ours for as long as it is mapped
     with safe_open(stored.file, framework="pt") as file:
         tensor: Tensor = file.get_tensor(stored.name)
-    return tensor if stored.scales is None else mxfp4.dequantized(tensor, values_of(stored.scales))
+    return tensor if stored.scales is None else dequantized(tensor, values_of(stored.scales))
+
+
+def shape_of_mxfp4(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor that blocks and scales of these shapes are, () for none."""
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != 16:
+        return ()
+    return blocks[0], blocks[2] * 32, blocks[1]
+
+
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return (experts, columns, rows) in bf16, of MXFP4."""
+    table = torch.tensor([*MXFP4, *(-x for x in MXFP4)])
+    result = torch.empty(shape_of_mxfp4(blocks.shape, scales.shape), dtype=torch.bfloat16)
+    # One expert at a time: as indices its values take 16 times the memory
+    for expert, bits, powers in zip(result, blocks, scales, strict=True):
+        values = table[torch.stack((bits & 15, bits >> 4), dim=-1).int()].flatten(-2)
+        expert.copy_((values * torch.exp2(powers[..., None].float() - 127)).flatten(1).t())
+    return result
 
 
 def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
@@ -205,9 +229,12 @@ def with_weights(name: str, key: str) -> Path:
 def text_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
     stored = inventory(folder)
-    for name, (blocks, scales) in mxfp4.pairs(stored).items():
-        shape = mxfp4.shape_of(blocks.shape, scales.shape)
-        del stored[name + mxfp4.BLOCKS], stored[name + mxfp4.SCALES]
+    packed = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
+    for name in packed:
+        if name + SCALES not in stored:
+            continue
+        blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
+        shape = shape_of_mxfp4(blocks.shape, scales.shape)
         both = {blocks.dtype, scales.dtype}
         dtype = "BF16" if both == {"U8"} else "MXFP4 that is not in bytes"
         stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)

@@ -1,16 +1,25 @@
-"""Families with a norm after each branch and none before it: OLMo 2 and 3, EXAONE 4.
+"""Families that normalize what a branch adds: OLMo 2 and 3, EXAONE 4, Gemma 3, GLM-4.
 
-OLMo normalizes all heads of q and k together. OLMo 3 has windows in three of four layers, and YaRN
-stretches the others alone. In EXAONE 4 the layers without a window have no positions.
+OLMo and EXAONE have no norm before a branch. OLMo normalizes all heads of q and k together. OLMo 3
+has windows in three of four layers, and YaRN stretches the others alone. In EXAONE 4 the layers
+without a window have no positions.
+
+Gemma 3 and GLM-4 have norms on both sides. Gemma's norms multiply by 1 + w, its windows have a rope
+of their own, and its embedding is scaled. In GLM-4 half of a head rotates, in pairs (2i, 2i + 1).
+They are folded at load: here a channel rotates with the one half of them further on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
+from longctx.config.parts import Interleaved, OnePlus, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, TwoRopes, register, windowed_layers
+
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
 @register
@@ -77,3 +86,128 @@ class Exaone4(Family):
         # A window without layers tells transformers to leave positions out
         default = self.defaults["sliding_window"] if config.nope_layers else None
         return {"sliding_window": config.window or default}
+
+
+@register
+class Gemma3Text(TwoRopes):
+    """Biases in all of attention or nowhere; windows in all layers but every sixth by default."""
+
+    model_type = "gemma3_text"
+    class_name = "Gemma3"
+    rank = 6
+    defaults = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "use_bidirectional_attention": False,
+    }
+    fixed = {"norms": "sandwich", "qk_norm": "head"}
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
+    full_every = "sliding_window_pattern"
+    keys = (
+        *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"),
+        *(full_every, "final_logit_softcapping", "use_bidirectional_attention"),
+    )
+    harmless = ("hidden_act", "cache_implementation")
+    features = (
+        *("activation", "attention_scale", "window", "window_layers", "window_rope_theta"),
+        *("multipliers.embedding", "multipliers.logit_softcap"),
+    )
+    thetas = 1_000_000.0, 10_000.0
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        source.refuse_unless(
+            "use_bidirectional_attention", source.get("use_bidirectional_attention"), (False, None)
+        )
+        activation = source.get("hidden_activation")
+        source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
+        scalar = source.size("query_pre_attn_scalar")
+        capped = source.get("final_logit_softcapping") is not None
+        return {
+            "activation": ACTIVATIONS[activation],
+            "attention_scale": None if scalar == source.size("head_dim") else scalar**-0.5,
+            "multipliers.embedding": source.size("hidden_size") ** 0.5,
+            "multipliers.logit_softcap": (
+                source.number("final_logit_softcapping", 1.0) if capped else None
+            ),
+        }
+
+    def check_features(self, config: GPTConfig) -> None:
+        if config.multipliers.embedding != config.channels**0.5:
+            raise self.cannot(config, "multipliers.embedding")
+        if config.attention_scale not in (None, self.scalar_of(config) ** -0.5):
+            raise self.cannot(config, "attention_scale")
+        if config.channels % config.heads:
+            raise self.cannot(config, "heads")
+
+    def scalar_of(self, config: GPTConfig) -> int:
+        """Return the whole number of which attention's scale is 1 / sqrt."""
+        scale = config.attention_scale
+        return config.head_size if scale is None else max(1, round(scale**-2))
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+        return {
+            # transformers wants a window even if no layer has it
+            "sliding_window": config.window or self.defaults["sliding_window"],
+            "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
+            "hidden_activation": names[config.activation],
+            "query_pre_attn_scalar": self.scalar_of(config),
+            "final_logit_softcapping": config.multipliers.logit_softcap,
+        }
+
+    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
+        keys = super().write(config, context)
+        del keys["hidden_act"]  # it has a name of its own
+        return keys
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        for piece in super().tensors(config):
+            yield piece._replace(fold=OnePlus()) if "norm" in piece.theirs else piece
+
+
+@register
+class Glm4(Family):
+    """Biases in q, k and v or nowhere; gate and up are one tensor."""
+
+    model_type = "glm4"
+    class_name = "Glm4"
+    rank = 6
+    defaults = {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    }
+    fixed = {"norms": "sandwich", "qk_norm": "none"}
+    flags = {"attention_bias": ("qkv_bias",)}
+    keys = ("partial_rotary_factor",)
+    harmless = ("mlp_bias",)
+    names = {
+        **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+        "post_attention_layernorm": "post_self_attn_layernorm",
+        "pre_feedforward_layernorm": "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    }
+    features = ("rotary_share",)
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return {"partial_rotary_factor": config.rotary_share}
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        fold = Interleaved(config.head_size, config.rotary_size)
+        for piece in super().tensors(config):
+            is_rotated = piece.theirs.split(".")[-2] in ("q_proj", "k_proj")
+            yield piece._replace(fold=fold) if is_rotated else piece

@@ -1,18 +1,16 @@
-"""GLM-4: norms on both sides of attention and MLP, half of a head rotates, in pairs (2i, 2i + 1).
+"""Experts that a sigmoid router chooses, behind some dense layers: GLM-4.5 and AFMoE (Trinity).
 
-The pairs are folded at load: here a channel rotates with the one half of them further on. GLM-4.5
-is a model of experts behind some dense layers, with norms and pairs as in Llama.
+GLM-4.5 has norms as in Llama. AFMoE has norms on both sides of each branch, a gate per channel
+after attention, and no positions in layers without a window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Interleaved, Piece
 from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register
+from longctx.model.families.family import Family, register, windowed_layers
 
 
 class SigmoidExperts(Family):
@@ -37,43 +35,6 @@ class SigmoidExperts(Family):
             raise self.cannot(config, "experts.dense_layers")
         if not config.experts.shared:
             raise self.cannot(config, "experts.shared")
-
-
-@register
-class Glm4(Family):
-    """Biases in q, k and v or nowhere; gate and up are one tensor."""
-
-    model_type = "glm4"
-    class_name = "Glm4"
-    rank = 6
-    defaults = {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-7,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-    }
-    fixed = {"norms": "sandwich", "qk_norm": "none"}
-    flags = {"attention_bias": ("qkv_bias",)}
-    keys = ("partial_rotary_factor",)
-    harmless = ("mlp_bias",)
-    names = {
-        **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-        "post_attention_layernorm": "post_self_attn_layernorm",
-        "pre_feedforward_layernorm": "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_mlp_layernorm",
-    }
-    features = ("rotary_share",)
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"partial_rotary_factor": config.rotary_share}
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        fold = Interleaved(config.head_size, config.rotary_size)
-        for piece in super().tensors(config):
-            is_rotated = piece.theirs.split(".")[-2] in ("q_proj", "k_proj")
-            yield piece._replace(fold=fold) if is_rotated else piece
 
 
 @register
@@ -132,3 +93,69 @@ class Glm4Moe(SigmoidExperts):
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
         layer = tensor.removeprefix("model.layers.").partition(".")[0]
         return layer.isdecimal() and int(layer) >= config.layers
+
+
+@register
+class Afmoe(SigmoidExperts):
+    """Biases in all of attention or nowhere; windows in all layers but every fourth by default."""
+
+    model_type = "afmoe"
+    class_name = "Afmoe"
+    rank = 8
+    defaults = {
+        **{"head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5},
+        **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+        **{"num_shared_experts": 2, "num_dense_layers": 1},
+        **{"global_attn_every_n_layers": 4, "sliding_window": 1024},
+    }
+    fixed = SigmoidExperts.fixed | {
+        **{"norms": "sandwich", "qk_norm": "head", "attention_gate": "channel"}
+    }
+    flags = {"attention_bias": ("qkv_bias", "out_bias")}
+    sizes = {
+        "num_experts": "experts.count",
+        "num_experts_per_tok": "experts.per_token",
+        "moe_intermediate_size": "experts.ffn",
+        "num_shared_experts": "experts.shared",
+    }
+    numbers = {"route_scale": "experts.scale"}
+    dense = "num_dense_layers"
+    full_every = "global_attn_every_n_layers"
+    keys = (dense, full_every, "mup_enabled")
+    # Of its published folders; its class in transformers does not read them
+    harmless = (
+        *("output_router_logits", "load_balance_coeff", "n_group", "topk_group"),
+        *("num_limited_groups", "num_expert_groups", "route_norm", "score_func"),
+    )
+    names = {
+        "mlp.gate": "mlp.router.gate",
+        "mlp.correction.weight": "mlp.expert_bias",
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "post_mlp_layernorm",
+    }
+    features = (
+        *("nope_layers", "window", "window_layers", "multipliers.embedding"),
+        "experts.dense_layers",
+    )
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        windowed = self.read_windowed(source, layers)
+        factor = source.size("hidden_size") ** 0.5 if source.flag("mup_enabled") else 1.0
+        return super().read_features(source, layers) | {
+            "nope_layers": [n for n in range(layers) if n not in windowed],
+            "multipliers.embedding": factor,
+        }
+
+    def check_features(self, config: GPTConfig) -> None:
+        super().check_features(config)
+        full = sorted({*range(config.layers)} - {*windowed_layers(config)})
+        if config.nope_layers != full:
+            raise self.cannot(config, "nope_layers")
+        if config.multipliers.embedding not in (1, config.channels**0.5):
+            raise self.cannot(config, "multipliers.embedding")
+
+    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_features(config) | {
+            "sliding_window": config.window or self.defaults["sliding_window"],
+            "mup_enabled": config.multipliers.embedding != 1,
+        }
