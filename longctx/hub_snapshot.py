@@ -20,8 +20,6 @@ NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?", re.
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SETTINGS = ("*.json", "*.jinja")  # tokenizer.json among them
 TIMEOUT = 10.0  # seconds in which the Hub must return the commit of a revision
-# In the names of errors about a connection; each transport has its own.
-NETWORK_ERRORS = ("Connect", "Timeout", "Network", "Proxy", "Protocol", "gaierror")
 
 
 class ModelName(NamedTuple):
@@ -160,11 +158,6 @@ def failure(setting: str, error: Exception) -> Exception:
 
     code = status(error)
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
-    if code is not None and not is_refused(error):
-        hint = "; HF_TOKEN allows more requests" if code == 429 else ""
-        return ConnectionError(
-            f"{setting}: the Hugging Face Hub answers {code}; try again later{hint}"
-        )
     if isinstance(error, errors.GatedRepoError):
         return ValueError(
             f"{setting}: gated; accept its terms at {constants.ENDPOINT}, then {log_in}"
@@ -174,17 +167,9 @@ def failure(setting: str, error: Exception) -> Exception:
             f"{setting}: no such folder here, and no such name or revision at the Hugging Face Hub "
             f"that can be read; check both; if it is private, {log_in}"
         )
-    missing_or_network = (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
-    is_of_network = any(
-        isinstance(cause, missing_or_network)
-        or any(sign in type(cause).__name__ for sign in NETWORK_ERRORS)
-        for cause in files.causes(error)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ConnectionError(
+        f"{setting}: no such folder here, and it cannot be read from the Hub or the cache "
+        f"{constants.HF_HUB_CACHE} ({reason}); without a network give a local path, or try again "
+        "later"
     )
-    if constants.HF_HUB_OFFLINE or is_of_network:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub cannot be reached"
-        return ConnectionError(
-            f"{setting}: no such folder here, not whole in the cache {constants.HF_HUB_CACHE}, "
-            f"and {why}; give a local path, or fill the cache with a network"
-        )
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return ValueError(f"{setting}: cannot be read ({type(error).__name__}: {reason})")
