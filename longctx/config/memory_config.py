@@ -35,6 +35,14 @@ POLICIES = {
 }
 
 
+def tile_size(tokens: int, limit: int) -> int:
+    """Return the tokens of a tile, `limit` at most: all tiles are about equal, a multiple of 128."""
+    if tokens <= limit:
+        return tokens
+    tiles = -(-tokens // limit)
+    return min(limit, -(-tokens // tiles // 128) * 128)
+
+
 @dataclass
 class MemoryConfig(Group):
     """Activations saved for backward, and their place; null: as in the policy."""

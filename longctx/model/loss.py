@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx.config.memory_config import tile_size
 from longctx.kernels import HAS_TRITON
 
 if HAS_TRITON:
@@ -229,9 +230,7 @@ class _Chunks:
         `grad` (N,) weighs each token in the gradients.
         """
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
-        pieces = max(1, -(-len(targets) // chunk))
-        # chunks of about equal size, a multiple of 128
-        size = min(chunk, -(-len(targets) // pieces // 128) * 128)
+        size = tile_size(len(targets), chunk)
         for start in range(0, len(targets), size):
             rows = slice(start, start + size)
             own = None if grad is None else grad[rows, None]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.memory_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.model.rope import Angles
@@ -316,10 +316,7 @@ def _tiles(tile: int, tokens: int) -> Iterator[slice]:
     """Slices of at most `tile` tokens (0: all), of one size but for the last: compiled code depends
     on the size.
     """
-    size = tokens
-    if tile:
-        pieces = -(-tokens // tile)
-        size = min(tile, -(-tokens // pieces // 128) * 128)
+    size = tile_size(tokens, tile or tokens)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 

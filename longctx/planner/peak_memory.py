@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from longctx.config.block import Block
+from longctx.config.memory_config import tile_size
 from longctx.config.parallel_config import kv_copies
 from longctx.config.parts import FP32, Pass
 from longctx.planner import links, optimizer_cost
@@ -108,7 +109,7 @@ class _Step:
         held = 2.0 * sum(block.weights for block, in_8_bits in pairs if in_8_bits)
         self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32
-        self.tile = self.tile_of(self.memory.mlp_tile or self.N)
+        self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
         self.exchanged = self.exchange()
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
@@ -216,11 +217,6 @@ class _Step:
             texts = max(1, self.B * self.T // length)
             yield "pass keys", _sum(resting, self.validation(texts, length))
 
-    def tile_of(self, limit: int) -> int:
-        """Return the tokens of a tile, at most `limit`; `recompute.py` makes all about equal."""
-        pieces = -(-self.N // limit)
-        return self.N if pieces == 1 else min(limit, -(-self.N // pieces // 128) * 128)
-
     def always(self) -> Terms:
         """Return parameters, optimizer state, and the tensors that all layers read."""
         row_tokens = self.B * self.T  # every device of a row has all of it
@@ -297,9 +293,9 @@ class _Step:
         return float(costs.saved if keeps_input else costs.saved_without_input)
 
     def logits(self, bytes_each: int) -> float:
-        """Return the bytes of a chunk's logits; chunks of the loss are about equal."""
+        """Return the bytes of a chunk's logits."""
         chunk = self.memory.chunk(self.V, self.device)
-        return float(bytes_each * self.V * self.tile_of(chunk))
+        return float(bytes_each * self.V * tile_size(self.N, chunk))
 
     def loss(self) -> Terms:
         """Return the last norm's input and output, logits of a chunk, and their gradients.

@@ -204,21 +204,6 @@ def test_auto_is_compiled_without_a_warning(monkeypatch):
     assert compiled(torch.zeros(1))[1] == "triton-hopper"
 
 
-def test_auto_by_device_and_head_size(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cpu, half = torch.device("cpu"), torch.float16
-    assert flash_op.implementation(cpu, half, 128) == "torch-tiled"
-    monkeypatch.setattr(flash_op, "_major", lambda device: 9)
-    monkeypatch.setattr(flash_op, "runs_hopper", lambda device, dtype, head_dim: head_dim == 128)
-    gpu = torch.device("cuda")
-    assert flash_op.implementation(gpu, half, 128) == "triton-hopper"
-    assert flash_op.implementation(gpu, half, 256) == "triton-portable"
-    assert flash_op.implementation(gpu, half, 128, "portable") == "triton-portable"
-    torch.use_deterministic_algorithms(True)
-    assert flash_op.implementation(gpu, half, 128) == "triton-hopper-ordered"
-    assert flash_op.implementation(gpu, half, 256) == "triton-portable"
-
-
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     LlamaConfig,
-    MinistralConfig,
-    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen3Config,
     SmolLM3Config,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -39,14 +36,9 @@ def stretched(rope: str) -> LlamaConfig:
 
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**GROUPED, tie_word_embeddings=True),
-    "mistral, windows": MistralConfig(**GROUPED, sliding_window=9, head_dim=16),
-    "ministral, some windows": MinistralConfig(
-        **GROUPED, sliding_window=9, head_dim=8, layer_types=["sliding_attention", "full_attention"]
-    ),
     "qwen2, biases and half windowed": Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
     ),
-    "qwen3, norms of q and k": Qwen3Config(**SIZES, num_key_value_heads=6, head_dim=16),
     "smollm3, layers without positions": SmolLM3Config(
         **GROUPED, no_rope_layer_interval=2, **SPECIAL
     ),

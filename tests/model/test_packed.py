@@ -177,24 +177,8 @@ def test_loading_holds_no_wide_copy(tmp_path: Path, by_transformers: str) -> Non
     assert own == added.frozen_bytes(config, each=2) + 4 * added.parameters(config)
 
 
-def test_merged_it_computes_the_same() -> None:
-    model = with_base("nf4", qkv_bias=True)
-    expected = model(TOKENS)
-    merged = lora.merge(model)
-    torch.testing.assert_close(merged(TOKENS), expected, rtol=1e-4, atol=1e-5)
-    assert all(p.requires_grad and p.is_floating_point() for p in merged.parameters())
-
-
 def test_matrices_that_do_not_fit_are_refused() -> None:
     narrow = GPTConfig(**SIZES | {"channels": 96, "heads": 6})
     with pytest.raises(ValueError, match=r"lora\.base=nf4: a matrix has 96 columns"):
         LoraConfig(rank=2, base="nf4").check_base(narrow)
     LoraConfig(rank=2, base="fp8").check_base(narrow)
-
-
-def test_a_skeleton_holds_nothing() -> None:
-    with torch.device("meta"):
-        model = lora.add(build(GPTConfig(**SIZES)), LoraConfig(rank=2, base="nf4"))
-    assert all(p.is_meta for p in model.parameters())
-    shapes = {name: p.shape for name, p in with_base("nf4").named_parameters()}
-    assert shapes["blocks.0.attention.qkv.weight"] == (128, packed_width("nf4", 64))

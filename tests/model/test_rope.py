@@ -106,18 +106,6 @@ def test_no_document_is_longer_than_the_row_without_padding() -> None:
     assert number.tolist() == [0] * 208
 
 
-def test_scores_depend_on_distance_alone() -> None:
-    rope = Rope(16, 10000.0)
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).unbind(0)
-
-    def score(i: int, j: int) -> float:
-        at_i, at_j = (rope(torch.tensor([[position]])) for position in (i, j))
-        return float((rotate(q, *at_i) * rotate(k, *at_j)).sum())
-
-    for shift in (1, 1000, 999_983):
-        assert score(7 + shift, 3 + shift) == pytest.approx(score(7, 3), abs=1e-5)
-
-
 def test_frequencies_stay_fp32_in_a_16_bit_module() -> None:
     rope = Rope(8, 10000.0).bfloat16()
     cos, _ = rope(torch.arange(4)[None])
