@@ -36,7 +36,7 @@ POLICIES = {
 
 
 def tile_size(tokens: int, limit: int) -> int:
-    """Return the tokens of a tile, `limit` at most: all tiles are about equal, a multiple of 128."""
+    """Return the tokens of a tile, `limit` at most; all tiles are about equal."""
     if tokens <= limit:
         return tokens
     tiles = -(-tokens // limit)
