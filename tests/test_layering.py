@@ -92,7 +92,7 @@ WITHOUT = {
     "import longctx; assert longctx.__version__": LARGE | {"numpy"},
     "import longctx.attention.description": LARGE | {"numpy"},
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
-    "import longctx.report.compare, longctx.report.watch": LARGE | {"numpy"},
+    "import longctx.report.compare": LARGE | {"numpy"},
     "from longctx.report.dashboard import sections; sections()": LARGE,
     """from longctx.config.data_config import DataConfig
 from longctx.data.sources import check_overrides, read_documents

@@ -397,7 +397,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(
         command_config.CompareOptions, "longctx.report.compare:compare", spreads=True
     ),
-    "watch": Command(command_config.WatchOptions, "longctx.report.watch:watch", spreads=True),
+    "watch": Command(command_config.WatchOptions, "longctx.report.run_view:watch", spreads=True),
     "dashboard": Command(
         command_config.DashboardOptions, "longctx.report.dashboard:dashboard", spreads=True
     ),

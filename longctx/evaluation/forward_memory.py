@@ -137,11 +137,9 @@ def choose_strategy(
     if not STRATEGIES[strategy].shards_weights and memory.weights > room / 2:
         advice.append("more devices with strategy=fsdp")
     value = f"[{forward.length}]" if forward.key != "seq_len" else forward.length
-    texts = f"{forward.rows:,} texts" if forward.rows > 1 else "one text"
-    cache = f"{memory.cache / GIB:,.1f} for keys and values, " if memory.cache else ""
     raise ValueError(
-        f"{forward.key}={value}: for {texts} of {forward.length:,} tokens at a time "
-        f"{memory.total / GIB:,.1f} GiB of {'memory' if device == 'cpu' else 'GPU memory'} are "
-        f"predicted ({cache}{memory.weights / GIB:,.1f} for weights), and there are "
-        f"{room / GIB:,.1f}; give {' or '.join(advice)}"
+        f"{forward.key}={value}: {forward.rows:,} × {forward.length:,} tokens at a time are "
+        f"predicted to need {memory.total / GIB:,.1f} GiB of "
+        f"{'memory' if device == 'cpu' else 'GPU memory'}, and there are {room / GIB:,.1f}; give "
+        f"{' or '.join(advice)}"
     )

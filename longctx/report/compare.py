@@ -11,9 +11,8 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longctx.report.cost import cost_of, record_of, write_records
 from longctx.report.page import Table, is_loss, write_page
-from longctx.report.run_view import Run, read
+from longctx.report.run_view import Run, cost_of, read, record_of, write_records
 from longctx.runs.metrics import Metric, Row, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
 

@@ -1,26 +1,48 @@
-"""A run as a report shows it: its configuration, its figures, its curves, and how it ended."""
+"""A run as a report shows it: its configuration, its figures, its curves, how it ended, and what it
+costs; `watch` follows one that another process trains.
+"""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from longctx import untrusted
+from longctx import files, tables, untrusted
 from longctx.runs import metrics
-from longctx.runs.evaluations import Evaluations, Line, read_evaluations
-from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Row, Shown, finite, is_step, number
-from longctx.runs.metrics_file import odd_value, read_rows
+from longctx.runs.evaluations import (
+    Evaluations,
+    Line,
+    read_evaluations,
+    without_infinite,
+)
+from longctx.runs.metrics import (
+    BY_POSITION,
+    FACTS_FOUND,
+    Row,
+    Shown,
+    finite,
+    is_step,
+    line,
+    number,
+)
+from longctx.runs.metrics_file import Tail, odd_value, read_rows
 from longctx.runs.run_folder import is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
 Curve = dict[str, list[float]]
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
+PAUSE = 0.5  # seconds between two looks
 
 
 @dataclass
@@ -211,3 +233,122 @@ def reduced(rows: list[Row], key: str, points: int) -> Curve:
 def short(values: Iterable[float]) -> list[float]:
     """Round numbers to the five digits that a drawing can show."""
     return [float(f"{value:.5g}") for value in values]
+
+
+class Cost(NamedTuple):
+    """The machine of a run and what its time there costs.
+
+    seconds: wall time since training began, validations and saves included, resumes added up.
+    gpu_hours: of all GPUs together; None on a CPU. money, tokens_per_money: None without a price.
+    """
+
+    device: str
+    devices: int
+    seconds: float | None
+    gpu_hours: float | None
+    money: float | None
+    tokens_per_money: float | None
+
+    @property
+    def hardware(self) -> str:
+        """Return the number and the name of the devices."""
+        return f"{self.devices} × {self.device}" if self.devices > 1 else self.device
+
+
+def cost_of(
+    config: Mapping[str, Any], figures: Row, lock: Mapping[str, str], price: float | None
+) -> Cost:
+    """Return the cost of a run at `price` for an hour of one GPU.
+
+    `lock` holds the cells of its kernel lock, which name the GPU.
+    """
+    is_gpu = "memory_peak_gib" in figures
+    devices = config.get("devices", 1)
+    devices = devices if isinstance(devices, int) and devices > 0 else 1
+    seconds = next(iter(finite([figures.get("seconds")])), None)
+    hours = seconds * devices / 3600 if is_gpu and seconds is not None else None
+    money = None if hours is None or price is None else hours * price
+    tokens = number(figures, "tokens_seen")
+    device = lock.get("device", "GPU") if is_gpu else "CPU"
+    return Cost(device, devices, seconds, hours, money, tokens / money if money else None)
+
+
+def record_of(run: Run, price: float | None) -> dict[str, Any]:
+    """Return the figures of a run as plain numbers, for a file."""
+    cost = cost_of(run.config, run.figures, run.lock, price)
+    return {
+        "run": run.label,
+        "folder": str(run.folder),
+        "ended": run.ended,
+        "attention": run.config.get("attention.backend"),
+        "kernel": run.lock.get("kernel"),
+        "fingerprint": run.lock.get("fingerprint"),
+        "seq_len": run.config.get("seq_len"),
+        **cost._asdict(),
+        **run.figures,
+    }
+
+
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write a row for each run to a .csv, or an object for each to a .json, atomically."""
+    if path.suffix == ".json":
+        text = json.dumps(without_infinite(list(records)), indent=1, allow_nan=False) + "\n"
+    else:
+        columns = list(dict.fromkeys(key for record in records for key in record))
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        writer.writerow({key: _cell(key) for key in columns})
+        writer.writerows({key: _cell(value) for key, value in row.items()} for row in records)
+        text = stream.getvalue()
+    files.write_for_key("table", path, text)
+
+
+def _cell(value: Any) -> Any:
+    """Return a value whose text no spreadsheet takes for a formula."""
+    is_formula = isinstance(value, str) and value.startswith(FORMULA)
+    return f"'{value}" if is_formula else value
+
+
+def watch(folder: Path, price: float | None = None) -> None:
+    """Print the newest row of the run in `folder` and the later ones, until no process trains it;
+    then its end, with its cost at `price` for an hour of one GPU.
+
+    Raises ValueError or OSError if there is none.
+    """
+    config, tail = read_config(folder), Tail(folder)
+    # Asked before the rows are read, as in `following`.
+    training = is_training(folder)
+    rows = tail.rows()
+    if not rows and not training:
+        raise ValueError(
+            f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
+        )
+    console = tables.console()
+    numbers: Row = {key: value for row in rows for key, value in row.items()}
+    for row in following(folder, tail, rows[-1:]):
+        numbers |= row
+        console.print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", soft_wrap=True)
+    end = ending(numbers.get("step", 0), config.get("max_steps"), is_training(folder))
+    lock: dict[str, str] = {}
+    with suppress(OSError, ValueError, AttributeError):
+        lock = kernel_lock(folder)
+    cost = cost_of(config, numbers, lock, price)
+    spent = [f"hardware {cost.hardware}"]
+    spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
+    spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
+    spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
+    console.print("  ".join([end, *spent]), soft_wrap=True)
+
+
+def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row]:
+    """Yield `rows` and the later ones, until the process that trains the run ends."""
+    training = True
+    while True:
+        yield from rows
+        if not training:
+            return
+        # Asked before the rows are read, so that rows of the last moment are not missed.
+        training = is_training(folder)
+        if training:
+            time.sleep(PAUSE)
+        rows = tail.rows()

@@ -127,13 +127,6 @@ def test_an_odd_file_is_built_again(text_config, capsys, name, fault) -> None:
     assert capsys.readouterr().err.count("built again") == 1
 
 
-def test_a_second_load_builds_nothing(text_config, tmp_path) -> None:
-    before = Data(text_config(), 32)
-    times = [file.stat().st_mtime_ns for file in files_of(tmp_path / "cache")]
-    assert Data(text_config(), 32).fingerprint == before.fingerprint
-    assert [file.stat().st_mtime_ns for file in files_of(tmp_path / "cache")] == times
-
-
 def test_other_choices_have_other_folders(text_config, corpus) -> None:
     first = Data(text_config(), 32)
     for other in (

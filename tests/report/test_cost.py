@@ -9,9 +9,7 @@ import pytest
 
 from longctx import cli
 from longctx.report.compare import costs, differing, error_of
-from longctx.report.cost import cost_of
-from longctx.report.run_view import read
-from longctx.report.watch import watch
+from longctx.report.run_view import cost_of, read, watch
 from tests.report.run_files import make, step
 
 HOSTILE = "=cmd|'/C calc'!A0<script>alert(1)</script>"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longctx.report import watch
+from longctx.report import run_view
 from longctx.runs import run_folder
 from tests.report.run_files import make, step
 
@@ -27,8 +27,8 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
     training = train()
     next(training)
     # Each pause of watch is a part of the run
-    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=lambda _: next(training)))
-    watch.watch(folder)
+    monkeypatch.setattr(run_view, "time", SimpleNamespace(sleep=lambda _: next(training)))
+    run_view.watch(folder)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
     assert "loss 0.2500" in lines[-2]
@@ -37,12 +37,12 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
 
 def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="/r"):
-        list(watch.following(tmp_path / "r", watch.Tail(tmp_path / "r"), []))
+        list(run_view.following(tmp_path / "r", run_view.Tail(tmp_path / "r"), []))
 
 
 def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
     folder = make(tmp_path / "a", [step(1), step(2), step(3)])
-    tail = watch.Tail(folder)
+    tail = run_view.Tail(folder)
     assert [row["step"] for row in tail.rows()] == [1, 2, 3]
     assert tail.rows() == []
     for steps in ([2], [4, 5, 6, 7]):
@@ -53,6 +53,6 @@ def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
 
 def test_watch_needs_a_run(tmp_path):
     with pytest.raises(ValueError, match="no metrics yet"):
-        watch.watch(make(tmp_path / "empty", rows=[]))
+        run_view.watch(make(tmp_path / "empty", rows=[]))
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
-        watch.watch(tmp_path / "none")
+        run_view.watch(tmp_path / "none")

@@ -11,8 +11,7 @@ import pytest
 from longctx.report import dashboard
 from longctx.report.compare import compare
 from longctx.report.page import described, headings
-from longctx.report.run_view import read
-from longctx.report.watch import watch
+from longctx.report.run_view import read, watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
