@@ -34,14 +34,13 @@ from longctx.runs.metrics import (
     line,
     number,
 )
-from longctx.runs.metrics_file import Tail, odd_value, read_rows
+from longctx.runs.metrics_file import Tail, read_rows
 from longctx.runs.run_folder import is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
 Curve = dict[str, list[float]]
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with which a spreadsheet begins to compute
 PAUSE = 0.5  # seconds between two looks
 
 
@@ -79,10 +78,6 @@ def read(folder: Path, points: int) -> Run:
         raise ValueError(
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
-        )
-    if odd := odd_value(rows):
-        raise ValueError(
-            f"{folder}: {odd} in metrics.jsonl, which no run writes; take that line out"
         )
     numbers = metrics.figures(rows)
     # A broken evaluation or lock costs the run no other figure, so it is only a note.
@@ -297,16 +292,10 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         columns = list(dict.fromkeys(key for record in records for key in record))
         stream = io.StringIO()
         writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writerow({key: _cell(key) for key in columns})
-        writer.writerows({key: _cell(value) for key, value in row.items()} for row in records)
+        writer.writeheader()
+        writer.writerows(records)
         text = stream.getvalue()
     files.write_for_key("table", path, text)
-
-
-def _cell(value: Any) -> Any:
-    """Return a value whose text no spreadsheet takes for a formula."""
-    is_formula = isinstance(value, str) and value.startswith(FORMULA)
-    return f"'{value}" if is_formula else value
 
 
 def watch(folder: Path, price: float | None = None) -> None:

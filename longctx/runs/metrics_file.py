@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from longctx import files, untrusted
-from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
+from longctx.runs.metrics import Row
 
 FILE = "metrics.jsonl"
-LARGEST = 1e300  # a sum of 100 million such numbers is still a float
 
 
 class Writer:
@@ -106,20 +105,6 @@ def parsed(line: bytes) -> Row | None:
         return None
     is_row = type(value.get("step")) is int and type(value.get("tokens_seen")) is int
     return value if is_row else None
-
-
-def odd_value(rows: list[Row]) -> str:
-    """Return the first `key=value` that no run writes, such as a list; empty if there is none."""
-    # One such number would end a report on many runs, or draw curves that nobody can see
-    for row in rows:
-        for key, value in row.items():
-            if value is None or (key == SAMPLE and isinstance(value, str)):
-                continue
-            is_number = isinstance(value, int | float) and not LARGEST < abs(value) < math.inf
-            family, _, position = key.partition("/")
-            if not is_number or (family == BY_POSITION and not position.isdecimal()):
-                return f"{key}={value}"[:80]
-    return ""
 
 
 def drop_after(folder: Path, step: int) -> None:

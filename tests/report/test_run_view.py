@@ -117,18 +117,6 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
             watch(runs[0])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("loss", 10**400), ("mfu", "high"), ("val_loss_by_position/x", 1.0)]
-)
-def test_run_with_an_odd_number_is_left_out(tmp_path, capsys, key, value):
-    row = json.dumps({"step": 20, "tokens_seen": 2000, key: value}) + "\n"
-    folders = [make(tmp_path / "a", tail=row), make(tmp_path / "b")]
-    compare(folders, tmp_path / "x.html")
-    printed = capsys.readouterr()
-    assert f"left out: {folders[0]}" in printed.err and f"{key}=" in printed.err
-    assert "finished" in printed.out
-
-
 def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
     lock = read(locked(tmp_path / "a", LOCK), 100).lock
     assert lock.keys() == {"kernel", "torch", "triton", "sources", "fingerprint"}
