@@ -6,7 +6,6 @@ each table whole, without lines or colours, however wide it is.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -19,7 +18,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-FOLDED = 28  # columns of a terminal that a text of several lines is given at least
 WIDEST = 10_000  # columns at which nothing is wrapped
 
 
@@ -65,8 +63,8 @@ def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str 
     for column, heading in enumerate(headings):
         cells = [row[column].plain for row in texts]
         is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)
-        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_number else "fold"
-        table.add_column(Text(heading), justify="right" if is_number else "left", overflow=overflow)
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(Text(heading), justify=justify, overflow="fold")
     for row in texts:
         table.add_row(*row)
     return table
@@ -87,8 +85,7 @@ def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
     """Print `table`, or several if the terminal is too narrow. Each begins with the first `keys`
     columns.
 
-    Only a column with overflow="fold" is broken into lines, and headings between words, unless
-    `keys` and one more column are too wide.
+    A cell is broken into lines only if it and the first columns are too wide.
     """
     output = output or console()
     if not output.is_terminal:
@@ -103,18 +100,15 @@ def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
     if measured(table, output).maximum <= output.width:
         output.print(table)
         return
-    # Each group takes as many columns as fit, with the cells of most columns unbroken.
+    # Each group takes as many columns as fit; a text that is too wide has lines, in its own group
     groups: list[list[int]] = [[]]
     for column in range(keys, len(table.columns)):
-        wider = narrow(table, [*range(keys), *groups[-1], column])
-        if groups[-1] and measured(wider, output).minimum > output.width:
+        wider = part_of(table, [*range(keys), *groups[-1], column])
+        if groups[-1] and measured(wider, output).maximum > output.width:
             groups.append([])
         groups[-1].append(column)
     for number, group in enumerate(groups):
-        part = narrow(table, [*range(keys), *group])
-        # Broken words are hard to read, but an ellipsis would lose figures.
-        if measured(part, output).minimum > output.width:
-            part = narrow(table, [*range(keys), *group], folds=True)
+        part = part_of(table, [*range(keys), *group])
         part.title = None if number else table.title
         output.print(part)
 
@@ -124,23 +118,15 @@ def measured(table: Table, output: Console) -> Measurement:
     return Measurement.get(output, output.options.update(width=WIDEST), table)
 
 
-def narrow(table: Table, columns: Sequence[int], folds: bool = False) -> Table:
-    """Return the `columns` of `table`, with headings of several lines; `folds` lets cells have
-    several, too.
-    """
+def part_of(table: Table, columns: Sequence[int]) -> Table:
+    """Return the `columns` of `table`, with a line for each word of a heading."""
     part = copy(table)
-    part.columns = []
-    for index, number in enumerate(columns):
-        column = table.columns[number]
-        heading, cells = str(column.header), map(str, column.cells)
-        lines = [line for text in (*heading.split(), *cells) for line in text.split("\n")]
-        width = max(map(cell_len, lines), default=1)
-        wrapped = textwrap.wrap(heading, width, break_long_words=False, break_on_hyphens=False)
-        # rich narrows every column that may wrap, whatever its min_width
-        can_fold = folds or column.overflow == "fold"
-        least = None if folds else min(FOLDED, width) if can_fold else width
-        column = replace(column, _index=index, header=Text("\n".join(wrapped)), overflow="fold")
-        part.columns.append(replace(column, no_wrap=not can_fold, min_width=least))
+    chosen = [table.columns[number] for number in columns]
+    part.columns = [
+        # Broken words are hard to read, but an ellipsis would lose figures
+        replace(column, _index=index, header="\n".join(str(column.header).split()), overflow="fold")
+        for index, column in enumerate(chosen)
+    ]
     return part
 
 

@@ -241,8 +241,6 @@ class TrainConfig(Group):
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         self.optimizer.check_beside(state, self.lora.rank)
-        # Two documents of two tokens each, on two ranks
-        is_short = isinstance(self.seq_len, int) and self.seq_len < 8
         refuse(
             (
                 self.max_tokens is not None and self.max_steps is not None,
@@ -255,18 +253,9 @@ class TrainConfig(Group):
                 "the first a letter or digit",
             ),
             (
-                self.context.check and is_short,
-                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
-                "documents into each sequence; give 8 or more, or leave the check out",
-            ),
-            (
                 self.rope.type != "keep" and self.init is None,
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; "
                 "leave rope out",
-            ),
-            (
-                self.transformers != "auto" and self.init is None,
-                f"transformers={self.transformers}: init= names no model; leave it out",
             ),
             (
                 # 16 bits lose a change of less than 1/256, so the average would stand still.
@@ -401,7 +390,6 @@ class TrainConfig(Group):
                 any(not -layers <= layer < layers for layer in self.bf16_layers),
                 f"{setting}: layers from 0 to {layers - 1}, or from the last, -1",
             ),
-            (distinct < len(self.bf16_layers), f"{setting}: names a layer twice; name each once"),
             (distinct == layers, f"{setting}: leaves no layer in FP8; use precision=bf16"),
         )
 
