@@ -382,7 +382,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "export": Command(
         command_config.ExportOptions,
-        "longctx.model.export_checkpoint:run",
+        "longctx.model.export:run",
         _check_export,
         uses_torch=True,
     ),

@@ -1,7 +1,8 @@
-"""Write a GPT as a Hugging Face folder: config.json, generation_config.json, weights, tokenizer.
+"""Write a GPT as a Hugging Face folder: config.json, generation_config.json, weights, tokenizer; or
+LoRA's additions as an adapter. `longctx export runs/NAME out/` writes the model of a checkpoint.
 
-It opens in transformers and in what reads its formats. The folder appears under its name only when
-it is complete.
+It opens in transformers, or peft, and in what reads its formats. The folder appears under its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import files, untrusted
-from longctx.config.model_config import GPTConfig
+from longctx import files, hub_snapshot, untrusted
+from longctx.config.command_config import ExportOptions
+from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parts import Piece
+from longctx.model import huggingface, lora, packed
 from longctx.model.families import family_of, multimodal, read_model
 from longctx.model.families.family import Family
 from longctx.model.gpt import GPT
 from longctx.model.huggingface import inventory, values_of
-from longctx.runs.checkpoints import not_finite
+from longctx.model.restore import copy_weights, lora_of, mapped_model
+from longctx.runs import run_folder
+from longctx.runs.checkpoints import not_finite, read, verify
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -234,3 +239,205 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write `content` as the JSON files of a Hugging Face folder are written."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def run(options: ExportOptions) -> None:
+    """Read the checkpoint of `options`, write the folder, print a line about it."""
+    out = Path(options.out)
+    check_out(out)
+    file = run_folder.checkpoint_of(Path(options.run), "run")
+    verify(file)
+    checkpoint = read(file)
+    config = checkpoint["longctx"]["config"]
+    model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
+    seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
+    if options.adapter:
+        run_adapter(model, file, checkpoint, added, seq_len, out)
+        return
+    if added.rank is not None:
+        model = merged(model, str(config.get("init")), added.base)
+    context = max(seq_len, model.config.context or 0)
+    tokenizer_folder = file.resolve().parent.parent
+    dtype = SHORT_NAMES[options.dtype] if options.dtype else None
+    wrapper = wrapper_of(config)
+    export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9), wrapper)
+    written = dtype or model.embed.weight.dtype
+    name = next(name for name, short in SHORT_NAMES.items() if short == written)
+    parameters = f"{model.config.parameters():,} parameters of {file}"
+    print(f"{out}: {parameters}, {name}, for {context:,} tokens")
+
+
+def wrapper_of(config: dict[str, Any]) -> Path | None:
+    """Return the multimodal folder that a run with this `config`, or one before it, began with.
+
+    If its first weights are gone, a line on stderr names the loss.
+    """
+    if config.get("init") is None:
+        return None
+    init = str(config["init"])
+    try:
+        folder = hub_snapshot.folder(init, "init")
+        if run_folder.is_run(folder):
+            return wrapper_of(read(run_folder.checkpoint_of(folder, "init"))["longctx"]["config"])
+        return huggingface.with_weights(init, "init") if multimodal.wraps(folder) else None
+    except (OSError, ValueError):
+        family = family_of(GPTConfig.of_saved(config["model"]))
+        if family.model_type in multimodal.WRAPPERS.values():
+            lost = "what it had beside a text model is not exported"
+            print(f"warning: init={init} is gone; {lost}", file=sys.stderr)
+        return None
+
+
+def merged(model: GPT, init: str, base: str | None = None) -> GPT:
+    """Add LoRA's products to the weights of `init`, in their own dtype.
+
+    The run rounded its copy of these weights to its precision, or packed it as `base`. If they are
+    gone or have changed, that copy is merged, and a line on stderr says so.
+    """
+    try:
+        visit(model, init, check_rounded)
+    except (OSError, ValueError) as error:
+        copy = f"the run's own copy, in {base or model.embed.weight.dtype}, is merged"
+        print(f"warning: init={init}: {error}; {copy}", file=sys.stderr)
+        return lora.merge(model.float())
+    packed.unpack(model, model.embed.weight.dtype)
+    visit(model, init, put_unrounded)
+    return lora.merge(model)
+
+
+def visit(model: GPT, init: str, write: Callable[[Tensor, Tensor, int], None]) -> None:
+    """Call `write` with each weight of `model`, the values that `init` has for it, and the row of
+    the first of them.
+    """
+    path = huggingface.with_weights(init, "init")
+    if run_folder.is_run(path):
+        copy_weights(model, path, read(path), lambda rows, weight: write(weight, rows[:], 0))
+    else:
+        huggingface.load_weights(model, path, write)
+
+
+def check_rounded(weight: Tensor, values: Tensor, first: int) -> None:
+    """Raise ValueError unless rows of `weight` are `values`, as the run rounded or packed them."""
+    rows = weight[first : first + len(values)]
+    if packed.is_packed(weight):
+        # A GPU may round a value in the middle of two codes otherwise
+        equal = float((rows == packed.packed(values, weight.shape[1])).float().mean()) > 0.99
+    else:
+        equal = torch.equal(rows, values.to(weight.dtype))
+    if not equal:
+        raise ValueError("its weights are not those that the run began with")
+
+
+def put_unrounded(weight: Tensor, values: Tensor, first: int) -> None:
+    """Put `values` in the place of rows of `weight`, which takes their dtype."""
+    weight.data = weight.data.to(values.dtype)
+    weight.data[first : first + len(values)] = values
+
+
+def run_adapter(
+    model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path
+) -> None:
+    """Write the weights that LoRA trained, as peft reads them.
+
+    If positions are stretched, a config.json to open the base model with is written too.
+    """
+    if added.rank is None:
+        raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
+    config = checkpoint["longctx"]["config"]
+    base, revision = str(config.get("init")), None
+    stretched = config.get("rope", {}).get("type", "keep") != "keep"
+    if (from_hub := hub_snapshot.model_name(base)) is not None:
+        base, revision = from_hub
+    elif Path(base).exists() and not (Path(base) / "config.json").is_file():
+        raise ValueError(
+            f"adapter=true: init={base} is of a run, and peft opens Hugging Face folders only; "
+            "leave adapter out, which writes the merged model"
+        )
+    elif Path(base).is_dir():
+        base = str(Path(base).resolve())
+        positions = ("rope_theta", "rope_scaling", "context")
+        stretched = any(
+            getattr(model.config, key) != getattr(huggingface.read_config(base), key)
+            for key in positions
+        )
+    context = max(seq_len, model.config.context or 0)
+    # Its class in transformers names the layers, also if another one would do
+    family = read_model(hub_snapshot.folder(str(config.get("init")), "init"))[0]
+    opened_with = family.write(model.config, context) if stretched else None
+    wrapper = wrapper_of(config)
+    if wrapper is not None and opened_with is not None:
+        opened_with = multimodal.wrapped(wrapper, opened_with)
+    is_wrapped = wrapper is not None
+    export_adapter(model, added, base, out, opened_with, revision, is_wrapped, family)
+    print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
+    if stretched:
+        opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
+        print(f"its positions are stretched, which peft does not do: {opening}")
+
+
+def export_adapter(
+    model: GPT,
+    config: LoraConfig,
+    base: str,
+    out: Path,
+    architecture: dict[str, Any] | None = None,
+    revision: str | None = None,
+    in_wrapper: bool = False,
+    family: Family | None = None,
+) -> None:
+    """Write the adapter of `model` to the new folder `out` as peft reads it.
+
+    `base` names the model of the frozen weights, `revision` its commit at the Hub. `architecture`
+    is the config.json to open it with, if its own will not do, such as for stretched positions.
+    `in_wrapper`: the model is the text model of a multimodal one. `family` is that of `base`.
+    """
+    # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
+    tensors: dict[str, Tensor] = {}
+    modules = model.named_modules()
+    layers = {name: module for name, module in modules if isinstance(module, lora.LoraLinear)}
+    for piece in tensors_of(model, family):
+        layer = layers.get(piece.ours.removesuffix(".weight"))
+        if layer is not None and piece.ours.endswith(".weight"):
+            name = piece.theirs.removesuffix(".weight")
+            # A wrapper's language model lies one level deeper
+            if in_wrapper:
+                name = name.replace("model.", "model.language_model.", 1)
+            path = f"base_model.model.{name}"
+            # safetensors refuses tensors that share memory, as copies of A would
+            tensors[f"{path}.lora_A.weight"] = layer.lora_a.detach().clone()
+            lora_b = piece.fold.save(layer.lora_b.detach()[piece.rows])
+            tensors[f"{path}.lora_B.weight"] = lora_b.clone()
+
+    warn_of_not_finite(not_finite(tensors))
+    adapter: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    # The folder is renamed to `out` when it is whole
+    with files.atomic(out) as folder:
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        files.as_umask_allows(folder / "adapter_model.safetensors")
+        write_json(folder / "adapter_config.json", adapter)
+        if architecture is not None:
+            write_json(folder / "config.json", architecture)
+
+
+def tensors_of(model: GPT, family: Family | None) -> Iterator[Piece]:
+    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
+    if not model.config.transformers:
+        yield from (family or family_of(model.config)).tensors(model.config)
+        return
+    for name, weight in model.named_parameters():
+        theirs: Any = model
+        yield Piece(theirs.name_of(name), name, 0, tuple(weight.shape))

@@ -14,26 +14,18 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from longctx import files
 from longctx.config.model_config import LoraConfig
-from longctx.config.parts import Piece
 from longctx.kernels import linear
 from longctx.model import packed
 from longctx.model.experts import Grouped
-from longctx.model.export import warn_of_not_finite, write_json
-from longctx.model.families import family_of
-from longctx.model.families.family import Family
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear
-from longctx.runs.checkpoints import not_finite
 
 
 class LoraLinear(nn.Linear):
@@ -99,16 +91,6 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     return model
 
 
-def tensors_of(model: GPT, family: Family | None) -> Iterator[Piece]:
-    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
-    if not model.config.transformers:
-        yield from (family or family_of(model.config)).tensors(model.config)
-        return
-    for name, weight in model.named_parameters():
-        theirs: Any = model
-        yield Piece(theirs.name_of(name), name, 0, tuple(weight.shape))
-
-
 def layers(model: GPT) -> list[LoraLinear]:
     """The layers of `model` that have a trained product beside their weight."""
     return [module for module in model.modules() if isinstance(module, LoraLinear)]
@@ -170,62 +152,3 @@ def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, 
             weight = plain[f"{layer}.weight"]
             plain[f"{layer}.weight"] = MergedRows(weight, *factors, config.factor)
     return plain
-
-
-def export_adapter(
-    model: GPT,
-    config: LoraConfig,
-    base: str,
-    out: Path,
-    architecture: dict[str, Any] | None = None,
-    revision: str | None = None,
-    in_wrapper: bool = False,
-    family: Family | None = None,
-) -> None:
-    """Write the adapter of `model` to the new folder `out` as peft reads it.
-
-    `base` names the model of the frozen weights, `revision` its commit at the Hub. `architecture`
-    is the config.json to open it with, if its own will not do, such as for stretched positions.
-    `in_wrapper`: the model is the text model of a multimodal one. `family` is that of `base`.
-    """
-    # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
-    tensors: dict[str, Tensor] = {}
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)
-    }
-    for piece in tensors_of(model, family):
-        layer = layers.get(piece.ours.removesuffix(".weight"))
-        if layer is not None and piece.ours.endswith(".weight"):
-            name = piece.theirs.removesuffix(".weight")
-            # A wrapper's language model lies one level deeper
-            if in_wrapper:
-                name = name.replace("model.", "model.language_model.", 1)
-            path = f"base_model.model.{name}"
-            # safetensors refuses tensors that share memory, as copies of A would
-            tensors[f"{path}.lora_A.weight"] = layer.lora_a.detach().clone()
-            lora_b = piece.fold.save(layer.lora_b.detach()[piece.rows])
-            tensors[f"{path}.lora_B.weight"] = lora_b.clone()
-
-    warn_of_not_finite(not_finite(tensors))
-    adapter: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "revision": revision,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "use_rslora": config.rslora,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-    }
-    # The folder is renamed to `out` when it is whole
-    with files.atomic(out) as folder:
-        folder.mkdir(parents=True)
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        files.as_umask_allows(folder / "adapter_model.safetensors")
-        write_json(folder / "adapter_config.json", adapter)
-        if architecture is not None:
-            write_json(folder / "config.json", architecture)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parts import Interleaved, OnePlus, Piece
 from longctx.model import lora
-from longctx.model.export import export
+from longctx.model.export import export, export_adapter
 from longctx.model.families.family import FAMILIES
 from longctx.model.families.llama import Llama
 from longctx.model.huggingface import pretrained
@@ -58,7 +58,7 @@ def test_an_adapter_is_unfolded(folder: Path) -> None:
     lora.add(model, config)
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_b)
-    lora.export_adapter(model, config, str(folder), folder.parent / "adapter")
+    export_adapter(model, config, str(folder), folder.parent / "adapter")
     added = load_file(folder.parent / "adapter" / "adapter_model.safetensors")
     name = "model.layers.1.self_attn.k_proj"
     a, b = (added[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")

@@ -20,7 +20,7 @@ from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import huggingface, lora
-from longctx.model.export import export
+from longctx.model.export import export, export_adapter
 from longctx.model.families import FAMILIES
 from longctx.model.gpt import build
 from longctx.model.transformers_model import TransformersModel, described, prove
@@ -177,7 +177,7 @@ def test_lora_trains_merges_and_opens_in_peft(rslora: bool, tmp_path: Path) -> N
         for layer in lora.layers(model):
             layer.lora_b.normal_()
         before, alone = model(tokens, mask=mask), model(tokens)
-        lora.export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
+        export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
         torch.testing.assert_close(lora.merge(model)(tokens, mask=mask), before)
         adapted = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
         torch.testing.assert_close(adapted(tokens).logits, alone, rtol=1e-4, atol=1e-5)

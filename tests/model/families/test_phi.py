@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Phi3Config
 
 from longctx.config.model_config import LoraConfig
 from longctx.model import lora
+from longctx.model.export import export_adapter
 from longctx.model.families import read_model
 from longctx.model.huggingface import pretrained, read_config
 from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests, reference
@@ -66,7 +67,7 @@ def test_an_adapter_names_fused_layers(tmp_path: Path) -> None:
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_b, std=0.1)
     family = read_model(base)[0]
-    lora.export_adapter(model, rank, str(base), tmp_path / "adapter", family=family)
+    export_adapter(model, rank, str(base), tmp_path / "adapter", family=family)
     opened = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     adapted = PeftModel.from_pretrained(opened, tmp_path / "adapter").eval()
     tokens = torch.randint(301, (1, 40))
