@@ -32,7 +32,12 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         known = ", ".join(sorted(FAMILIES))
         raise source.error(f"model_type={model_type} is not covered yet; there are {known}")
     family = FAMILIES[model_type]
-    return family, family.read(source)
+    try:
+        return family, family.read(source)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        # such as a number in the place of a list
+        reason = f"{type(error).__name__}: {error}"
+        raise source.error(f"its keys are not as transformers writes them ({reason})") from error
 
 
 def has_family(folder: str | Path) -> bool:

@@ -111,7 +111,7 @@ class ConfigJson:
         kinds = self.keys.get("layer_types")
         if kinds is None:
             return None
-        if not isinstance(kinds, list) or len(kinds) != layers:
+        if len(kinds) != layers:
             raise self.error(
                 f"layer_types={_short(kinds)} must be a list of {layers}, one for each layer"
             )
@@ -131,8 +131,6 @@ class ConfigJson:
         """
         place = self.rope_key
         rope = self.keys.get(place) or {}
-        if not isinstance(rope, dict):
-            raise self.error(f"{place}={rope!r} must be an object")
         for key, value in rope.items():
             if isinstance(value, dict):
                 shown = f"{place}.{key}={_short(value)}"
@@ -140,8 +138,6 @@ class ConfigJson:
         owner = rope if "rope_theta" in rope else self.keys
         theta = self._number("rope_theta", owner.get("rope_theta"), 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if not isinstance(kind, str):
-            raise self.error(f"{place}.rope_type={kind!r} must be a word")
         if kind == "default":
             return theta, {}
         not_scaling = ("type", "rope_type", "rope_theta", "partial_rotary_factor")

@@ -6,7 +6,6 @@ is the layout here too. HunYuan's dense models normalize heads of q and k after 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,11 +72,6 @@ class SmolLM3(Family):
             name = "no_rope_layer_interval"
             every = source.with_defaults({name: 4}).size(name)
             return list(range(every - 1, layers, every))
-        is_list = isinstance(flags, list) and len(flags) >= layers
-        if not is_list or any(flag not in (0, 1) for flag in flags):
-            raise source.error(
-                f"no_rope_layers={json.dumps(flags)[:80]} must be a list of {layers} times 0 or 1"
-            )
         return [n for n in range(layers) if not flags[n]]
 
 

@@ -118,8 +118,6 @@ class Ministral3(Mistral):
 
     def read(self, source: ConfigJson) -> GPTConfig:
         place, rope = source.rope_key, source.get(source.rope_key) or self.rope
-        if not isinstance(rope, dict):
-            raise source.error(f"{place}={rope!r} must be an object")
         # as transformers fills it in
         length = rope.get(ORIGINAL, source.get("max_position_embeddings"))
         kind = str(rope.get("rope_type", rope.get("type", "default")))

@@ -28,10 +28,7 @@ class UpperWindows(Family):
     features = ("window", "window_layers")
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        first = source.get("max_window_layers", 28)
-        if not isinstance(first, int) or isinstance(first, bool):
-            raise source.error(f"max_window_layers={first!r} must be a whole number")
-        return range(max(0, first), layers)
+        return range(max(0, source.get("max_window_layers", 28)), layers)
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         # For tools that do not know layer_types

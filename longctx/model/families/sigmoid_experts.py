@@ -21,10 +21,7 @@ class SigmoidExperts(Family):
     dense: ClassVar[str]
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        dense = source.get(self.dense)
-        if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
-            raise source.error(f"{self.dense}={dense!r} must be a whole number from 0 up")
-        return {"experts.dense_layers": list(range(min(dense, layers)))}
+        return {"experts.dense_layers": list(range(min(source.get(self.dense), layers)))}
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
         return {self.dense: len(config.experts.dense_layers)}

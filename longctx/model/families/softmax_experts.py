@@ -102,8 +102,6 @@ class Qwen3Moe(Family):
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise source.error(f"mlp_only_layers={dense!r} must be a list of layers")
         return {
             "experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every],
             "experts.balance": read_balance(source),

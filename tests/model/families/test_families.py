@@ -41,7 +41,6 @@ class TestLlama(FamilyTests):
     cases = {
         "llama 2": LlamaConfig(**SIZES, num_key_value_heads=6),
         "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10),
-        "smollm2": LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True),
         "biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
     }
     stretched = {"num_key_value_heads": 2}
@@ -146,7 +145,6 @@ class TestQwen2(FamilyTests):
     config_class = Qwen2Config
     cases = {
         "plain": Qwen2Config(**SIZES, num_key_value_heads=2),
-        "tied": Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True),
         "half windowed": Qwen2Config(
             **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
         ),
@@ -158,7 +156,6 @@ class TestQwen3(FamilyTests):
     config_class = Qwen3Config
     cases = {
         "plain": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
-        "tied": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
         "layer types": Qwen3Config(
             **{**GROUPED, "num_hidden_layers": 3, "head_dim": 16, "attention_bias": True},
             **{"use_sliding_window": True, "sliding_window": 5},
@@ -196,9 +193,6 @@ class TestHunYuanDenseV1(FamilyTests):
     drawn = {"attention_bias": [False, True], "head_dim": [4, 10, 16]}
     cases = {
         "plain": HunYuanDenseV1Config(**SPECIAL_GROUPED, head_dim=16),
-        "biases": HunYuanDenseV1Config(
-            **SPECIAL_GROUPED, head_dim=8, attention_bias=True, tie_word_embeddings=True
-        ),
         "alpha": HunYuanDenseV1Config(**SPECIAL_GROUPED | {"rope_parameters": ALPHA}, head_dim=16),
     }
     special = SPECIAL
@@ -242,7 +236,6 @@ class TestMinistral3(FamilyTests):
     cases = {
         "plain": ministral3(),
         "window": ministral3(sliding_window=40, head_dim=16),
-        "tied": ministral3(tie_word_embeddings=True),
     }
     special = SPECIAL
     stretched = {"num_key_value_heads": 2, "head_dim": 8}

@@ -33,9 +33,6 @@ class TestPhi3(FamilyTests):
         "whole": Phi3Config(**PLAIN),
         "window": Phi3Config(**GROUPED, sliding_window=9),
         "partial": Phi3Config(**GROUPED | {"rope_parameters": PARTIAL}),
-        "partial, window, tied": Phi3Config(
-            **GROUPED | {"rope_parameters": PARTIAL}, sliding_window=9, tie_word_embeddings=True
-        ),
         "partial longrope": Phi3Config(**GROUPED | {"rope_parameters": HALF_LONGROPE, OLD: 32}),
     }
     special = IDS

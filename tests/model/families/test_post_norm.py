@@ -27,7 +27,6 @@ class TestOlmo2(FamilyTests):
     cases = {
         "every head its own keys": Olmo2Config(**SIZES | SPECIAL),
         "biases": Olmo2Config(**SMALL, attention_bias=True, tie_word_embeddings=True),
-        "own size of heads": Olmo2Config(**SMALL, head_dim=10),
     }
     stretched = {"num_key_value_heads": 2}
     special = SPECIAL
