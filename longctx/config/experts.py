@@ -98,15 +98,7 @@ class Experts(FeedForward):
     """A router and the SwiGLUs of all experts, `inner` wide; their matrices are stacked by rows."""
 
     count: int
-    per_token: int
-    router: str  # softmax | sigmoid_bias
-    groups: int
-    groups_per_token: int
-    shared: int
-    scale: float
-    normalize: bool
-    balance: float  # factor of the balancing loss
-    clamp: float | None  # of gate and up, see ExpertsConfig
+    keys: ExpertsConfig
     module = "longctx.model.experts.Experts"
 
     @cached_property
@@ -131,14 +123,14 @@ class Experts(FeedForward):
     @cached_property
     def dense(self) -> FeedForward | None:
         """The shared experts, which are one."""
-        if not self.shared:
+        if not self.keys.shared:
             return None
-        inner = self.shared * self.inner
+        inner = self.keys.shared * self.inner
         return FeedForward("shared", "shared_experts", self.size, inner, False, self.activation)
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        return (("correction.weight", self.count),) if self.router == "sigmoid_bias" else ()
+        return (("correction.weight", self.count),) if self.keys.router == "sigmoid_bias" else ()
 
     def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
         for piece in super().pieces(theirs, ours):
@@ -147,13 +139,13 @@ class Experts(FeedForward):
 
     @property
     def multiplied(self) -> int:
-        own = self.count + 3 * self.per_token * self.inner
-        return self.size * (own + 3 * self.shared * self.inner)
+        own = self.count + 3 * self.keys.per_token * self.inner
+        return self.size * (own + 3 * self.keys.shared * self.inner)
 
     @property
     def moved(self) -> int:
         """Width whose elementwise kernels move as much memory: rows are gathered and added up."""
-        return self.per_token * (self.inner + self.size) + self.shared * self.inner
+        return self.keys.per_token * (self.inner + self.size) + self.keys.shared * self.inner
 
     def saved(self, p: Pass) -> int:
         """Return the bytes saved for backward: gate and up of all pairs, and the routing.
@@ -162,8 +154,8 @@ class Experts(FeedForward):
         value, weight, expert and sum; and two orders of the pairs. The router's weight is cast;
         those of experts are cast again.
         """
-        k, E = self.per_token, self.count
-        kinds = 1 if self.router == "softmax" else 2
+        k, E = self.keys.per_token, self.count
+        kinds = 1 if self.keys.router == "softmax" else 2
         routing = kinds * FP32 * (E + 1) + k * (2 * FP32 + 3 * INT64)
         pairs = k * p.activation * 2 * self.inner
         shared = 0 if self.dense is None else self.dense.saved(p)
@@ -177,14 +169,14 @@ class Experts(FeedForward):
         come the gradients of the weights of gate and up, and of the inputs. Shared experts are
         before or after all that.
         """
-        C, F, k, e = self.size, self.inner, self.per_token, p.activation
+        C, F, k, e = self.size, self.inner, self.keys.per_token, p.activation
         again = p.recompute != "none"
         n = p.tile if again else p.tokens
         _, gate_up, down, *shared = self.linears
         # a weight's gradient is made in 16 bits, then cast
         narrow = e if p.gradient > e else 0
         # d, product, both gradients; as a formula, clamped values and factors too
-        inner = 4 * F if p.is_fused and self.clamp is None else FORMULA * F
+        inner = 4 * F if p.is_fused and self.keys.clamp is None else FORMULA * F
         copied = p.weight_copy + p.unpacked
         made = k * (C + inner) * e * n + copied * down.weights
         of_down = k * (C + 3 * F) * e * n + (p.gradient + narrow) * down.weights
@@ -200,9 +192,9 @@ class Experts(FeedForward):
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
-        C, F, k = self.size, self.inner, self.per_token
+        C, F, k = self.size, self.inner, self.keys.per_token
         # gathered, gate and up; their product; the output
-        rows = max(C + 2 * F, 4 * F if self.clamp is None else 6 * F, F + 2 * C)
+        rows = max(C + 2 * F, 4 * F if self.keys.clamp is None else 6 * F, F + 2 * C)
         routing = FP32 * 2 * self.count + k * (2 * FP32 + 3 * INT64)
         shared = 0 if self.dense is None else self.dense.forward(p)
         unpacked = p.unpacked * self.linears[1].weights
@@ -210,4 +202,6 @@ class Experts(FeedForward):
 
     def forward_elements(self) -> int:
         """Return the elements of a token alive in an evaluation's forward."""
-        return self.per_token * max(self.size + 2 * self.inner, 4 * self.inner) + 2 * self.count
+        return (
+            self.keys.per_token * max(self.size + 2 * self.inner, 4 * self.inner) + 2 * self.count
+        )

@@ -228,15 +228,7 @@ class GPTConfig(Group):
             has_bias=experts.biased,
             activation=self.activation,
             count=experts.count or 0,
-            per_token=experts.per_token,
-            router=experts.router,
-            groups=experts.groups,
-            groups_per_token=experts.groups_per_token,
-            shared=experts.shared,
-            scale=experts.scale,
-            normalize=experts.normalize,
-            balance=experts.balance,
-            clamp=experts.clamp,
+            keys=experts,
         )
 
     def blocks(self) -> list[Block]:

@@ -65,14 +65,15 @@ class Experts(nn.Module):
 
     def __init__(self, part: experts.Experts) -> None:
         super().__init__()
-        self.per_token, self.normalize, self.clamp = part.per_token, part.normalize, part.clamp
-        self.groups, self.groups_per_token = part.groups, part.groups_per_token
-        self.scale, self.is_balanced = part.scale, part.balance > 0
+        keys = part.keys
+        self.per_token, self.normalize, self.clamp = keys.per_token, keys.normalize, keys.clamp
+        self.groups, self.groups_per_token = keys.groups, keys.groups_per_token
+        self.scale, self.is_balanced = keys.scale, keys.balance > 0
         router, gate_up, down = part.linears[:3]
         self.router = Linear(router.columns, router.outputs, router.has_bias)
         self.gate_up = Grouped(gate_up.columns, gate_up.outputs, gate_up.has_bias)
         self.down = Grouped(down.columns, down.outputs, down.has_bias)
-        self.correction = Correction(part.count) if part.router == "sigmoid_bias" else None
+        self.correction = Correction(part.count) if keys.router == "sigmoid_bias" else None
         self.shared = None if part.dense is None else SwiGLU(part.dense)
 
     def forward(self, x: Tensor, needs_value: bool = True) -> Tensor:
