@@ -79,7 +79,7 @@ def export(
 
         write = partial(transformers_folder.write_model, model, context, dtype, shard_bytes)
     else:
-        write = _writer(model, tokenizers, context, dtype, shard_bytes, wrapper)
+        write = _writer(model, tokenizers, generation, context, dtype, shard_bytes, wrapper)
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
         with files.atomic(out) as folder:
@@ -99,6 +99,7 @@ def export(
 def _writer(
     model: GPT,
     tokenizers: Path,
+    generation: dict[str, Any],
     context: int,
     dtype: torch.dtype | None,
     shard_bytes: int,
@@ -109,7 +110,6 @@ def _writer(
     keys = family.write(model.config, context)
     family.check_tokenizer(tokenizers / "tokenizer.json")
     # These ids are in generation_config.json too, so readers of either agree
-    generation = _generation(tokenizers)
     keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
     keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
     keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
