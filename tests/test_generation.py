@@ -197,6 +197,7 @@ def test_a_file_that_cannot_be_mapped_is_no_memory(
         ["prompts=nowhere.txt"],
         ["prompts=a.csv"],
         ["chat=true"],
+        ["top_k=5", "temperature=0"],
         ["decode=triton"],
         ["out=answers.txt"],
     ],

@@ -3,6 +3,7 @@ own: huggingface_hub reads its variables when it is imported.
 """
 
 import json
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -165,6 +166,20 @@ def test_the_cache_answers_without_the_hub(
     for code, cached, err in (unreachable, machine("me/small")):
         assert (code, cached) == (0, lines)
         assert "using the cache" in err
+
+
+def test_a_sweep_asks_for_one_commit_once(machine: Machine) -> None:
+    script = """
+        import json, sys
+        from longctx.cli import checked_jobs
+        print(json.dumps(checked_jobs(sys.argv[1:])))
+    """
+    words = ("init=me/small", "data=needles", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")
+    code, [jobs], err = machine(*words, script=textwrap.dedent(script))
+    assert code == 0, err
+    assert [job[0] for job in json.loads(jobs)] == [f"init=me/small@{NEW}"] * 4
+    questions = [path for path in Hub.requests if path.startswith("api/models/")]
+    assert len(questions) == len(set(questions)) > 0
 
 
 @pytest.mark.parametrize(

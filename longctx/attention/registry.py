@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -296,6 +296,35 @@ class Attention:
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    backend: str = "flash",
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    layout: Literal["bthd", "bhtd"] = "bthd",
+    **options: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    backend: str = "flash",
+    scale: float | None = None,
+    *,
+    return_lse: Literal[True],
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    layout: Literal["bthd", "bhtd"] = "bthd",
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -308,7 +337,7 @@ def attention(
     softcap: float | None = None,
     layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
 
     Hq is a multiple of Hkv (grouped-query). fp32, bf16, fp16; any strides; any length from 1 up.

@@ -111,6 +111,7 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
+            check_home()
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -137,6 +138,15 @@ def answer(
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
+
+
+def check_home() -> None:
+    """Raise ValueError if this user has no home folder, which holds the caches."""
+    if os.path.expanduser("~") == "~":
+        raise ValueError(
+            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
+            "folder in which this user may write"
+        )
 
 
 @contextmanager
@@ -291,8 +301,12 @@ def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
-    """Return the arguments of each job of a sweep, checked as far as that needs no torch."""
+    """Return the arguments of each job of a sweep, checked as far as that needs no torch.
+
+    The commit of a model of the Hub is asked for once, for all jobs.
+    """
     sweep_jobs = parse.jobs(arguments)
+    pinned: dict[str | None, str | None] = {}  # init as given → with its commit
     for job in sweep_jobs:
         # A mistake in the last job is told before the first one trains
         config = parse.compose("train", job).config
@@ -302,7 +316,14 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
                     f"{name}={value}: each job of a sweep is a new run with a name of its own; "
                     "leave it out"
                 )
+        given = config.init
+        config.init = pinned.get(given, given)
         early_checks.check_training(config)
+        pinned[given] = config.init
+        # The command line wins over a file that names the model
+        if config.init != given:
+            rest = [text for text in job if not text.startswith("init=")]
+            job[:] = [f"init={config.init}", *rest]
     return sweep_jobs
 
 

@@ -71,6 +71,15 @@ class SampleConfig(Group):
     attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
 
+    def check_together(self) -> None:
+        """Raise ValueError for keys that contradict each other."""
+        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
+            if self.temperature == 0 and value is not None:
+                raise ValueError(
+                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
+                    "token; leave one of them out"
+                )
+
 
 @dataclass
 class ChatConfig(SampleConfig):
@@ -108,6 +117,7 @@ class GenerateConfig(SampleConfig):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other."""
+        super().check_together()
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         refuse(
             (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
@@ -196,7 +196,7 @@ class EvalConfig(Group):
         return f"tasks=[{','.join(self.tasks)}]"
 
     def _check_kind(self) -> None:
-        """Raise ValueError for a second kind of evaluation, and for two lengths of its texts."""
+        """Raise ValueError for a second kind of evaluation, and for a key that this one ignores."""
         kinds = {self._tasks(): bool(self.tasks)}
         kinds |= {"passkey=true": self.passkey.enabled, "ruler=true": self.ruler.enabled}
         chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
@@ -204,10 +204,18 @@ class EvalConfig(Group):
             raise ValueError(
                 f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
             )
-        if self.ruler.enabled and self.context.degree != 1:  # each device answers its own texts
-            raise ValueError(
-                f"context={self.context.degree}: does nothing with ruler=true; leave context out"
-            )
+        if not chosen:
+            return
+        unused: dict[str, Any] = {"contexts": self.contexts}
+        if not self.tasks:
+            unused |= {"stride": self.stride, "batch_size": self.batch_size}
+        if self.ruler.enabled:  # each device answers texts of its own
+            unused |= {"compile": self.compile or None}
+            unused |= {"context": None if self.context.degree == 1 else self.context.degree}
+        for name, value in unused.items():
+            if value is not None:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{name}={shown}: does nothing with {chosen[0]}; leave {name} out")
         for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
             if texts.enabled and texts.lengths is not None and self.seq_len is not None:
                 raise ValueError(
@@ -230,6 +238,7 @@ class EvalRequest(NamedTuple):
         reasons = {
             "data.tokenizer": "the checkpoint brings its tokenizer",
             "data.vocab_size": "the checkpoint brings its tokenizer",
+            "data.cache": "an evaluation stores nothing of data=",
         }
         if data_keys and "data" not in overrides:
             reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")

@@ -258,6 +258,10 @@ class TrainConfig(Group):
                 "leave rope out",
             ),
             (
+                self.transformers != "auto" and self.init is None,
+                f"transformers={self.transformers}: init= names no model; leave it out",
+            ),
+            (
                 # 16 bits lose a change of less than 1/256, so the average would stand still.
                 self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98,
                 f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: too close to 1 for 16 "

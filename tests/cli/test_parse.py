@@ -248,6 +248,18 @@ def test_a_job_of_a_sweep_has_the_values_that_were_given(
         assert config.init == name.strip("'" * name.startswith("'"))
 
 
+def test_a_sweep_pins_the_model_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pin(config: TrainConfig) -> None:
+        config.init = "me/small@commit"
+
+    monkeypatch.setattr(early_checks, "check_training", pin)
+    (tmp_path / "my.yaml").write_text("init: me/small\n")
+    for job in checked_jobs([str(tmp_path / "my.yaml"), "lr=0.001,0.002"]):
+        assert cli.compose("train", job).config.init == "me/small@commit"
+
+
 def test_what_depends_on_the_device_is_filled_in() -> None:
     gpu = workload_of(compose("seq_len=16384", gpu=True).config, "cuda", 16384)
     assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", True)

@@ -114,6 +114,14 @@ class Source(ABC):
         """Return the keys used with this configuration; a mix asks its members."""
         return self.keys
 
+    def ignored(self, config: DataConfig, name: str) -> str:
+        """Return the reason if key `name` has no effect in this configuration, else ""."""
+        if name != "text_column" or not (config.chat or config.preferences):
+            return ""
+        if config.preferences:
+            return "preferences have fields of their own"
+        return "data.chat=true reads `messages`"
+
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
 
@@ -184,7 +192,7 @@ def check(config: DataConfig) -> None:
 
 
 def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
-    """Do as `check`, and raise ValueError for an override (data.KEY → value) of another source.
+    """Do as `check`, and raise ValueError for an override (data.KEY → value) without effect.
 
     A saved configuration spells out every key, so this cannot be asked of its values.
     """
@@ -197,6 +205,8 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
         if place != "data":
             continue
         check_used(config, name, value)
+        reason = SOURCES[config.source].ignored(config, name)
+        refuse((bool(reason), f"{override}={value}: has no effect, because {reason}; leave it out"))
 
 
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:

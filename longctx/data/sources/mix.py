@@ -36,6 +36,15 @@ class Mix(Source):
         inner = [SOURCES[member.source].keys_of(member) for _, member in members(config).values()]
         return self.keys | frozenset().union(*inner).difference(_OWN)
 
+    def ignored(self, config: DataConfig, name: str) -> str:
+        if name in self.keys or name not in self.keys_of(config):
+            return ""
+        for _, member in members(config).values():
+            source = SOURCES[member.source]
+            if name in source.keys_of(member) and not source.ignored(member, name):
+                return ""
+        return "no source of the mix reads it"
+
     def check(self, config: DataConfig) -> None:
         example = "data.mix.long.source=text data.mix.long.path=docs/"
         refuse((not config.mix, f"data.mix is not set; give sources, such as {example}"))

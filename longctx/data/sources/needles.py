@@ -56,6 +56,11 @@ class Needles(Source):
     keys = frozenset({"path", "length", "text_column", "errors"})
     generated = True
 
+    def ignored(self, config: DataConfig, name: str) -> str:
+        if config.paths():
+            return Text().ignored(config, name)
+        return "data.path is not set" if name in ("text_column", "errors") else ""
+
     def check_files(self, config: DataConfig) -> None:
         Text().check_files(config)
 

@@ -142,6 +142,14 @@ class Text(Source):
         example = "data=text reads a file, folder or glob, data.path=..."
         refuse((not config.paths(), f"data.path is not set; {example}"))
 
+    def ignored(self, config: DataConfig, name: str) -> str:
+        if name != "text_column" or config.chat or config.preferences:
+            return super().ignored(config, name)
+        # Of a missing path there is no file; `check_files` reports it
+        formats = {_format(file)[0] for path in config.paths() for _, file in _find(path)}
+        has_rows = not formats or not formats.isdisjoint(OF_ROWS)
+        return "" if has_rows else "no file of data.path has rows with fields"
+
     def check_files(self, config: DataConfig) -> None:
         files = [(name, file) for name, file in _find_all(config) if _is_plain_lines(file)]
         for name, file in files[:FILES_BEFORE]:
