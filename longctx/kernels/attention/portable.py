@@ -42,6 +42,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
 ROW = tl.constexpr(128)
+# rows of a program that computes them: few, so that many programs wait for memory at a time
+DELTA_ROWS = tl.constexpr(32)
 # never specialized on: any length reuses the compiled kernel
 LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib"]
 L2_BYTES = 32 << 20  # of the cache, for the tiles that the heads of a group load again and again
@@ -271,21 +273,24 @@ def delta_kernel(
 
     For blind queries and past the end the lse is +inf, so p is 0.
     """
-    tiles = tl.cdiv(Tq, ROW)
-    t, bh = (tl.program_id(0) % tiles) * ROW, tl.program_id(0) // tiles
-    b, h = bh // Hq, bh % Hq
-    i = t + tl.arange(0, ROW)
+    padded = tl.cdiv(Tq, ROW) * ROW
+    tiles = padded // DELTA_ROWS
+    # heads side by side: they are neighbours in memory
+    h, tile = tl.program_id(0) % Hq, tl.program_id(0) // Hq
+    b, t = tile // tiles, tile % tiles * DELTA_ROWS
+    i = t + tl.arange(0, DELTA_ROWS)
     out, _, _ = _head(out, b, h, Tq, stride_ob, stride_oh, False)
     do, _, _ = _head(do, b, h, Tq, stride_gb, stride_gh, False)
-    o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, ROW, False).to(tl.float32)
-    do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, ROW, False).to(tl.float32)
+    o_i = _load(out, 0, 0, t, Tq, stride_ot, D, PAD, DELTA_ROWS, False).to(tl.float32)
+    do_i = _load(do, 0, 0, t, Tq, stride_gt, D, PAD, DELTA_ROWS, False).to(tl.float32)
     total = tl.sum(o_i * do_i, 1)
-    at = bh.to(tl.int64) * Tq + i
+    bh = (b * Hq + h).to(tl.int64)
+    at = bh * Tq + i
     if HAS_DLSE:
         total -= tl.load(dlse + at, mask=i < Tq, other=0.0)
     # base 2, as the other kernels take it
     x = tl.load(lse + at, mask=i < Tq, other=float("-inf"))
-    at = bh.to(tl.int64) * tiles * ROW + i
+    at = bh * padded + i
     tl.store(lse2 + at, tl.where(x == float("-inf"), float("inf"), x * LOG2E))
     tl.store(delta + at, total)
 
@@ -580,15 +585,13 @@ def preprocess_into(
 
     The addresses are those of out, do, lse, dlse (or lse again), lse2 and delta.
     """
-    B, Tq, Hq, D = out.shape
+    Tq, Hq, D = out.shape[1:]
     dlse = None if dlse is None else dlse.contiguous()
     pointers = out, do, lse, lse if dlse is None else dlse, lse2, delta
     scalars = *strides_of(out), *strides_of(do), Tq, Hq
     constants = dict(D=D, PAD=triton.next_power_of_2(D), HAS_DLSE=dlse is not None)
-    programs = triton.cdiv(Tq, ROW.value) * B * Hq
-    return first_launch(
-        delta_kernel, programs, (), pointers, scalars, constants, num_warps=4 if D <= 256 else 16
-    )
+    programs = padded_rows(lse).numel() // DELTA_ROWS.value
+    return first_launch(delta_kernel, programs, (), pointers, scalars, constants, num_warps=8)
 
 
 def _constants(
