@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 193,
-    "lines": 40888,
+    "lines": 40911,
     "files under 80 lines": 23,
     "heavy sentences": 0.6,
     "where": 0.4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ def check_training(config: TrainConfig) -> None:
     A model of the Hub in `config.init` gets its commit.
     """
     check_device(config)
+    check_semaphores(config.workers)
     for name in config.tracker:
         TRACKERS[name].check_installed(name)
     config.runs = str(Path(config.runs).expanduser())
@@ -119,6 +121,20 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     return request._replace(
         config=replace(config, model=model), choices=request.choices | {"model": path.name}
     )
+
+
+def check_semaphores(workers: int) -> None:
+    """Raise ValueError if /dev/shm, which may be small or read-only in a container, has no room
+    for the semaphores of `workers` data workers: a page of memory each.
+    """
+    try:
+        # As many as torch's DataLoader makes: 3 a queue, 5 an event
+        _ = [multiprocessing.Lock() for _ in range(3 * workers + 8 if workers else 0)]
+    except OSError as error:
+        raise ValueError(
+            f"workers={workers}: /dev/shm has no room for their semaphores ({error.strerror}); "
+            "make it larger, as with docker run --shm-size=64m, or set workers=0"
+        ) from error
 
 
 def check_device(config: TrainConfig | EvalConfig) -> None:

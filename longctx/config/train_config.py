@@ -241,6 +241,8 @@ class TrainConfig(Group):
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         self.optimizer.check_beside(state, self.lora.rank)
+        # Two documents of two tokens each, on two ranks
+        is_short = isinstance(self.seq_len, int) and self.seq_len < 8
         refuse(
             (
                 self.max_tokens is not None and self.max_steps is not None,
@@ -251,6 +253,11 @@ class TrainConfig(Group):
                 self.name is not None and not FOLDER_NAME.fullmatch(self.name),
                 f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
                 "the first a letter or digit",
+            ),
+            (
+                self.context.check and is_short,
+                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
+                "documents into each sequence; give 8 or more, or leave the check out",
             ),
             (
                 self.rope.type != "keep" and self.init is None,
