@@ -7,12 +7,12 @@ from tests.readability import figures, sources
 LIMITS = {
     "files": 193,
     "lines": 40911,
-    "files under 80 lines": 23,
+    "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
-    "docstrings without a verb": 0.2,
-    "try": 3.0,
-    "raise": 10.5,
+    "docstrings without a verb": 0.1,
+    "try": 2.6,
+    "raise": 9.8,
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
