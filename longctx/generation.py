@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
@@ -390,21 +390,26 @@ def shown(
 class AnswerFile:
     """Writes each row to the .jsonl `path` at once; None: nowhere.
 
-    The first row replaces the earlier content of the file.
+    The first row replaces the earlier content of the file. A line that a full disk cuts off is
+    taken back, and the OSError names the file.
     """
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-        self.file: TextIO | None = None
+        self.file: BinaryIO | None = None
 
     def add(self, row: dict[str, Any]) -> None:
         """Write one row."""
         if self.path is None:
             return
-        self.file = self.file or open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (see `close`)
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        self.file = self.file or open(self.path, "wb", buffering=0)  # noqa: SIM115 (see `close`)
+        size = self.file.tell()
         try:
-            print(json.dumps(row, ensure_ascii=False), file=self.file, flush=True)
+            while line:
+                line = line[self.file.write(line) :]
         except OSError as error:
+            self.file.truncate(size)
             error.filename = self.path
             raise
 

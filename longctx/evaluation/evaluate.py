@@ -139,6 +139,11 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
             f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
         )
+    if model.run is None and "split" in request.overrides:
+        raise ValueError(
+            f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
+            "leave it out"
+        )
     packs = not model.model.transformers or can_pack(model, config, device)
     if config.attention.backend == AUTO:
         length = config.seq_len or model.seq_len
@@ -288,6 +293,8 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
+    elif setup.request.other_data or config.documents is not None:
+        raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
     answers = list(ruler.measured(scorer, texts, lengths, model.tokenizer.end_tokens))
     content = {

@@ -265,7 +265,13 @@ def inventory(folder: Path) -> dict[str, Stored]:
         )
     stored: dict[str, Stored] = {}
     for name in files:
-        stored |= _header(folder / name)
+        header = _header(folder / name)
+        if twice := sorted(stored.keys() & header.keys()):
+            raise ValueError(
+                f"{folder / name}: {twice[0]} is in {stored[twice[0]].file.name}, too; a tensor "
+                "belongs in one file"
+            )
+        stored |= header
     return stored
 
 

@@ -227,9 +227,9 @@ def test_passkeys_of_a_run_and_of_its_export(
     assert evaluation.main(["checkpoint=out", *keys, *texts]) == 0
     assert len([*Path("evaluations").glob("out-*/eval/passkey-out-600-flash.json")]) == 1
     assert not Path("out/eval").exists()
-    wrong = "passkey.lengths=[128000]"
-    assert evaluation.main([f"checkpoint={run}", *keys, wrong]) == 2
-    assert f"error: {wrong}: " in capsys.readouterr().err
+    for checkpoint, wrong in (("out", "split=val"), (run, "passkey.lengths=[128000]")):
+        assert evaluation.main([f"checkpoint={checkpoint}", *keys, wrong]) == 2
+        assert f"error: {wrong}: " in capsys.readouterr().err
 
 
 def test_ruler_of_a_run(evaluate: Evaluate) -> None:

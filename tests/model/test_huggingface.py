@@ -229,6 +229,10 @@ def test_broken_and_missing_shards_are_refused(llama: Path, tmp_path: Path) -> N
     (folder / last).unlink()
     with pytest.raises(FileNotFoundError, match="no such file, but the index names it"):
         pretrained(folder)
+    first = min(content["weight_map"].values())
+    (folder / last).write_bytes((folder / first).read_bytes())
+    with pytest.raises(ValueError, match=f"{last}: .* is in {first}, too"):
+        pretrained(folder)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, "\udcff"])

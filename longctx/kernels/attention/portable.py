@@ -42,7 +42,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # lse2 and delta have rows padded to a multiple of it, so that no tile reads past one
 ROW = tl.constexpr(128)
-# rows of a program that computes them: few, so that many programs wait for memory at a time
+# rows of a program of `delta_kernel`: few, so that many programs wait for memory at a time
 DELTA_ROWS = tl.constexpr(32)
 # never specialized on: any length reuses the compiled kernel
 LENGTHS = ["Tq", "Tk", "Hq", "heads", "l2_heads", "stride_ib"]
