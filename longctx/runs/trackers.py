@@ -19,7 +19,7 @@ from longctx.config.doors import TRACKERS, TrackerTraits
 from longctx.runs import metrics_file, wandb_copy
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.run_folder import flat
-from longctx.runs.tracker_process import Commands
+from longctx.runs.tracking import Commands
 
 PARAMETERS = 100  # that MLflow takes at a time, and
 LONGEST = 6000  # characters of each

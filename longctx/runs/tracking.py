@@ -1,31 +1,38 @@
 """Tracking: metrics.jsonl, the truth, and its copies by `tracker=`.
 
 A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. Each tracker lives in a process
-of its own (tracker_process.py), which follows metrics.jsonl: a tracker that fails or hangs stops
-neither the run nor the others.
+of its own, `python -m longctx.runs.tracking NAME`: one that fails or hangs stops neither the run
+nor the others. It follows metrics.jsonl, which has every row, so the run sends it only uploads and
+the end. A thread would not do: at the end of a process wandb waits without a limit for its core,
+and an end without that wait drops unfinished uploads.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NoReturn
 
-from longctx import system
+from longctx import plugins, system
 from longctx.config.doors import TRACKERS
 from longctx.config.train_config import WandbConfig
+from longctx.files import one_line
 from longctx.runs import metrics_file
 from longctx.runs.metrics import Row
-from longctx.runs.wandb_copy import offline_runs, wandb_mode
 
 PATIENCE = 9.0  # seconds that the end of a run waits for copies; 10 are promised
+PAUSE = 0.2  # seconds between two looks of a copy for new rows
+LASTS = 600.0  # seconds that a copy may still send after the end of its run
+Commands = Iterator[dict[str, Any]]
 
 
 class Tracker:
@@ -36,11 +43,11 @@ class Tracker:
         folder: Path,
         config: WandbConfig,
         names: Sequence[str] = ("wandb",),
-        plugins: Sequence[str] = (),
+        plugins: Sequence[str] = (),  # which may have registered trackers
     ) -> None:
         self.folder = folder
         self.config = config
-        self.plugins = plugins  # which may have registered trackers
+        self.plugins = plugins
         openings = {name: TRACKERS[name].opening(config, folder) for name in names}
         self.openings = {name: lines for name, lines in openings.items() if lines}
         self._rows_before = len(metrics_file.read(folder))
@@ -103,7 +110,6 @@ class Copy:
             "folder": str(folder.absolute()),
             "argv": sys.argv,
             "parent": os.getpid(),
-            "earlier": [path.name for path in offline_runs(folder)],
         }
         try:
             # Files instead of pipes: a process that hangs must not hold up the run
@@ -111,7 +117,7 @@ class Copy:
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
             self.send(request)
             self.process = subprocess.Popen(
-                system.python_command("longctx.runs.tracker_process", name),
+                system.python_command("longctx.runs.tracking", name),
                 env=system.child_environment(),
                 stdin=self._commands,
                 stdout=self._output,
@@ -168,9 +174,9 @@ def finish(copies: Sequence[Copy], exit_code: int) -> None:
 
 def log_evaluation(
     config: WandbConfig, folder: Path, content: dict[str, Any], picture: Path | None
-) -> str:
-    """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb and return the mode of
-    the copy. Raises RuntimeError, one line, if it failed.
+) -> None:
+    """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb. Raises RuntimeError,
+    one line, if it failed.
 
     It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
@@ -180,7 +186,6 @@ def log_evaluation(
     finish([copy], 0)
     if problem := copy.news():
         raise RuntimeError(problem)
-    return wandb_mode(config)
 
 
 def commit() -> str | None:
@@ -195,3 +200,66 @@ def commit() -> str | None:
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def copy_to(name: str, *arguments: str) -> NoReturn:
+    """Copy to the tracker `name` the run or evaluation in the first line on stdin, until the parent
+    finishes or ends.
+    """
+    # A launcher sends signals to the whole job; the run alone decides what they mean
+    for number in system.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    commands = follow_stdin()
+    request = next(commands)
+    Thread(target=end_after, args=(request["parent"],), daemon=True).start()
+    # wandb records the command of the run instead of the command of this process
+    sys.argv = request["argv"]
+    try:
+        plugins.load(request.get("plugins", ()))
+        # Trackers print to stdout, whose lines the run would show
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            TRACKERS[name].copy(request | {"arguments": arguments}, commands)
+    except BaseException as error:  # the tracker's own errors, the network's, the disk's
+        report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every row")
+        os._exit(1)
+    # The interpreter's own end would wait for a core that is gone or stopped
+    os._exit(0)
+
+
+def report(line: str) -> None:
+    """Send a line about a failure to the parent, which shows it."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
+def follow_stdin() -> Commands:
+    """Yield the commands in the file on stdin; {} after PAUSE seconds without a new one.
+
+    The parent appends to the file. After the parent's end comes {"finish": 1}.
+    """
+    position, parent = 0, 0
+    while True:
+        is_orphan = parent not in (0, os.getppid())
+        # Only whole lines: the parent may be writing the last one
+        size = os.fstat(0).st_size
+        *lines, _ = os.pread(0, size - position, position).split(b"\n")
+        for line in lines:
+            position += len(line) + 1
+            command = json.loads(line)
+            parent = command.get("parent", parent)
+            yield command
+        if is_orphan:
+            yield {"finish": 1}
+        if not lines:
+            time.sleep(PAUSE)
+            yield {}
+
+
+def end_after(parent: int) -> None:
+    """End this process LASTS seconds after its parent, even if wandb hangs."""
+    while os.getppid() == parent:
+        time.sleep(PAUSE)
+    system.exit_within(LASTS, 1)
+
+
+if __name__ == "__main__":
+    copy_to(*sys.argv[1:])

@@ -22,7 +22,7 @@ from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
-from longctx.runs.tracker_process import Commands, report
+from longctx.runs.tracking import Commands, report
 
 RUN_ID = "run-id"  # file in a run's wandb/ with its id at the server, once it has gone online
 AGAIN = "again"  # the argument of the second attempt
@@ -55,12 +55,13 @@ def copy(request: dict[str, Any], commands: Commands) -> None:
     is_second = AGAIN in request["arguments"]
     mode = "offline" if is_second else wandb_mode(WandbConfig(**request["config"]))
     send = send_evaluation if "content" in request else send_run
+    earlier = [path.name for path in offline_runs(Path(request["folder"]))]
     try:
-        send(request | {"mode": mode}, commands)
+        send(request | {"mode": mode, "earlier": earlier}, commands)
     except BaseException as error:  # wandb's own errors, the network's, the disk's
         if is_second:
             raise
-        copy_again_offline(Path(request["folder"]), request["earlier"], one_line(error)[:500])
+        copy_again_offline(Path(request["folder"]), earlier, one_line(error)[:500])
 
 
 def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoReturn:
@@ -73,7 +74,7 @@ def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoRetur
     report(f"wandb      {reason}; all is copied offline; upload: {uploads}")
     environment = system.child_environment()
     environment.pop("WANDB_SERVICE", None)  # the core of the first attempt, which may be gone
-    command = system.python_command("longctx.runs.tracker_process", "wandb", AGAIN)
+    command = system.python_command("longctx.runs.tracking", "wandb", AGAIN)
     os.execve(command[0], command, environment)
 
 
