@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 193,
-    "lines": 40929,
+    "files": 192,
+    "lines": 40911,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
