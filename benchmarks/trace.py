@@ -53,7 +53,7 @@ KERNELS = (  # the first that fits; captured steps have no operators
     (re.compile(r"^(rms_norm|rope)_"), SMALL),
     (
         re.compile(
-            r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|unpack_kernel|delta_kernel|softmax|logsumexp"
+            r"flash|fmha|attention|forward_kernel|dkv_kernel|dq_kernel|backward_kernel|backward_\d+_kernel|unpack_kernel|delta_kernel|softmax|logsumexp"
         ),
         ATTENTION,
     ),

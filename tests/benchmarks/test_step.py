@@ -80,7 +80,7 @@ def test_gpu_kernels_count_once_by_their_launch() -> None:
     ("name", "part"),
     [
         ("forward_kernel", ATTENTION),
-        ("wide_backward_kernel", ATTENTION),
+        ("backward_192_kernel", ATTENTION),
         ("swiglu_backward_kernel", MATRICES),
         ("quantize_kernel", MATRICES),
         ("cross_entropy_kernel", LOSS),

@@ -20,7 +20,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from longctx.kernels.attention import (
     hopper_backward,
-    hopper_backward_wide,
     hopper_forward,
     hopper_primitives,
 )
@@ -114,17 +113,13 @@ def backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     return ptxas(hopper_backward.backward_kernel, constants, descriptors)
 
 
-def wide_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
-    row = hopper_primitives.ROW_LAYOUT
+def large_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
+    large, row = hopper_backward.LARGE[head_dim], hopper_primitives.ROW_LAYOUT
     constants = hopper_backward.constants_of(None, head_dim, group, dtype, ordered)
-    widths = {"": 128, "1": head_dim - 128}
-    descriptors = {
-        f"{name}{i}": box(64, width, dtype)
-        for name in ("q", "k", "v", "do", "dk", "dv")
-        for i, width in widths.items()
-    }
+    descriptors = {name: box(64, large.width, dtype) for name in ("q", "do")}
+    descriptors |= {name: box(large.box, large.width, dtype) for name in ("k", "v", "dk", "dv")}
     descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, 64]},{row!r}>")
-    return ptxas(hopper_backward_wide.wide_backward_kernel, constants, descriptors)
+    return ptxas(large.kernel, constants, descriptors)
 
 
 HOPPER = {
@@ -146,7 +141,7 @@ HOPPER |= {
 }
 HOPPER |= {
     f"{'ordered ' if ordered else ''}backward {head_dim}": (
-        wide_backward,
+        large_backward,
         head_dim,
         {"ordered": ordered},
     )

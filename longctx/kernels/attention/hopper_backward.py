@@ -1,8 +1,9 @@
 """FlashAttention backward for Hopper in Gluon: one pass over the keys, five matrix products.
 
 Equations, letters and masks are those of portable.py; compare FlashAttention-3 (arXiv 2407.08608).
-Heads of more than 128 channels have a kernel of their own, hopper_backward_wide.py, launched from
-here; those of 96 have two parts, 64 + 32, as in hopper_forward.py.
+Heads of 192 and 256 channels have kernels of their own, hopper_backward_192.py and
+hopper_backward_256.py, launched from here; those of 96 have two parts, 64 + 32, as in
+hopper_forward.py.
 
 A program owns BN keys of one key-value head, its two consumer warpgroups 64 each. Its walk (see
 hopper_order.py) goes over the queries that see them, for all query heads of the group: dk and dv
@@ -55,7 +56,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from longctx.kernels.attention import Intervals, Saved, hopper_size
-from longctx.kernels.attention.hopper_backward_wide import FIRST, N, wide_backward_kernel
+from longctx.kernels.attention.hopper_backward_192 import backward_192_kernel
+from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     Buffers,
@@ -115,6 +117,22 @@ CONFIGS = {  # by head size; larger ones have none
     64: Config(128, 128, 240, True),
     96: Config(64, 128, 240, True),
     128: Config(64, 128, 240, False),
+}
+
+
+class Large(NamedTuple):
+    """The kernel for heads of more than 128 channels; its tiles have 64 queries."""
+
+    kernel: Any
+    keys: int  # of a tile
+    box: int  # of the keys, in a tensor map
+    width: int  # channels of a tensor map
+    intervals: int  # the last so many of the four are arguments
+
+
+LARGE = {
+    192: Large(backward_192_kernel, 96, 32, 64, 4),
+    256: Large(backward_256_kernel, 64, 64, 128, 2),
 }
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 LONG = 4096  # keys, from which on walks compute for longer than HBM takes for their tiles
@@ -613,8 +631,8 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
 def constants_of(
     c: Config | None, size: int, group: int, dtype: gl.dtype, ordered: bool
 ) -> dict[str, Any]:
-    """The constants of `backward_kernel`, or without a config of `wide_backward_kernel`, for heads
-    of `size` channels, `group` of which share k and v.
+    """The constants of `backward_kernel`, or without a config of a larger one, for heads of `size`
+    channels, `group` of which share k and v.
     """
     common = dict(
         row_shared=ROW_LAYOUT,
@@ -624,11 +642,11 @@ def constants_of(
         DIRECTIONS=directions(size, group, ordered),
     )
     if c is None:
+        large = LARGE[size]
         return dict(
             **common,
-            shared=shared_layout((N.value, FIRST.value), dtype),
-            shared1=shared_layout((N.value, size - FIRST.value), dtype),
-            ds_shared=shared_layout((N.value, N.value), dtype),
+            shared=shared_layout((64, large.width), dtype),
+            ds_shared=shared_layout((64, large.box), dtype),
         )
     width, rest = split(size)
     layouts = {
@@ -683,16 +701,15 @@ def backward(
             return backward(do, dlse, saved, intervals, scale, None, ordered)
     if dlse is not None:
         dlse = dlse.contiguous()
-    qfirst, qlast = intervals[2:]
     pointers = out, do, lse, lse if dlse is None else dlse
-    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, qfirst, qlast)]
+    q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, *intervals)]
     out_at, do_at, lse_at, dlse_at = given = [x.data_ptr() for x in pointers]
     # everything that the choice of a compiled kernel depends on
     key = (
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
         *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None),
-        *(qfirst.shape, qfirst.stride(), ends[0] % 16, ends[1] % 16),
+        *(intervals.qfirst.shape, intervals.qfirst.stride(), *[at % 16 for at in ends]),
         *(out_at % 16, lse_at % 16, dlse_at % 16),
     )
     launches = _launches.get(key)
@@ -712,9 +729,10 @@ def backward(
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
     if config is None:
-        main(stream, (lse2_at, delta_at, *(mapped * parts)), at, semaphore, end, *ends)
+        ends = ends[-LARGE[launches.size].intervals :]
+        main(stream, (lse2_at, delta_at, *mapped), at, semaphore, end, *ends)
     else:
-        main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends)
+        main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends[2:])
     unpack(stream, (), at, dq_at)
     return dq, dk, dv
 
@@ -738,7 +756,7 @@ def _first_backward(
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
     c = CONFIGS.get(size)
-    BM = c.BM if c else N.value
+    BM = c.BM if c else 64
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # one buffer: sums of dq, counter, semaphores, lse2, delta
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
@@ -757,7 +775,7 @@ def _first_backward(
     given = (sums, dq), (scale, Tq, Hq), constants
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
-    parts = 1 if size in (64, 128) else 2
+    parts = 2 if size == 96 else 1
     launches = Launches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
     keep(_launches, key, launches)
     return dq, dk, dv
@@ -788,13 +806,13 @@ def _first_launch(
     Tk, Hkv = x.k.shape[1:3]
     c, group = CONFIGS.get(size), Hq // Hkv
     dtype = gl.bfloat16 if x.q.dtype == torch.bfloat16 else gl.float16
-    tiles = triton.cdiv(Tk, c.BN if c else N.value)
+    tiles = triton.cdiv(Tk, c.BN if c else LARGE[size].keys)
     # behind the sums: the counter, padded to 16 bytes, and the semaphores
     ints = x.sums[count:].view(torch.int32)
-    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints, *intervals[2:])
+    pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints)
     # tensor maps: lse2 and delta, then the operands of each part of the channels
     lines = B * Hq, x.lse2.shape[2]
-    row_box = [1, c.BM if c else N.value]
+    row_box = [1, c.BM if c else 64]
     maps = [
         TensorDescriptor(rows, [*lines], [lines[1], 1], row_box, ROW_LAYOUT)
         for rows in (x.lse2, x.delta)
@@ -807,11 +825,14 @@ def _first_launch(
     )
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
     if c is None:
-        for width in (FIRST.value, size - FIRST.value):
-            maps += [descriptor(tensor, N.value, width, dtype) for tensor in x[:6]]
-        kernel: Any = wide_backward_kernel
-        pointers = x.sums, *pointers
+        large = LARGE[size]
+        rows_of_maps = (64, large.box, large.box) * 2
+        maps += [
+            descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
+        ]
+        kernel, pointers = large.kernel, (x.sums, *pointers, *intervals[-large.intervals :])
     else:
+        kernel, pointers = backward_kernel, (*pointers, *intervals[2:])
         # v in one box for each consumer
         boxes = tuple(zip(x[:6], (c.BM, c.BN, 64, c.BM, 64, 64), strict=True))
         for width, part in zip(split(size), (16, 8), strict=True):
@@ -821,7 +842,6 @@ def _first_launch(
                 maps += [TensorDescriptor(x.sums, shape, [256, 1], [part, 256], ROW_LAYOUT)]
             else:
                 maps += [None] * (len(boxes) + 1)
-        kernel = backward_kernel
     constants = constants_of(c, size, group, dtype, ordered)
     again = first_launch(kernel, programs, maps, pointers, scalars, constants, num_warps=4)
     assert again is not None, "Gluon has no interpreter"

@@ -1,18 +1,17 @@
-"""FlashAttention backward for Hopper in Gluon, for heads of 192 and 256 channels.
+"""FlashAttention backward for Hopper in Gluon, for heads of 256 channels.
 
 Equations, letters and masks are those of portable.py; the launch is in hopper_backward.py, the
 producer in hopper_order.py.
 
 dk and dv of 64 keys fill half of the registers, so a program owns no more, and its two consumer
-warpgroups share the channels: 128 and 64, or 128 and 128. Consumer 0 computes s and p, consumer 1
-dp and ds, for all channels; p and ds go through shared memory, and each consumer multiplies them
-for its own channels of dv, dk and dq. The products of s and dp are of 64 columns, which shared
-memory can feed; were the tile of queries split instead, they would be of 32, which it cannot. ds is
-of p as bf16 or fp16 holds it. dq goes from registers to sums in global memory, 64 channels at a
-time, four numbers by one instruction; the last kernel sorts and scales them.
+warpgroups have 128 channels each. Consumer 0 computes s and p, consumer 1 dp and ds, for all
+channels; p and ds go through shared memory, and each consumer multiplies them for its own channels
+of dv, dk and dq. The products of s and dp are of 64 columns, which shared memory can feed; were the
+tile of queries split instead, they would be of 32, which it cannot. ds is of p as bf16 or fp16
+holds it. dq goes from registers to sums in global memory, 64 channels at a time, four numbers by
+one instruction; the last kernel sorts and scales them.
 
-At 256 channels every step loads 64 KiB and adds 64 KiB, for 64 keys: L2 is the limit. Shared memory
-is 224 KiB there, and 176 at 192 channels.
+Every step loads 64 KiB and adds 64 KiB, for 64 keys: L2 is the limit. Shared memory is 224 KiB.
 
 Ordered, each consumer waits for its part of dq to come from the tile of keys before, see
 hopper_order.py.
@@ -59,7 +58,7 @@ from longctx.kernels.attention.hopper_primitives import (
 )
 
 N = gl.constexpr(64)  # queries of a tile, keys of a tile, and channels of dq at a time
-FIRST = gl.constexpr(128)  # channels of consumer 0
+OWN_CHANNELS = gl.constexpr(128)  # of a consumer
 # Of the hardware's 16 named barriers Triton takes 0 to 3 for three partitions.
 P_FULL = gl.constexpr(5)
 DS_FULL = gl.constexpr(6)
@@ -203,22 +202,15 @@ def gradient_step(
     dk_async = warpgroup_mma(dss.index(now), qs[1].index(now), dk, is_async=True)
     dq_async = start_dq(dss.index(now), k_own, 0, zeros)
     v_all = at_index(vs, it & zero, 2)
-    HALVES: gl.constexpr = qs[1].shape[2] // N
-    if HALVES == 1:
-        mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-        dp = start_scores(v_all, dos, after, zeros, 2)
-        dk, dv, dq = warpgroup_mma_wait(2, deps=(dk_async, dv_async, dq_async))
-    else:
-        dk, dv, dq = warpgroup_mma_wait(0, deps=(dk_async, dv_async, dq_async))
+    dk, dv, dq = warpgroup_mma_wait(0, deps=(dk_async, dv_async, dq_async))
     bar_arrive(Q_DO_EMPTY + now, 288)
     # dq, 64 channels at a time
     add_tile(dq, sums, semaphore, wait, before, True, 0, ORDERED)
-    if HALVES == 2:
-        dq_async = start_dq(dss.index(now), k_own, N, zeros)
-        mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-        dp = start_scores(v_all, dos, after, zeros, 2)
-        dq = warpgroup_mma_wait(2, deps=(dq_async,))
-        add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
+    dq_async = start_dq(dss.index(now), k_own, N, zeros)
+    mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
+    dp = start_scores(v_all, dos, after, zeros, 2)
+    dq = warpgroup_mma_wait(2, deps=(dq_async,))
+    add_tile(dq, sums, semaphore, wait, before, True, N, ORDERED)
     if ORDERED:
         release_added(semaphore, before, OWN + 1)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -262,8 +254,8 @@ def consumer(
         # no query sees keys past the end
         first_last = gl.load(qlast_b + n0, mask=n0 + N <= Tk, other=-1)
 
-        dk = zero_product(qs[C].shape[2])
-        dv = zero_product(qs[C].shape[2])
+        dk = zero_product(OWN_CHANNELS)
+        dv = zero_product(OWN_CHANNELS)
         mbarrier.wait(k_full, count & 1)
         mbarrier.wait(v_full, count & 1)
         if n > 0:
@@ -299,7 +291,8 @@ def consumer(
                 else:
                     s, dk, dv = gradient_step(
                         s, dk, dv,
-                        sums + tile.to(gl.int64) * (N * D) + N * FIRST, semaphores + 2 * tile + 1,
+                        sums + tile.to(gl.int64) * (N * D) + N * OWN_CHANNELS,
+                        semaphores + 2 * tile + 1,
                         wait, before,
                         ks, vs, qs, dos, deltas, pss, dss,
                         q_full, do_full,
@@ -325,8 +318,8 @@ def consumer(
         dv_own.store(dv.to(dtype))
         dk_own.store((dk * scale).to(dtype))
         fence_async_shared()
-        store_part(dv_map, dv_own, b, n0, hk, C * FIRST)
-        store_part(dk_map, dk_own, b, n0, hk, C * FIRST)
+        store_part(dv_map, dv_own, b, n0, hk, C * OWN_CHANNELS)
+        store_part(dk_map, dk_own, b, n0, hk, C * OWN_CHANNELS)
         tma.store_wait(0)
         mbarrier.arrive(k_empty, count=1)
         mbarrier.arrive(v_empty, count=1)
@@ -334,41 +327,34 @@ def consumer(
         t = pop(queue, count, 4)
 
 
+@gluon.jit
+def halves(SLOTS: gl.constexpr, dtype: gl.constexpr, shared: gl.constexpr):
+    """Return buffers of both consumers' channels."""
+    return (
+        gl.allocate_shared_memory(dtype, [SLOTS, N, OWN_CHANNELS], shared),
+        gl.allocate_shared_memory(dtype, [SLOTS, N, OWN_CHANNELS], shared),
+    )
+
+
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
-def wide_backward_kernel(
+def backward_256_kernel(
     lse2, delta,
     q, k, v, do, dk, dv,
-    q1, k1, v1, do1, dk1, dv1,
     sums, semaphores, counter, qfirst, qlast, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-    shared: gl.constexpr, shared1: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
+    shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv (B, Tk, Hkv, D) and, added to the zeros in sums, dq without the scale.
 
-    The first fourteen are tensor maps, those named x1 of the channels from 128 on. `sums`: fp32,
-    for each head, tile of 64 queries and 64 channels 16 rows of 256 (see `register_order`).
-    `counter`: 0. `semaphores`, ordered: an int32, 0, for each head, tile of queries and consumer.
+    The first eight are tensor maps. `sums`: fp32, for each head, tile of 64 queries and 64 channels
+    16 rows of 256 (see `register_order`). `counter`: 0. `semaphores`, ordered: an int32, 0, for
+    each head, tile of queries and consumer.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
-    D1: gl.constexpr = D - FIRST
-    qs = (
-        gl.allocate_shared_memory(dtype, [2, N, FIRST], shared),
-        gl.allocate_shared_memory(dtype, [2, N, D1], shared1),
-    )
-    dos = (
-        gl.allocate_shared_memory(dtype, [2, N, FIRST], shared),
-        gl.allocate_shared_memory(dtype, [2, N, D1], shared1),
-    )
-    ks = (
-        gl.allocate_shared_memory(dtype, [1, N, FIRST], shared),
-        gl.allocate_shared_memory(dtype, [1, N, D1], shared1),
-    )
-    vs = (
-        gl.allocate_shared_memory(dtype, [1, N, FIRST], shared),
-        gl.allocate_shared_memory(dtype, [1, N, D1], shared1),
-    )
+    qs, dos = halves(2, dtype, shared), halves(2, dtype, shared)
+    ks, vs = halves(1, dtype, shared), halves(1, dtype, shared)
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = gl.allocate_shared_memory(dtype, [2, N, N], ds_shared)
@@ -388,7 +374,7 @@ def wide_backward_kernel(
             GROUP, D, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
-            sums, dk1, dv1,
+            sums, dk, dv,
             buffers, pss, dss,
             loaded, queue,
             semaphores, qfirst, qlast, stride_ib, scale, scale_log2,
@@ -396,7 +382,7 @@ def wide_backward_kernel(
             GROUP, D, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
-            (q, q1), (k, k1), (v, v1), (do, do1), lse2, delta,
+            (q, q), (k, k), (v, v), (do, do), lse2, delta,
             buffers, loaded, queue,
             counter, qfirst, qlast, stride_ib,
             Tq, Tk, Hq, tiles, heads, l2_heads,
