@@ -709,7 +709,8 @@ def backward(
         *(q.shape, k.shape, v.shape),
         *(q.stride(), k.stride(), v.stride(), do.stride(), out.stride()),
         *(q.dtype, k.dtype, v.dtype, do.dtype, device, scale, ordered, dlse is None),
-        *(intervals.qfirst.shape, intervals.qfirst.stride(), *[at % 16 for at in ends]),
+        *(intervals.first.stride(), intervals.qfirst.shape, intervals.qfirst.stride()),
+        *[at % 16 for at in ends],
         *(out_at % 16, lse_at % 16, dlse_at % 16),
     )
     launches = _launches.get(key)
@@ -819,7 +820,7 @@ def _first_launch(
     ]
     # short walks wait for HBM: their q, do and fp32 sums of dq stay in L2, those of longer need not
     l2_heads = heads_in_l2(x.q, B * Hkv, 1, 4 * group if Tk < LONG else 2)
-    scalars = (
+    scalars: tuple[int | float, ...] = (
         *(batch_stride(intervals.qfirst), scale, scale * LOG2E.value),
         *(Tq, Tk, Hq, tiles, B * Hkv, l2_heads, 0),
     )
@@ -831,6 +832,8 @@ def _first_launch(
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]
         kernel, pointers = large.kernel, (x.sums, *pointers, *intervals[-large.intervals :])
+        if large.intervals == 4:
+            scalars = batch_stride(intervals.first), *scalars
     else:
         kernel, pointers = backward_kernel, (*pointers, *intervals[2:])
         # v in one box for each consumer
