@@ -376,7 +376,8 @@ def parts(BOXES: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr, shared: 
 def backward_192_kernel(
     lse2, delta,
     q, k, v, do, dk, dv,
-    sums, semaphores, counter, first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
+    sums, semaphores, counter,
+    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
