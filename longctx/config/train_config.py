@@ -49,9 +49,8 @@ class KernelConfig:
 
     lock: str = key(
         "auto",
-        "auto: record, on resume strict | record: take what is here now | strict: refuse others"
-        " | off",
-        choices=("auto", "record", "strict", "off"),
+        "auto: record, and refuse others on resume | record: take what is here now | off",
+        choices=("auto", "record", "off"),
     )
 
 

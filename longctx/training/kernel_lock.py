@@ -125,11 +125,6 @@ def held(
     if new is None:
         return None, None
     if not isinstance(old, dict):
-        if config.kernel.lock == "strict":
-            raise ValueError(
-                f"kernel.lock=strict: {config.resume} has no kernel lock to hold; "
-                "kernel.lock=record makes one"
-            )
         return new, "recorded now: the run had no kernel lock before"
     new = new | ({"earlier": old["earlier"]} if old.get("earlier") else {})
     changed = differences(old, new)

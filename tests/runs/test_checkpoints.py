@@ -121,17 +121,6 @@ def test_rows_unlike_the_index_are_refused(change: dict[str, Any], path: Path) -
         checkpoints.read(path)["state_dict"]["model.a"][:]
 
 
-def test_states_of_other_weights_are_refused(path: Path) -> None:
-    names = ("step", "exp_avg")
-    expected = [(WHOLE["model.c"].shape, names), (WHOLE["model.a"].shape, names)]
-    checkpoint = checkpoints.read(path)
-    checkpoints.check_states(path, checkpoint, expected)
-    checkpoints.check_finite(path, checkpoint)
-    for other in ([(torch.Size([9, 3, 3]), names), expected[1]], expected[:1]):
-        with pytest.raises(ValueError, match="optimizer state"):
-            checkpoints.check_states(path, checkpoint, other)
-
-
 def test_one_infinite_number_is_found(path: Path) -> None:
     for row in range(7):
         x = torch.zeros(7, 5)
