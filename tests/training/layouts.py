@@ -1,9 +1,9 @@
 """One loss, every layout: random compositions of strategy, context, mask, memory, LoRA and
-optimizer on gloo, each against the same step on one device.
+optimizer on gloo, each against the same step on one device, as context.check compares them.
 
     python -m torch.distributed.run --nproc-per-node 4 tests/training/layouts.py CASES SEED OUT
 
-Writes OUT, a JSON list: each case with its largest differences.
+Writes OUT, a JSON list: each case with its differences.
 """
 
 import json
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,10 @@ from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.training.batches import StepBatch, micro_batch
+from longctx.training import context_check
+from longctx.training.batches import micro_batch
+from longctx.training.context_check import Result, Row
 from longctx.training.run import Run
-from longctx.training.train_step import TrainState, optimizer_step
 from tests.training.sample_run import sample_run
 
 MEMORIES = (
@@ -118,7 +118,7 @@ def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
     )
 
 
-def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[dict[str, Tensor]]:
+def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[Row]:
     """Packed rows with targets left out at random: a few, those of half a row, or all of a row."""
     T = config.seq_len
     assert isinstance(T, int)
@@ -144,125 +144,61 @@ def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[dict[s
     return rows
 
 
-def step_of(run: Run, parallel: Parallel, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Losses of the first row, then loss and gradients of an optimizer step over `rows`."""
-    work = run.workload
-    mine = rows[parallel.data_rank :: parallel.data_ranks]
-    groups = [mine[i : i + work.batch_size] for i in range(0, len(mine), work.batch_size)]
-    batch = StepBatch([micro_batch(group) for group in groups])
-    state = TrainState(run, parallel)
-    # LoRA begins with zeros, whose gradients would be zero; with large numbers, rounding grows.
-    r = 0.05
-    with torch.no_grad():
-        for name, p in state.module.named_parameters():
-            if name.endswith("lora_b"):
-                sharding.draw(p, lambda x: x.copy_(torch.linspace(-r, r, x.numel()).view(x.shape)))
-            if work.precision == "fp8":  # which FSDP2 rounds to bf16 before it gathers them
+def step_of(run: Run, parallel: Parallel, rows: list[Row]) -> tuple[Result, Tensor]:
+    """Loss and gradients of an optimizer step over `rows`, and the losses of the first of them."""
+    state = context_check.begin(run, parallel)
+    if run.workload.precision == "fp8":  # FSDP2 rounds weights to bf16 before it gathers them
+        with torch.no_grad():
+            for p in state.module.parameters():
                 sharding.local(p).copy_(sharding.local(p).bfloat16())
-    gradients: dict[str, Tensor] = {}
-    clip = state.module.configure_gradient_clipping
-
-    def captured(*arguments: Any) -> None:
-        for name, p in state.module.named_parameters():
-            if p.grad is not None:
-                gradients[name] = sharding.full(p.grad).clone()
-        clip(*arguments)
-
-    state.module.configure_gradient_clipping = captured  # type: ignore[method-assign]
     losses = state.module.validation_step(micro_batch(rows[:1]))
-    total = optimizer_step(state, batch, parallel)
-    scored = parallel.all_reduce_sum(torch.tensor(float(parallel.counted_once(batch.scored))))
-    return {
-        "loss": parallel.all_reduce_sum(total) / scored,
-        "grad_norm": state.module.grad_norm,
-        "validation": losses,
-        "gradients": gradients,
-    }
+    mine = rows[parallel.data_rank :: parallel.data_ranks]
+    (result,) = context_check.results(state, [mine], parallel)
+    return result, losses
 
 
-class Case(NamedTuple):
-    """A step that all ranks have done."""
-
-    run: Run
-    parallel: Parallel
-    rows: list[dict[str, Tensor]]
-    step: dict[str, Any]
-
-
-def difference(x: Tensor, y: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((x - y).abs().max() / y.abs().max().clamp(min=1e-3))
-
-
-def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference of any gradient, relative to the largest value of its tensor."""
-    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return max(difference(ours[name], theirs[name]) for name in theirs)
-
-
-def spread(config: TrainConfig, draw: random.Random) -> Case:
-    """The step of `config` on all ranks."""
+def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
+    """The differences of the step on all ranks from the same step on one of them."""
     parallel = Parallel(config, "cpu")
     parallel.launch()
     run = sample_run(replace(config, devices=parallel.ranks))
     parallel.init_mesh(run.workload)
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
-    ours = step_of(run, parallel, rows)
-    return Case(run, parallel, rows, ours)
-
-
-def compared(case: Case) -> dict[str, float]:
-    """The differences from the same step on one device, this one."""
-    config, work, ours = case.run.config, case.run.workload, case.step
+    ours, losses = step_of(run, parallel, rows)
     single = replace(
-        config,
+        run.config,
         devices=1,
         accumulate=work.accumulate * work.data_ranks,
         strategy=StrategyConfig(),
         context=ContextConfig(),
     )
-    theirs = step_of(sample_run(single), case.parallel.alone(), case.rows)
-    return {
-        "loss": abs(float(ours["loss"] / theirs["loss"]) - 1),
-        "grad_norm": abs(float(ours["grad_norm"] / theirs["grad_norm"]) - 1),
-        "validation": difference(ours["validation"], theirs["validation"]),
-        "gradients": largest(ours["gradients"], theirs["gradients"]),
-    }
+    theirs, expected = step_of(sample_run(single), parallel.alone(), rows)
+    differences = context_check.differences([ours], [theirs], parallel)
+    return differences | {"validation": context_check.relative(losses, expected)}
 
 
 def main(cases: int, seed: int, out: Path) -> None:
-    """The ranks step together through as many cases as there are ranks, then each compares one."""
+    """The ranks step together through all cases, and each alone."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    results: list[dict[str, Any]] = []
-    for first in range(seed, seed + cases, ranks):
-        numbers = range(first, min(first + ranks, seed + cases))
-        for number in numbers:
-            draw = random.Random(number)
-            config = drawn(draw, ranks)
-            if number % 4 == 1:
-                config = with_experts(config, draw)
-            if number % 4 == 3:
-                config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
-            parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
-            with named(number, config):
-                case = spread(config, draw)
-            if number - first == rank:
-                mine = case
-        if rank < len(numbers):
-            config = mine.run.config
-            with named(first + rank, config):
-                result = compared(mine)
-            in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
-            limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
-            known = {"case": first + rank, "config": shown(config), "limit": limit}
-            results.append({**known, **result})
-    everyone: list[Any] = [None] * ranks
-    dist.gather_object(results, everyone if rank == 0 else None)
-    if rank == 0:
-        out.write_text(json.dumps([result for one in everyone for result in one]))
+    ranks, results = dist.get_world_size(), []
+    for number in range(seed, seed + cases):
+        draw = random.Random(number)
+        config = drawn(draw, ranks)
+        if number % 4 == 1:
+            config = with_experts(config, draw)
+        if number % 4 == 3:
+            config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
+        parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
+        with named(number, config):
+            differences = compared(config, draw)
+        in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
+        limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
+        known = {"case": number, "config": shown(config), "limit": limit}
+        results.append(known | {"differences": differences})
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
