@@ -2,7 +2,8 @@
 
 A thread writes the tensors, or a copy of them in host memory so that training may change them
 meanwhile. It talks to no other rank: it leaves a JSON next to its files, and rank 0 completes the
-folder when there is one of each rank. Only `begin` and `end` are called by all ranks together.
+folder when there is one of each rank. A rank that cannot write raises that itself, which ends the
+run. Only `begin` is called by all ranks together.
 The folder gets its name when all of it is on disk, so a kill at any moment leaves it whole or
 hidden.
 """
@@ -16,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,7 +146,6 @@ class Saving:
         self.hidden: list[Path] = []  # checkpoints to delete
         self.deleted_bytes = 0  # of them
         self.warning: str | None = None
-        self._is_left_to_rank_0 = False  # which can read this rank's problem and raises it
         self._is_cancelled = threading.Event()
         self._started = time.monotonic()
 
@@ -171,7 +171,11 @@ class Saving:
             self._prepare()
         except (OSError, ValueError, TypeError) as error:
             problem = self._problem_of(error)
-        self._raise_agreed(problem)
+        # Also waits until rank 0 has made the folder
+        problem = self.writers.agree(problem)
+        if problem is not None:
+            self._discard()
+            raise OSError(problem)
         if memory is not None:
             self._copy(memory)
         thread = ThreadPoolExecutor(1, "checkpoint")
@@ -180,33 +184,24 @@ class Saving:
         thread.shutdown(wait=False)
 
     def check(self) -> None:
-        """Raise OSError if writing has failed and no other rank will raise it."""
-        if self.written.done() and self.problem and not self._is_left_to_rank_0:
+        """Raise OSError if writing has failed: of this rank's files, on rank 0 of the folder."""
+        if self.written.done() and self.problem:
             self._discard()
             raise OSError(self.problem)
 
     def end(self) -> None:
-        """Wait until the folder is whole and on disk; all ranks call it.
+        """Wait until this rank's files are on disk, and on rank 0 until the folder is whole.
 
-        Raises OSError, on every rank, if one of them could not write; the folder then does not
-        appear.
+        Raises OSError if they could not be written; the folder then does not appear.
         """
-        problem = self.problem
-        if self.writers.rank != 0:  # rank 0 waits for this rank's files instead of its vote
-            self.check()
-        self._raise_agreed(problem)
+        wait([self.written])
+        self.check()
 
     def cancel(self) -> None:
         """Stop writing or deleting and wait for the thread."""
         self._is_cancelled.set()
         self.deleted.exception()
         self._discard()
-
-    def _raise_agreed(self, problem: str | None) -> None:
-        problem = self.writers.agree(problem)
-        if problem is not None:
-            self._discard()
-            raise OSError(problem)
 
     def _discard(self) -> None:
         if self.writers.rank == 0:
@@ -244,10 +239,7 @@ class Saving:
             if self.writers.rank == 0:
                 self._complete()
         except Exception as error:  # also of memory
-            problem = self._problem_of(error)
-            if self.writers.rank != 0:
-                self._leave_to_rank_0(problem)
-            raise OSError(problem) from error
+            raise OSError(self._problem_of(error)) from error
         if self.writers.rank == 0:
             self._hide_replaced()
 
@@ -290,19 +282,6 @@ class Saving:
             os.fsync(file.fileno())
         return {"bytes": size, "crc32": crc32}
 
-    def _leave_to_rank_0(self, problem: str) -> None:
-        """Tell rank 0 that this rank could not write."""
-        try:
-            # Make room for the JSON: the disk may be full
-            for part in self.parts:
-                (self.partial / part.file).unlink(missing_ok=True)
-            write_json(self._json_of(self.writers.rank), {"problem": problem})
-            self._is_left_to_rank_0 = True
-        except FileNotFoundError:  # rank 0 gave up and removed the folder; it raises the reason
-            self._is_left_to_rank_0 = True
-        except OSError:  # this rank raises it
-            pass
-
     def _complete(self) -> None:
         """Wait for the files of all ranks, and give the folder its name."""
         written = self._written_by_ranks()
@@ -333,15 +312,11 @@ class Saving:
         self.seconds = time.monotonic() - self._started
 
     def _written_by_ranks(self) -> list[dict[str, Any]]:
-        """Return the JSON of each rank when all have written; OSError if one could not."""
+        """Return the JSON of each rank, when all have written."""
         while True:
             paths = sorted(self.partial.glob("rank-*.json"))
-            found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-            for path, content in zip(paths, found, strict=True):
-                if "problem" in content:
-                    raise OSError(f"{path.stem}: {content['problem']}")
-            if len(found) == self.writers.ranks:
-                return found
+            if len(paths) == self.writers.ranks:
+                return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
             if self._is_cancelled.wait(POLL):
                 raise OSError("cancelled")
 
