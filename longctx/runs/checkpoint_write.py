@@ -53,11 +53,11 @@ class Sharded(NamedTuple):
 
 
 class Writers(NamedTuple):
-    """The ranks that write. `agree` waits for all of them and returns the first problem of any."""
+    """The ranks that write. `barrier` waits for all of them."""
 
     rank: int = 0
     ranks: int = 1
-    agree: Callable[[str | None], str | None] = lambda problem: problem
+    barrier: Callable[[], object] = lambda: None
 
 
 ALONE = Writers()
@@ -164,18 +164,13 @@ class Saving:
         """Begin to write a copy of the tensors in `memory`; all ranks call it. Without `memory` the
         tensors themselves are written and must not change before `end` has returned.
 
-        Raises OSError, on every rank, if one of them cannot write.
+        Raises OSError if this rank cannot write.
         """
-        problem = None
         try:
             self._prepare()
         except (OSError, ValueError, TypeError) as error:
-            problem = self._problem_of(error)
-        # Also waits until rank 0 has made the folder
-        problem = self.writers.agree(problem)
-        if problem is not None:
-            self._discard()
-            raise OSError(problem)
+            raise OSError(self._problem_of(error)) from error
+        self.writers.barrier()  # until rank 0 has made the folder
         if memory is not None:
             self._copy(memory)
         thread = ThreadPoolExecutor(1, "checkpoint")

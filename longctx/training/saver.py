@@ -42,7 +42,7 @@ class Saver:
         self.is_sharded = parallel.strategy.shards_weights
         self.writers = ALONE
         if self.is_sharded:
-            self.writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
+            self.writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
         self.memory: list[Tensor] = []  # on the host, for a copy of each part
         self.no_copy = ""  # why there is no memory for it
         self.step = 0  # of the newest checkpoint

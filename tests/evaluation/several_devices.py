@@ -97,7 +97,7 @@ def write_run(run: TrainConfig, folder: Path, sharded: bool, parallel: Parallel)
     writers = ALONE
     if sharded:
         sharding.shard(model, init_device_mesh("cpu", (parallel.ranks,)), None)
-        writers = Writers(parallel.rank, parallel.ranks, parallel.first_problem)
+        writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
     if sharded or parallel.is_first:
         state = {"random": checkpoints.random_state()}
         write(checkpoints.saving(path, about, state, sharding.parts(module), writers=writers))

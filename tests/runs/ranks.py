@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 RANKS = 3
-Agree = Callable[[str | None], str | None]
+Barrier = Callable[[], object]  # waits for all ranks
 
 
 def rows_of_ranks(x: Tensor) -> list[slice]:
@@ -16,21 +16,14 @@ def rows_of_ranks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, len(x))) for start in starts]
 
 
-def on_all_ranks(target: Callable[[int, Agree], None]) -> list[object]:
-    """Run target(rank, agree) in a thread for each rank; return the error of each, or None."""
-    barrier, problems = threading.Barrier(RANKS), [None] * RANKS
+def on_all_ranks(target: Callable[[int, Barrier], None]) -> list[object]:
+    """Run target(rank, barrier) in a thread for each rank; return the error of each, or None."""
+    barrier = threading.Barrier(RANKS)
     outcomes: list[object] = [None] * RANKS
 
     def run(rank: int) -> None:
-        def agree(problem: str | None) -> str | None:
-            problems[rank] = problem  # type: ignore[call-overload]
-            barrier.wait(300)
-            first = next((x for x in problems if x is not None), None)
-            barrier.wait(300)
-            return first
-
         try:
-            target(rank, agree)
+            target(rank, lambda: barrier.wait(300))
         except OSError as error:
             outcomes[rank] = error
 

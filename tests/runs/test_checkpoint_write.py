@@ -14,7 +14,7 @@ from longctx import files
 from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
 from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
-from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
+from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
 from tests.written import files_below, write
 
 
@@ -112,12 +112,12 @@ def shares(rank: int, sizes: list[int]) -> dict[str, Sharded]:
 def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -> None:
     sizes = [2, 9_000, 2]  # the second rank's rows do not fit
 
-    def save(rank: int, agree: Agree) -> None:
-        saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, agree))
+    def save(rank: int, barrier: Barrier) -> None:
+        saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, barrier))
         saving.begin(memory_for(saving) if behind else None)
         if rank != 0:
             wait([saving.written])
-        agree(None)
+        barrier()
         if rank == 0:  # which waits, until the second rank ends the run
             assert not saving.written.done()
             saving.cancel()
@@ -133,15 +133,15 @@ def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -
 def test_rank_0_names_the_folder_last(tmp_path: Path) -> None:
     x, path = torch.randn(7, 4), tmp_path / "x"
 
-    def save(rank: int, agree: Agree) -> None:
+    def save(rank: int, barrier: Barrier) -> None:
         cut = rows_of_ranks(x)
         share = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
-        saving = Held(path, {}, share, Writers(rank, RANKS, agree))
+        saving = Held(path, {}, share, Writers(rank, RANKS, barrier))
         saving.hold()
         if rank != 2:
             saving.released.set()
         assert not path.exists()
-        agree(None)
+        barrier()
         saving.released.set()
         wait([saving.written])
         if rank == 0:  # which needs no other rank to complete it

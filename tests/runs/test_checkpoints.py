@@ -21,7 +21,7 @@ from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Sharded, Writers
 from tests.processes import killed_at
-from tests.runs.ranks import RANKS, Agree, on_all_ranks, rows_of_ranks
+from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
 from tests.written import write
 
 WHOLE = {"model.a": torch.randn(7, 5), "model.b": torch.randn(2), "model.c": torch.randn(9, 3, 2)}
@@ -32,7 +32,7 @@ def save(path: Path) -> list[object]:
     """Write a checkpoint of WHOLE with an optimizer state of twice the weights."""
     random = checkpoints.random_state()
 
-    def write_share(rank: int, agree: Agree) -> None:
+    def write_share(rank: int, barrier: Barrier) -> None:
         cuts = {name: rows_of_ranks(x) for name, x in WHOLE.items()}
         weights = {
             name: Sharded(WHOLE[name][cut[rank]], WHOLE[name].shape, cut)
@@ -44,7 +44,7 @@ def save(path: Path) -> list[object]:
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         metadata = {"format": checkpoints.FORMAT, "config": {}, "data": "x"}
-        writers = Writers(rank, RANKS, agree)
+        writers = Writers(rank, RANKS, barrier)
         write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, writers))
 
     return on_all_ranks(write_share)
