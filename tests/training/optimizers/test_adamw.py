@@ -55,13 +55,13 @@ def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, de
         assert (p.cpu() - q).abs().max() < (1e-3 if stored == "bf16" else 1e-6)
 
 
-def trained(stored: str, steps: int = 12, device: str = "cpu"):
+def trained(stored: str):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 1))
     settings = config(memory=MemoryConfig("fast", optimizer_state=stored))
-    x = torch.randn(50, 7).to(device)
-    optimizer = build(model.to(device), settings)
-    for _ in range(steps):
+    x = torch.randn(50, 7)
+    optimizer = build(model, settings)
+    for _ in range(12):
         optimizer.zero_grad()
         (model(x) - x.sum(dim=1, keepdim=True).sin()).square().mean().backward()
         optimizer.step()
@@ -73,16 +73,6 @@ def test_averages_on_the_host_change_no_bit(slice_of: int, monkeypatch: pytest.M
     monkeypatch.setattr("longctx.training.optimizers.adamw.SLICE", slice_of)
     for a, b in zip(trained("host")[0].parameters(), trained("fp32")[0].parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_averages_in_bf16_take_half_and_stay_near() -> None:
-    model, optimizer = trained("bf16")
-    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
-    start = trained("fp32", steps=0)[0]
-    for a, b, before in zip(
-        model.parameters(), trained("fp32")[0].parameters(), start.parameters(), strict=True
-    ):
-        assert (a - b).norm() < 0.02 * (b - before).norm()
 
 
 class DtypesOfLarge(TorchDispatchMode):
@@ -110,11 +100,3 @@ def test_loading_makes_no_fp32_copy_of_bf16_state() -> None:
         loaded, kept = resumed.state[weight][name], optimizer.state[weight][name]
         assert loaded.dtype == torch.bfloat16 and loaded.data_ptr() != kept.data_ptr()
         assert torch.equal(loaded, kept)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("stored", ["bf16", "host"])
-def test_stored_averages_on_a_gpu(stored: str) -> None:
-    models = (trained(how, device="cuda")[0] for how in (stored, "fp32"))
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(a, b) if stored == "host" else (a - b).norm() < 0.02 * b.norm()

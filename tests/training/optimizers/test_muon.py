@@ -1,6 +1,5 @@
 """Muon: what it orthogonalizes, that every matrix stands alone, and its memory."""
 
-import math
 from collections.abc import Iterator
 
 import pytest
@@ -51,16 +50,6 @@ def give_gradients(model: torch.nn.Module, step: int, size: float = 1.0) -> None
         p.grad = size * torch.randn(p.shape, generator=draw).to(p.device)
 
 
-def orthogonal(x: Tensor) -> Tensor:
-    """Newton-Schulz of one matrix as Jordan's post has it, in fp64."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = x.double() / (x.double().norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
 def split(name: str, weight: Tensor) -> list[Tensor]:
     """The matrices of a weight of ODD."""
     if name.endswith("qkv.weight"):
@@ -94,48 +83,34 @@ def test_singular_values_come_near_one() -> None:
 
 
 @pytest.mark.parametrize("stack", [1, 1000, 2**24])
-def test_steps_equal_those_of_each_matrix_alone(
-    stack: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_matrix_moves_as_with_torchs_muon(stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longctx.training.optimizers.muon.STACK", stack)
     model, optimizer = model_and_muon()
     names = [n for n, p in model.named_parameters() if "blocks." in n and p.ndim == 2]
-    weights = {n: [x.detach().double() for x in split(n, model.get_parameter(n))] for n in names}
-    momenta = {n: [torch.zeros_like(x) for x in weights[n]] for n in names}
+    alone = {
+        name: [
+            torch.nn.Parameter(x.clone()) for x in split(name, model.get_parameter(name).detach())
+        ]
+        for name in names
+    }
+    everything = [x for matrices in alone.values() for x in matrices]
+    reference = torch.optim.Muon(
+        everything, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(3):
         give_gradients(model, step)
-        for name in names:
+        for name, matrices in alone.items():
             gradient = model.get_parameter(name).grad
             assert gradient is not None
-            for i, g in enumerate(split(name, gradient.double())):
-                m = momenta[name][i] = 0.95 * momenta[name][i] + 0.05 * g
-                update = orthogonal(0.05 * g + 0.95 * m)
-                w = weights[name][i] * (1 - 1e-2 * 0.1)
-                weights[name][i] = w - 1e-2 * 0.2 * math.sqrt(max(w.shape)) * update
-        optimizer.step()
-    start = dict(model_and_muon()[0].named_parameters())
-    for name in names:
-        want = torch.cat(weights[name])
-        error = (model.get_parameter(name) - want).norm() / (want - start[name]).norm()
-        assert error < 0.02, name  # Newton-Schulz is in bf16
-
-
-def test_plain_matrices_move_as_with_torchs_muon() -> None:
-    torch.manual_seed(0)
-    shapes = [(7, 33), (33, 7), (16, 16)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
-    optimizer = muon.Muon(
-        {p: (p.shape[0],) for p in ours}, 0.3, [], 0.02, (0.9, 0.95), "fp32", 0.95, 5
-    )
-    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    for _ in range(4):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(p.shape)
-            q.grad = p.grad.clone()
+            for x, part in zip(matrices, split(name, gradient), strict=True):
+                x.grad = part.clone()
         optimizer.step()
         reference.step()
-    for p, q in zip(ours, theirs, strict=True):
-        assert (p - q).abs().max() < 1e-3 * (q - 1).abs().max()
+    start = dict(model_and_muon()[0].named_parameters())
+    for name, matrices in alone.items():
+        want = torch.cat(matrices)
+        error = (model.get_parameter(name) - want).norm() / (want - start[name]).norm()
+        assert error < 0.01, name  # Newton-Schulz is in bf16
 
 
 def test_the_rest_moves_as_with_adamw() -> None:
