@@ -60,7 +60,6 @@ class Finding(NamedTuple):
     """
 
     unchanged: int  # logits that no changed token may change
-    borders: int  # rows that were of one document, and got a border
     fp32: Differences | None
     bf16: Differences | None  # from fp32
 
@@ -76,8 +75,6 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"0 of {self.unchanged:,} logits of other documents changed"]
-        if self.borders:
-            parts[0] += f" (rows given a second document: {self.borders})"
         if self.fp32 is not None:
             loss, gradients = summary(self.fp32).values()
             parts.append(f"loss differs by {loss:.0e}, gradients by {gradients:.0e}")
@@ -103,7 +100,7 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
     """
     # Two steps: of whole rows, and of rows that leave some ranks without a target
     trial = small(run)
-    groups, borders = rows_of_groups(trial, data, parallel)
+    groups = rows_of_groups(trial, data, parallel)
     fewer = [
         [without_targets(row, all_of_it=0 < number == len(groups) - 1) for row in rows]
         for number, rows in enumerate(groups)
@@ -142,7 +139,7 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Finding:
     if fp32 is not None:
         require(run, fp32, dict.fromkeys(fp32, FP32), "")
     forget(trial)
-    return Finding(unchanged, borders, fp32, bf16)
+    return Finding(unchanged, fp32, bf16)
 
 
 def has_fp32(run: Run) -> bool:
@@ -154,16 +151,23 @@ def has_fp32(run: Run) -> bool:
     return True
 
 
-def rows_of_groups(run: Run, data: Data, parallel: Parallel) -> tuple[list[list[Row]], int]:
-    """Return the first rows of each data rank, cut short, and how many were given a border."""
-    every = parallel.all_gather_objects(cut_rows(run, data, parallel.data_rank))
-    context = run.workload.context
-    for rank, (hashes, _, _) in enumerate(every):
-        first = rank - rank % context
+def rows_of_groups(run: Run, data: Data, parallel: Parallel) -> list[list[Row]]:
+    """Return the first rows of each data rank, cut short; raise CheckFailed if ranks that share
+    rows see different ones.
+    """
+    workload = run.workload
+    assert workload.model.vocab_size is not None
+    order = data.order(run.config.seed, parallel.data_rank, workload.data_ranks, 0)
+    rows = [
+        data.train[number] for number in islice(order, workload.batch_size * workload.accumulate)
+    ]
+    cuts = [cut(row, workload.seq_len, workload.model.vocab_size) for row in rows]
+    every = parallel.all_gather_objects(([hash_of(row) for row in rows], cuts))
+    for rank, (hashes, _) in enumerate(every):
+        first = rank - rank % workload.context
         if hashes != every[first][0]:
             raise failed(run, f"ranks {first} and {rank} share rows, and have different tokens")
-    groups = every[::context]
-    return [rows for _, rows, _ in groups], sum(borders for _, _, borders in groups)
+    return [rows for _, rows in every[:: workload.context]]
 
 
 def begin(run: Run, parallel: Parallel) -> TrainState:
@@ -371,28 +375,13 @@ def in_fp32(run: Run) -> Run:
     return replace(run, workload=workload, config=replace(run.config, precision="fp32"))
 
 
-def cut_rows(run: Run, data: Data, data_rank: int) -> tuple[list[str], list[Row], int]:
-    """Return the first rows of this data rank: their hashes, the rows cut short, and how many of
-    them were given a border.
-    """
-    workload = run.workload
-    assert workload.model.vocab_size is not None
-    order = data.order(run.config.seed, data_rank, workload.data_ranks, 0)
-    rows = [
-        data.train[number] for number in islice(order, workload.batch_size * workload.accumulate)
-    ]
-    cuts = [cut(row, workload.seq_len, workload.model.vocab_size) for row in rows]
-    hashes = [hash_of(row) for row in rows]
-    return hashes, [row for row, _ in cuts], sum(has_new_border for _, has_new_border in cuts)
-
-
 def hash_of(row: Row) -> str:
     """Return a hash of all tensors of `row`: its tokens, targets, documents and padding."""
     return hashlib.sha256(b"".join(row[key].numpy().tobytes() for key in sorted(row))).hexdigest()
 
 
-def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
-    """Return `length` tokens of `row` around a border of documents, and True if it is a new one."""
+def cut(row: Row, length: int, words: int) -> Row:
+    """Return `length` tokens of `row` around a border of documents; a row without one gets one."""
     tokens, targets, doc_ids = (row[key] for key in ("tokens", "targets", "doc_ids"))
     real = len(tokens) - int(row["padding"])
     borders = (doc_ids[1:real] != doc_ids[: max(real - 1, 0)]).nonzero().flatten() + 1
@@ -403,15 +392,14 @@ def cut(row: Row, length: int, words: int) -> tuple[Row, bool]:
     padding = max(0, start + length - max(real, start))
 
     two = len(doc_ids[: length - padding].unique()) > 1
-    needs_border = not (two and documents(doc_ids, padding))
-    if needs_border:
+    if not (two and documents(doc_ids, padding)):
         doc_ids, padding = (torch.arange(length) >= length // 2).long(), 0
         targets[length // 2 - 1] = IGNORED
     if bool((targets == IGNORED).all()):  # such as a long question of a conversation
         targets[:-1] = torch.where(doc_ids[1:] == doc_ids[:-1], tokens[1:], IGNORED)
     targets = torch.where(targets == IGNORED, targets, targets % words)
     values = {"tokens": tokens, "targets": targets, "doc_ids": doc_ids}
-    return values | {"padding": torch.tensor(padding)}, needs_border
+    return values | {"padding": torch.tensor(padding)}
 
 
 def documents(doc_ids: Tensor, padding: int) -> list[tuple[int, int]]:
