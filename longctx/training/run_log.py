@@ -16,9 +16,10 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
+from longctx.runs import metrics_file
 from longctx.runs.metrics import SAMPLE, duration
 from longctx.runs.tracking import Tracker
-from longctx.training.console import Display, closing_table
+from longctx.training.console import Display, closing_table, loss_curve
 from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
@@ -79,12 +80,13 @@ class RunLog(Display):
             self._report_copies(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
-        """Print the results and the next commands."""
+        """Print the loss curve, the results and the next commands."""
         if self.tracker is None:
             return
         if stopped_by is not None:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
-        self.say("")
+        for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
+            self.say(line)
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         self.print(
