@@ -107,7 +107,8 @@ tracker.log({'step': 1, 'tokens_seen': 5})
 tracker.start_copies({})
 tracker.finish(0)""": LARGE,
     "import longctx.attention; longctx.attention.attention": {"torch._dynamo", "lightning"},
-    "import longctx.training.loop": {"transformers", "matplotlib", "datasets", "wandb"},
+    "import longctx.training.loop": {"datasets", "wandb"}
+    | {"transformers", "matplotlib", "scipy", "torchvision"},  # which Lightning's metrics would use
 }
 
 

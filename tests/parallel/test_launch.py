@@ -1,15 +1,12 @@
 """What starts the processes of a run, and environments that contradict themselves."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from longctx import cli
 from longctx.config.parallel_config import ContextConfig
 from longctx.parallel.launch import Launched, launched, number_here, without_launcher
-from tests.processes import PYTHONPATH, ROOT, finished
 
 CONFIG = cli.compose("train", []).config
 TORCHRUN = {
@@ -89,15 +86,3 @@ def test_a_request_fits_what_the_launcher_has_started() -> None:
             launched(replace(CONFIG, devices=2), environment)
         with pytest.raises(ValueError, match="context=3: does not divide devices=4"):
             launched(replace(CONFIG, context=ContextConfig(degree=3)), environment)
-
-
-def test_lightning_imports_nothing_for_its_metrics(tmp_path: Path) -> None:
-    for package in ("matplotlib", "scipy", "torchvision", "transformers"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit(f'{__name__} imported')")
-        information = tmp_path / f"{package}-99.0.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text(f"Name: {package}\nVersion: 99.0\n")
-    code = "import longctx.parallel.fabric as parts; parts.Fabric"
-    done = finished("-c", [code], ROOT, PYTHONPATH=os.pathsep.join([str(tmp_path), PYTHONPATH]))
-    assert done.returncode == 0, done.stderr[-500:]

@@ -74,19 +74,6 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
     assert "150.0" in text
 
 
-def test_output_without_a_terminal_is_plain(capsys: Any) -> None:
-    display = Display(steps=9, first_step=0)
-    display.bar.start()
-    for row in ROWS:
-        display.stepped(row["step"])
-        display.show(row)
-    display.bar.stop()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(ROWS)
-    assert not any("\x1b" in line or "\r" in line for line in lines)
-    assert brief(ROWS[2]) in lines[2]
-
-
 def test_a_row_without_a_scored_token_says_so() -> None:
     assert "nothing scored" in brief({key: x for key, x in ROWS[1].items() if key != "loss"})
     assert "nothing scored" in brief({"step": 3, "tokens_seen": 9})
@@ -124,12 +111,17 @@ def test_padding_and_files_not_read_are_warnings(tmp_path: Path) -> None:
     assert "75%" in padding
 
 
-def test_a_piped_run_says_how_long_it_will_take(capsys: Captured) -> None:
+def test_a_piped_run_has_plain_lines_with_time_left(capsys: Captured) -> None:
     display = Display(steps=21, first_step=0)
+    display.bar.start()
     display.show(ROWS[0])
     display.show(ROWS[1])  # 9 s a step
     display.show(ROWS[2])
-    lines = capsys.readouterr().out.splitlines()
+    display.bar.stop()
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\r" not in printed
+    lines = printed.splitlines()
+    assert len(lines) == 3 and brief(ROWS[2]) in lines[2]
     assert "left" not in lines[0]
     assert lines[1].endswith("3 min 0 s left")
     assert lines[2].endswith("14.4 s left")
