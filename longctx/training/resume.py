@@ -134,7 +134,7 @@ def intact_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
 
 def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
     """Raise ValueError unless the tensors in the checkpoint at `path` are the weights and optimizer
-    state of `run`; Damaged if one is not finite. Nothing is computed with them before.
+    state of `run`. Nothing is computed with them before.
     """
     workload = run.workload
     model = restore.skeleton(workload.model, workload.attention, workload.lora)
@@ -145,7 +145,6 @@ def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
     names = getattr(optimizer, "state_names", lambda _: None)
     expected = [(parameter.shape, names(parameter)) for parameter in trained]
     checkpoints.check_states(path, checkpoint, expected)
-    checkpoints.check_finite(path, checkpoint)
 
 
 def continue_folder(run: Run) -> None:

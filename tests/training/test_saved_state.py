@@ -1,6 +1,5 @@
 """A checkpoint with other tensors than its run is refused before anything computes with them."""
 
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,7 @@ SHAPES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("change", [*SHAPES, lambda x: x.clone().fill_(math.nan)])
+@pytest.mark.parametrize("change", SHAPES)
 def test_an_average_of_another_model_is_refused(
     change: Change, two_steps: Path, capsys: Captured
 ) -> None:
