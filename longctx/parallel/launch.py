@@ -187,10 +187,6 @@ def _of_srun(environ: Mapping[str, str]) -> Launched:
     hosts = next((environ[name] for name in NODE_LISTS if name in environ), "")
     first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
     address = environ.get("MASTER_ADDR", first_host if nodes > 1 else "127.0.0.1")
-    if not address:
-        raise ValueError(
-            "MASTER_ADDR: not set, and no list of SLURM's nodes either; set it to the first node"
-        )
     # All tasks of a step know its numbers, and so agree on a port
     step = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID")
     return Launched(
@@ -226,8 +222,7 @@ def _number(environ: Mapping[str, str], *names: str, default: int | None = None)
     if name not in environ and default is not None:
         return default
     text = environ.get(name, "")
-    # Counts and ports begin at 1
-    if not text.isdecimal() or (int(text) == 0 and name.endswith(("SIZE", "PORT"))):
+    if not text.isdecimal():
         shown = f"{name}={text}" if name in environ else f"{name}: not set"
         raise ValueError(f"{shown}; not a number that torchrun or srun would set")
     return int(text)

@@ -20,10 +20,9 @@ import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
-from tests.training.sample_run import Overrides, steps
+from tests.training.sample_run import FAULTY, Overrides, steps
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
-ABSENT = Path(__file__).parent / "absent.py"
 HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
 OverridesIn = Callable[..., list[str]]
 Processes = list[subprocess.Popen[str]]
@@ -105,7 +104,7 @@ def test_a_port_that_is_taken_is_named(overrides: Overrides, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_process_killed_before_it_arrives_is_named(overrides: Overrides, tmp_path: Path) -> None:
-    [error] = errors_of(begin([str(ABSENT), *overrides(name="r", devices=2)], tmp_path))
+    [error] = errors_of(begin([str(FAULTY), "absent", *overrides(name="r", devices=2)], tmp_path))
     assert "process 1 (PID " in error
     assert "has ended with SIGKILL" in error
 

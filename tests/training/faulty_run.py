@@ -4,6 +4,7 @@ python -m tests.training.faulty_run FAULT devices=2 key=value ...
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,12 @@ FOLDER = Path(os.environ.get("FAULTY_RUN", ""))  # for files of a fault
 is_rank_1 = os.environ.get("LOCAL_RANK") == "1"
 load, optimizer_step, validate = batches.load, loop.optimizer_step, loop.validate
 training_step, clock = TrainingModule.training_step, time.perf_counter
+
+
+def absent() -> None:
+    """Kill rank 1 before it has met the others."""
+    if is_rank_1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def grow() -> None:
@@ -80,5 +87,6 @@ def wait() -> None:
 
 
 if __name__ == "__main__":
-    {"grow": grow, "spike": spike, "lag": lag, "wait": wait}[sys.argv[1]]()
+    faults = {"absent": absent, "grow": grow, "spike": spike, "lag": lag, "wait": wait}
+    faults[sys.argv[1]]()
     sys.exit(cli.main(["train", *sys.argv[2:]]))
