@@ -86,7 +86,7 @@ def training_run(overrides: list[str], device: str) -> Run:
 
     On a GPU its memory policy may still be auto: `decided` chooses one.
     """
-    from longctx.training.resolve import scheduled
+    from longctx.training.run import scheduled
 
     config = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda").config
     return scheduled(config, without_data(config, device))

@@ -8,7 +8,6 @@ sees the request: it reads the frozen `Run` (run.py).
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -33,18 +32,16 @@ from longctx.parallel.devices import (
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import Machine
-from longctx.planner.schedule import schedule_of
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
 from longctx.training.batches import data_config
 from longctx.training.memory import check_fits
-from longctx.training.run import Run
+from longctx.training.run import Run, scheduled
 from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_validation
 
 SOME_LENGTH = 4096  # tokens, to open the data of seq_len=max before the length is known
-TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 Say = Callable[[str], None]
 
 
@@ -227,21 +224,6 @@ def choose_workload(
         workload = fitting.with_policy(workload, config.memory.policy)
     workload.check_graphs()
     return workload, f"{layouts.name_of(workload)} (auto: {reason})" if several else ""
-
-
-def scheduled(config: TrainConfig, workload: Workload) -> Run:
-    """Return a run of `workload` with its steps, learning rate and validations, but no folder."""
-    schedule = schedule_of(config, workload)
-    sequences = max(1, TOKENS_PER_VALIDATION[workload.device] // workload.seq_len)
-    return Run(
-        config=config,
-        workload=workload,
-        max_steps=schedule.max_steps,
-        lr=schedule.lr,
-        warmup_steps=schedule.warmup_steps,
-        val_every=config.val_every or max(20, math.ceil(schedule.max_steps / 5)),
-        val_rows=sequences if config.val_rows is None else config.val_rows,
-    )
 
 
 def check_schedule(run: Run) -> None:

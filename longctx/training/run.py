@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
-from longctx.planner.schedule import Schedule
+from longctx.planner.schedule import Schedule, schedule_of
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
+
+TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 
 
 @dataclass(frozen=True)
@@ -98,17 +101,23 @@ class Run:
         return asdict(replace(self.config.context, degree=workload.context, method=method))
 
 
-def run_of(settings: dict[str, Any], device: str, **about: Any) -> Run:
+def scheduled(config: TrainConfig, workload: Workload) -> Run:
+    """Return a run of `workload` with its steps, learning rate and validations, but no folder."""
+    schedule = schedule_of(config, workload)
+    sequences = max(1, TOKENS_PER_VALIDATION[workload.device] // workload.seq_len)
+    return Run(
+        config=config,
+        workload=workload,
+        max_steps=schedule.max_steps,
+        lr=schedule.lr,
+        warmup_steps=schedule.warmup_steps,
+        val_every=config.val_every or max(20, math.ceil(schedule.max_steps / 5)),
+        val_rows=sequences if config.val_rows is None else config.val_rows,
+    )
+
+
+def run_of(settings: dict[str, Any], device: str) -> Run:
     """Return the run with these `settings` (see `Run.settings`) on "cuda" or "cpu"."""
     config = build(TrainConfig, settings)
     assert isinstance(config.seq_len, int)
-    return Run(
-        config=config,
-        workload=workload_of(config, device, config.seq_len),
-        max_steps=settings["max_steps"],
-        lr=settings["lr"],
-        warmup_steps=settings["warmup_steps"],
-        val_every=settings["val_every"],
-        val_rows=settings["val_rows"],
-        **about,
-    )
+    return scheduled(config, workload_of(config, device, config.seq_len))

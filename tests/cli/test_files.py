@@ -10,8 +10,7 @@ from longctx import cli
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
-from longctx.training.resolve import scheduled
-from longctx.training.run import Run
+from longctx.training.run import Run, scheduled
 
 
 def config_of(*words: str) -> TrainConfig:

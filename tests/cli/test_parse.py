@@ -13,7 +13,7 @@ from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
-from longctx.training.resolve import scheduled
+from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"

@@ -31,8 +31,7 @@ from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
 from longctx.planner.workload import with_vocabulary, workload_of
 from longctx.training import context_check, module
-from longctx.training.resolve import scheduled
-from longctx.training.run import Run
+from longctx.training.run import Run, scheduled
 from longctx.training.train_step import TrainState
 
 begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks

@@ -14,8 +14,7 @@ from longctx.data.rows import IGNORED, padding_ids
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
-from longctx.training.resolve import scheduled
-from longctx.training.run import Run
+from longctx.training.run import Run, scheduled
 from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py

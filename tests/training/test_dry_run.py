@@ -16,8 +16,7 @@ from longctx.data.rows import IGNORED
 from longctx.planner.workload import workload_of
 from longctx.training import dry_run as dry
 from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
-from longctx.training.resolve import scheduled
-from longctx.training.run import Run, run_of
+from longctx.training.run import Run, run_of, scheduled
 
 MODEL = "model=tiny model.layers=1 model.vocab_size=64"
 STEP = "seq_len=33 batch_size=2 accumulate=3 workers=0"

@@ -22,7 +22,7 @@ from longctx.evaluation.load import load_model
 from longctx.planner.schedule import default_learning_rate
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
-from longctx.training.resolve import scheduled
+from longctx.training.run import scheduled
 from tests.training.sample_run import (
     Captured,
     Overrides,
