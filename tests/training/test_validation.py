@@ -17,7 +17,6 @@ from longctx.training.batches import micro_batch
 from longctx.training.validation import (
     BUCKETS,
     BY_POSITION,
-    by_position,
     cells_of_targets,
     sequence_sums,
     standard_error,
@@ -47,22 +46,6 @@ def test_targets_after_a_gap_fill_no_bucket() -> None:
     assert full.tolist() == [0, 3]
     assert kept.tolist() == list(range(16, 23))
     assert place.tolist() == [3 * BUCKETS + int(math.log2(n)) for n in range(1, 8)]
-
-
-def test_buckets_are_of_pieces_that_fill_all() -> None:
-    nats = [[0.0] * BUCKETS for _ in range(BUCKETS)]
-    pieces = [0.0] * BUCKETS
-    for full, count in ((2, 5), (4, 6), (5, 3)):
-        pieces[full] = count
-        for bucket in range(full):
-            nats[full][bucket] = count * 2**bucket * full
-    losses = by_position(nats, pieces)
-    assert list(losses) == [f"{BY_POSITION}/{2**b}" for b in range(4)]
-    assert list(losses.values()) == pytest.approx([(6 * 4 + 3 * 5) / 9] * 4)
-    pieces = [0.0] * BUCKETS
-    pieces[5] = 3
-    assert len(by_position(nats, pieces)) == 5
-    assert by_position(nats, [7.0, *[0.0] * (BUCKETS - 1)]) == {}
 
 
 def test_the_buckets_of_a_run_are_its_losses(trained: Trained) -> None:
