@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 from longctx import files, tables, untrusted
 from longctx.runs import metrics
-from longctx.runs.evaluations import (
-    Evaluations,
-    Line,
-    read_evaluations,
-    without_infinite,
-)
+from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
     BY_POSITION,
     FACTS_FOUND,
@@ -34,7 +29,7 @@ from longctx.runs.metrics import (
     line,
     number,
 )
-from longctx.runs.metrics_file import Tail, read_rows
+from longctx.runs.metrics_file import Tail, read_rows, without_infinite
 from longctx.runs.run_folder import is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and

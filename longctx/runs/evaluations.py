@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from longctx import files, untrusted
 from longctx.runs.metrics import Row
+from longctx.runs.metrics_file import without_infinite
 
 FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
 SIZE = 1 << 30  # bytes of the largest file: RULER's holds every answer
@@ -67,15 +68,6 @@ def write(content: Content, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(without_infinite(content), indent=1, allow_nan=False)
     files.write_text(path, text + "\n")
-
-
-def without_infinite(value: Any) -> Any:
-    """Return `value`, made of dicts and lists, with None for every number that is not finite."""
-    if isinstance(value, dict):
-        return {key: without_infinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return list(map(without_infinite, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Evaluations(NamedTuple):

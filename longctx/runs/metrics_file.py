@@ -26,12 +26,8 @@ class Writer:
 
     def write(self, row: Row) -> None:
         """Write one row at once; null stands for a number that is not finite."""
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
         try:
-            self.file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self.file.write(json.dumps(without_infinite(row), allow_nan=False) + "\n")
             self.file.flush()
         except OSError as error:
             error.filename = self.file.name
@@ -41,6 +37,15 @@ class Writer:
         """Close the file."""
         with suppress(OSError):  # of a full disk, which `write` has raised already
             self.file.close()
+
+
+def without_infinite(value: Any) -> Any:
+    """Return `value`, made of dicts and lists, with None for every number that is not finite."""
+    if isinstance(value, dict):
+        return {key: without_infinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(without_infinite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Tail:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.parallel.launch import TORCHRUN
 from longctx.planner import hardware
 from longctx.runs import run_folder
-from longctx.runs.checkpoint_write import Saving, Sharded
-from tests.written import write
+from tests.training.sample_run import write_checkpoint
 
 WITHOUT_TORCH = """
 import sys
@@ -33,17 +31,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "runs" / "done"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\n")
-    write_checkpoint(run / "checkpoints" / "step-00000007.ckpt")
+    write_checkpoint(run, 7)
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
     (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
     return tmp_path
-
-
-def write_checkpoint(path: Path) -> None:
-    """A whole one, of a single tensor."""
-    write(Saving(path, {}, {"x": Sharded.whole(torch.zeros(3))}))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +130,7 @@ def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here: Path) -> None:
     damaged.mkdir()
     run_folder.check_unfinished(run, 8)
     damaged.rmdir()
-    write_checkpoint(damaged)
+    write_checkpoint(run, 8)
     run_folder.check_unfinished(run, 9)
     with pytest.raises(ValueError, match="8 steps"):
         run_folder.check_unfinished(run, 8)
