@@ -260,7 +260,7 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     `saved` in a checkpoint.
     """
     free = {"name", "runs", "resume", "init", *RESUMABLE}
-    if rows_per_step(saved) != rows_per_step(now):
+    if rows_per_step(flat(saved)) != rows_per_step(flat(now)):
         free -= {"batch_size", "accumulate"}
     for name in sorted(saved.keys() & now.keys() - free):
         old, new, prefix = saved[name], now[name], f"{name}."
@@ -277,8 +277,8 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
 
 
 def rows_per_step(settings: dict[str, Any]) -> int:
-    """Return the sequences of an optimizer step over all devices of a run with these `settings`."""
-    groups = settings["devices"] // settings.get("context", {}).get("degree", 1)
+    """Return the sequences of a step over all devices of a run with these settings, as `flat`."""
+    groups = settings["devices"] // settings.get("context.degree", 1)
     rows: int = settings["batch_size"] * settings["accumulate"] * groups
     return rows
 

@@ -30,8 +30,7 @@ def with_steps_of_run(
     """
     path = Path(open_layouts[0].resume or "")
     saved = run_folder.read_config(path)
-    groups_of_run = saved["devices"] // saved["context.degree"]
-    rows = saved["batch_size"] * saved["accumulate"] * groups_of_run
+    rows = run_folder.rows_per_step(saved)
     possible = []
     for config in open_layouts:
         assert isinstance(config.context.degree, int)
