@@ -265,7 +265,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "devices": config.devices,
         "tokens_per_second": result.tokens_per_second,
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
-        **result.content(setup.model.tokenizer.decode),
+        **result.content(),
     }
     source = config.split if setup.scores_own_split else config.data.source
     settings = setup.context, result.stride, config.attention.backend

@@ -19,21 +19,16 @@ The last tokens of each, half of the shortest context, are scored in one window 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from longctx.evaluation.positions import Positions
 from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 from longctx.evaluation.windows import Document, Window, losses, sliding, stride_of, window_of
-
-GAINS = 20  # tokens that gain most, in the result
-GAINS_PER_DOCUMENT = 3
-BEFORE = 24  # tokens of text shown before such a token
-AFTER = 8  # and after it
 
 
 @dataclass
@@ -75,21 +70,6 @@ class Score:
         }
 
 
-class Gain(NamedTuple):
-    """A token that a long context predicts better: its nats with the shortest and the longest."""
-
-    owner: int  # number of its document
-    position: int
-    short: float
-    long: float
-    ids: list[int]  # tokens around it
-    center: int  # of the token in `ids`
-
-    @property
-    def nats(self) -> float:
-        return self.short - self.long
-
-
 @dataclass
 class Contexts:
     """Nats of the same target tokens at each context length of `lengths`, in rising order."""
@@ -98,9 +78,6 @@ class Contexts:
     tokens: int = 0  # targets at each length
     documents: int = 0  # longer than the longest
     nats: list[float] = field(default_factory=list)
-    gains: list[Gain] = field(default_factory=list)
-    # (document, end of the stretch) → losses at the shortest or longest, until both are there.
-    waiting: dict[tuple[int, int], dict[int, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.nats = self.nats or [0.0] * len(self.lengths)
@@ -119,37 +96,10 @@ class Contexts:
 
     def add(self, window: Window, nats: np.ndarray) -> None:
         """Take in the losses of one of `windows`."""
-        number, last = self.lengths.index(window.context), len(self.lengths) - 1
+        number = self.lengths.index(window.context)
         self.nats[number] += math.fsum(nats)
         if number == 0:
             self.tokens += window.targets
-        if last and number in (0, last):
-            end = window.begin + window.context
-            both = self.waiting.setdefault((window.owner, end), {})
-            both[number] = nats
-            if len(both) == 2:
-                del self.waiting[window.owner, end]
-                self._add_gains(window, end, both[0], both[last])
-
-    def _add_gains(self, window: Window, end: int, short: np.ndarray, long: np.ndarray) -> None:
-        """Keep the tokens of the stretch with the largest gains, a few per document."""
-        for target in np.argsort(long - short, kind="stable")[:GAINS_PER_DOCUMENT].tolist():
-            nats = float(short[target]), float(long[target])
-            if nats[0] <= nats[1]:
-                break
-            index = len(window.ids) - len(short) + target
-            first = max(0, index - BEFORE)
-            around = window.ids[first : index + 1 + AFTER].tolist()
-            position = end - len(short) + 1 + target
-            self.gains.append(Gain(window.owner, position, *nats, around, index - first))
-        self.gains.sort(key=lambda gain: (-gain.nats, gain.owner, gain.position))
-        counts: dict[int, int] = {}
-        largest = []
-        for gain in self.gains:
-            counts[gain.owner] = counts.get(gain.owner, 0) + 1
-            if counts[gain.owner] <= GAINS_PER_DOCUMENT:
-                largest.append(gain)
-        self.gains = largest[:GAINS]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per length; none if no document is longer than the longest."""
@@ -202,21 +152,8 @@ class Perplexity:
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
         return error_of_ratio(scored if len(scored) > 1 else self.windows)
 
-    def content(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Return the JSON: totals, every document, position and context, and the largest gains."""
-        gains = [
-            {
-                "document": self.documents[gain.owner].name,
-                "position": gain.position,
-                "short": gain.short,
-                "long": gain.long,
-                "gain": gain.nats,
-                "before": decode(gain.ids[: gain.center]),
-                "token": decode(gain.ids[gain.center : gain.center + 1]),
-                "after": decode(gain.ids[gain.center + 1 :]),
-            }
-            for gain in self.contexts.gains
-        ]
+    def content(self) -> dict[str, Any]:
+        """Return the JSON: totals, every document, position and context."""
         return {
             "context": self.context,
             "stride": self.stride,
@@ -224,7 +161,6 @@ class Perplexity:
             "total": self.total.row() | {"standard_error": self.standard_error},
             "by_position": self.positions.buckets(),
             "by_context": self.contexts.rows(),
-            "gains": gains,
             "documents": [score.row() for score in self.documents],
         }
 

@@ -27,7 +27,6 @@ from longctx.runs.tracking import log_evaluation
 from longctx.runs.wandb_copy import wandb_mode
 
 SHOWN = 3  # documents in each group of a long table
-GAINS_SHOWN = 5
 Content = dict[str, Any]
 
 
@@ -91,7 +90,7 @@ def cells(columns: dict[str, str], row: Content, style: str = "") -> list[Text]:
 
 
 def perplexity_tables(content: Content) -> list[Table]:
-    """Return documents, loss by position, loss over context, and the tokens that gain most."""
+    """Return documents, loss by position and loss over context."""
     positions, contexts = content["by_position"], content["by_context"]
     views = [documents_table(content)]
     if positions:
@@ -101,7 +100,6 @@ def perplexity_tables(content: Content) -> list[Table]:
         columns = {"tokens before": "{span}", "tokens": "{tokens:,}", "loss": "{loss:.4f}"}
         views.append(table(title, columns, rows))
     if contexts:
-        shortest, longest = contexts[0]["context"], contexts[-1]["context"]
         title = "the same {tokens:,} tokens of {documents:,} documents".format(**contexts[0])
         columns = {
             "context": "{context:,}",
@@ -110,21 +108,7 @@ def perplexity_tables(content: Content) -> list[Table]:
             "gain (nats)": "{gain:.4f}",
         }
         views.append(table(title, columns, contexts))
-    if content["gains"]:
-        title = f"gain most from {shortest:,} → {longest:,} tokens of context"
-        columns = {"loss": "{short:.2f}", "": "→ {long:.2f}"}
-        gains = [
-            [*cells(columns, row), in_text(row), row["document"]]
-            for row in content["gains"][:GAINS_SHOWN]
-        ]
-        views.append(tables.text_table(title, [*columns, "in its text", "document"], gains))
     return views
-
-
-def in_text(gain: Content) -> Text:
-    """Return a token in bold, between the text before and after it."""
-    before, token, after = (gain[key].replace("\n", "⏎") for key in ("before", "token", "after"))
-    return Text.assemble(before[-50:], (f"⟦{token}⟧", "bold"), after[:20])
 
 
 def documents_table(content: Content) -> Table:

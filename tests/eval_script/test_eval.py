@@ -43,7 +43,6 @@ def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evalua
     assert " tokens/s through the model" in output
     assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
     assert content["by_position"][0]["first"] == 1
-    assert len(content["gains"]) > 0
     assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
     assert "seq_len=" not in output
 

@@ -119,7 +119,6 @@ def measured(scorer: Scorer, seq_len: int, rows: int, docs: list[Document]) -> d
         "documents": [score.nats for score in scored.documents],
         "tables": [row["nats"] for row in tables],
         "tokens": [row["tokens"] for row in tables],
-        "gains": [(gain.owner, gain.position) for gain in scored.contexts.gains],
     }
     tokenizer = train([TEXT * 40 + "The pass key is 12345. The secret number of 67890"], 400)
     filler = np.asarray(tokenizer.encode(TEXT * 40), dtype=np.int64)

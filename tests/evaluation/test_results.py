@@ -14,7 +14,7 @@ from longctx.config.eval_config import KINDS, EvalConfig
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.evaluate import decisive
 from longctx.evaluation.passkey import Cell
-from longctx.evaluation.perplexity import Contexts, Gain, Perplexity, Score
+from longctx.evaluation.perplexity import Contexts, Perplexity, Score
 from longctx.evaluation.positions import Positions
 from longctx.report import run_view
 from longctx.report.compare import rulers
@@ -30,12 +30,11 @@ def result(documents: int) -> Perplexity:
 
 
 def full() -> dict[str, Any]:
-    """The content of a result with positions, contexts and gains."""
+    """The content of a result with positions and contexts."""
     scores = result(9)
     scores.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
     scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
-    scores.contexts.gains = [Gain(0, 700, 5.0, 0.25, [65, 10, 66, 67], 2)]
-    return scores.content(lambda ids: "".join(map(chr, ids)))
+    return scores.content()
 
 
 def of_ruler() -> dict[str, Any]:
@@ -57,7 +56,7 @@ def printed(content: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("documents", [5, 40])
 def test_few_documents_are_all_shown_many_in_part(documents: int) -> None:
-    content = result(documents).content(str)
+    content = result(documents).content()
     text = printed(content)
     is_shown = [f"docs/[{n}].md" in text for n in range(documents)]
     assert is_shown[0] and is_shown[-1] and all(is_shown) == (documents == 5)
@@ -65,11 +64,10 @@ def test_few_documents_are_all_shown_many_in_part(documents: int) -> None:
     assert f"{content['total']['perplexity']:,.3f}" in text
 
 
-def test_positions_contexts_and_gains_are_shown() -> None:
+def test_positions_and_contexts_are_shown() -> None:
     text = printed(full())
-    for cells in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000", "→ 0.25", "A⏎⟦B⟧C"):
+    for cells in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000"):
         assert cells in text
-    assert full()["gains"][0]["token"] == "B"
     assert full()["by_context"][1]["gain"] == 0.5
 
 
