@@ -91,9 +91,9 @@ def load(
     checkpoint = hub_snapshot.pinned(str(Path(checkpoint).expanduser()), "checkpoint")
     config = SampleConfig(checkpoint, device=device, precision=precision, attention=attention)
     config.validate()
-    device = choose_device(config, this_machine())
-    source = find_source(config, device)
-    return load_model(source, device), source.trained.tokenizer
+    engine = Engine(config)
+    engine.load()
+    return engine.model, engine.tokenizer
 
 
 def generate(
@@ -176,8 +176,12 @@ class Engine:
             say(str(self.speed))
 
     def load(self) -> None:
-        """Read the weights."""
-        self.model = load_model(self.source, self.device)
+        """Read the weights; matrices are in the precision of the source."""
+        source = self.source
+        self.model = build_model(source.trained.file, source.attention, self.device, source.dtype)
+        for module in self.model.modules():  # norms stay in fp32, which they compute in
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.to(source.dtype)
 
     def write_batch(
         self, prompts: list[Prompt], numbers: Sequence[int], answers: AnswerFile
@@ -239,15 +243,6 @@ def find_source(config: SampleConfig, device: str) -> Source:
     options = backend.options
     check(backend.backend, device=device, dtype=dtype, options=options, **required)
     return Source(trained, backend, dtype)
-
-
-def load_model(source: Source, device: str) -> GPT:
-    """Return the model on `device`, its matrices in the precision of `source`."""
-    model = build_model(source.trained.file, source.attention, device, source.dtype)
-    for module in model.modules():  # norms stay in fp32, which they compute in
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.to(source.dtype)
-    return model
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:

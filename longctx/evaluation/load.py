@@ -222,23 +222,17 @@ def of_source(
     if config.chat:
         raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
     texts = islice(read_documents(config), limit)
-    scored = empty = 0
+    empty = 0
     while group := list(islice(texts, TOGETHER)):
         encoded = tokenizer.encode_documents([document.text for document in group])
         for (name, text, *_), ids in zip(group, encoded, strict=True):
             if len(ids) < tokenizer.shortest:
                 empty += 1
                 continue
-            scored += 1
             raw = text.encode()
             first = tokenizer.n_bytes(int(ids[0]))
             words = len(raw[first:].decode(errors="replace").split())
             yield Document(name, ids.astype(np.int64), len(raw) - first, words)
-    if empty and not scored:
-        raise ValueError(
-            f"documents: none of the {empty} has 2 tokens or more, so there is nothing to score; "
-            "give others"
-        )
     if empty:
         left_out = "1 document without text is" if empty == 1 else f"{empty:,} without text are"
         print(f"data: {left_out} left out", file=sys.stderr)

@@ -204,8 +204,7 @@ def perplexity(
     result.tokens_per_second = line.units_per_second
     if not result.total.tokens:
         raise ValueError(
-            f"documents: none of the {len(result.documents)} has 2 tokens or more, so there is "
-            "nothing to score; give others"
+            "documents: none has 2 tokens or more, so there is nothing to score; give others"
         )
     return result
 
