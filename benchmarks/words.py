@@ -25,7 +25,6 @@ BENCHMARKS = {
     "caps": "real steps at the longest lengths of docs/cards.md, on a GPU with capped memory",
     "outgrown": "how often a trained model's scores outgrow the maximum that flash keeps on Hopper",
     "traffic": "bytes that attention moves through HBM, in closed form and as counted",
-    "step": "where a training step's time goes, and what flash can gain at each length",
     "extension": "a small GPT extended with YaRN, and what it finds before and after",
     "context": "the longest context of every backend, with memory and speed up to it",
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",

@@ -33,8 +33,6 @@ MISTAKES = {
     "peers seq_len=4096": "seq_len=4096: is set for each point; use lengths=",
     "peers accumulate=3": "accumulate=3: ",
     "peers model.window=1024": "model.window=1024: ",
-    "step steps=0": "steps=0",
-    "step attention=flash": "attention=flash: is set for each point; use backends=",
     "tune head_sizes=96,128": "head_sizes=96,128",
 }
 
