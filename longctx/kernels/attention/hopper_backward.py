@@ -121,7 +121,7 @@ CONFIGS = {  # by head size; larger ones have none
 
 
 class Large(NamedTuple):
-    """The kernel for heads of more than 128 channels; its tiles have 64 queries."""
+    """The kernel for heads of more than 128 channels, its tiles and its tensor maps."""
 
     kernel: Any
     keys: int  # of a tile
@@ -130,6 +130,7 @@ class Large(NamedTuple):
     intervals: int  # the last so many of the four are arguments
 
 
+LARGE_QUERIES = 64  # of a tile of these kernels
 LARGE = {
     192: Large(backward_192_kernel, 96, 32, 64, 4),
     256: Large(backward_256_kernel, 64, 64, 128, 2),
@@ -645,8 +646,8 @@ def constants_of(
         large = LARGE[size]
         return dict(
             **common,
-            shared=shared_layout((64, large.width), dtype),
-            ds_shared=shared_layout((64, large.box), dtype),
+            shared=shared_layout((LARGE_QUERIES, large.width), dtype),
+            ds_shared=shared_layout((LARGE_QUERIES, large.box), dtype),
         )
     width, rest = split(size)
     layouts = {
@@ -757,7 +758,7 @@ def _first_backward(
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles
     c = CONFIGS.get(size)
-    BM = c.BM if c else 64
+    BM = c.BM if c else LARGE_QUERIES
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # one buffer: sums of dq, counter, semaphores, lse2, delta
     dq_tiles = B * Hq * triton.cdiv(Tq, BM)
@@ -813,7 +814,7 @@ def _first_launch(
     pointers: tuple[Tensor, ...] = (ints[4 if ordered else 0 :], ints)
     # tensor maps: lse2 and delta, then the operands of each part of the channels
     lines = B * Hq, x.lse2.shape[2]
-    row_box = [1, c.BM if c else 64]
+    row_box = [1, c.BM if c else LARGE_QUERIES]
     maps = [
         TensorDescriptor(rows, [*lines], [lines[1], 1], row_box, ROW_LAYOUT)
         for rows in (x.lse2, x.delta)
@@ -827,7 +828,7 @@ def _first_launch(
     programs = min(tiles * B * Hkv, multiprocessors(x.q.device))
     if c is None:
         large = LARGE[size]
-        rows_of_maps = (64, large.box, large.box) * 2
+        rows_of_maps = (LARGE_QUERIES, large.box, large.box) * 2
         maps += [
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]

@@ -117,8 +117,8 @@ def finish_sums(x, OUTSTANDING: gl.constexpr):
 def start_dq(dss, stage, ks, i, dq, zero, shared: gl.constexpr):
     """Issue ds·k for part i of the channels, a product for each piece of the keys.
 
-    It takes the registers of dq, whose values it drops: the compiler, which does not know that
-    `zero` is 0, would take others and spill.
+    It takes the registers of dq and drops their values. With a plain use_acc=False the compiler
+    would take others, and spill; it does not know that `zero` is 0.
     """
     k0, k1 = pieces(ks, i, zero, shared)
     dq = warpgroup_mma(dss[0].index(stage), k0, dq, use_acc=zero > 0, is_async=True)
@@ -132,7 +132,7 @@ def store_p(
 ):  # fmt: skip
     """p = exp(s - lse), of a piece of the keys, from n0 on.
 
-    `before` and `after`: keys of the tile may lie before or after those that a query sees.
+    `before`, `after`: some query may not see the first keys of the tile, or the last ones.
     """
     layout: gl.constexpr = s.type.layout
     if before | after:
