@@ -24,34 +24,13 @@ INST = (
     "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-# The system message and the tools stand before the last question: of a prompt the system message
-NEMO = """\
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content %}
-    {%- set rest = messages[1:] %}
-{%- else %}
-    {%- set rest = messages %}
-{%- endif %}
-{%- set questions = rest | selectattr('role', 'equalto', 'user') | list %}
-{{- bos_token }}
-{%- for message in rest %}
-    {%- if message.role == 'user' %}
-        {%- if tools is not none and message == questions[-1] %}
-            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {%- if loop.last and system is defined %}
-            {{- '[INST]' + system + '\\n\\n' + message.content + '[/INST]' }}
-        {%- else %}
-            {{- '[INST]' + message.content + '[/INST]' }}
-        {%- endif %}
-    {%- elif message.tool_calls %}
-        {{- '[TOOL_CALLS]' + message.tool_calls | tojson + eos_token }}
-    {%- elif message.role == 'assistant' %}
-        {{- message.content + eos_token }}
-    {%- else %}
-        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}"""
+# The system message stands before the last question: of a prompt, and of no whole conversation
+NEMO = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "[INST]{{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}"
+    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 # A prompt that ends in a space, which the first token of an answer may take
 SPACE = (
     "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}"

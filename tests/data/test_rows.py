@@ -4,7 +4,6 @@ from another document.
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from itertools import pairwise
 
@@ -87,16 +86,6 @@ def test_smallest_fractions_of_validation(text_config, fraction, count) -> None:
     data = load(text_config(val_fraction=fraction), 32)
     assert data.summary()["val_documents"] == len(list(data.documents("val"))) == count
     assert (len(data.val) > 0) == (count > 0)
-
-
-def test_sequences_survive_pickling_and_workers(text_config) -> None:
-    rows = load(text_config(), 48).train
-    back = pickle.loads(pickle.dumps(rows))
-    batches = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=2)
-    for index, batch in enumerate(batches):
-        for name, tensor in batch.items():
-            assert (tensor[0] == rows[2 * index][name]).all()
-            assert (tensor[0] == back[2 * index][name]).all()
 
 
 def test_nothing_to_predict_is_refused(text_config, corpus) -> None:

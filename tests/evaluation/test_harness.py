@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
 
-import tokenizers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -25,6 +24,7 @@ from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
+from tests.evaluation.test_load import with_begin
 
 SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
 TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
@@ -94,15 +94,11 @@ def test_answers_are_those_of_single_forwards(model: GPT, tokenizer: Tokenizer) 
 def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
     """A small Llama of transformers whose tokenizer puts <s> before every text."""
     plain = train([TEXT * 9], 300)
-    begins = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
-    begins.add_special_tokens(["<s>"])
-    begin = begins.token_to_id("<s>")
-    begins.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", begin)]
-    )
-    Tokenizer(begins, plain.eos).save(tmp_path / "tokenizer.json")
+    begins = with_begin(plain)
+    begin = begins.bos_id
+    begins.save(tmp_path / "tokenizer.json")
     torch.manual_seed(1)
-    model = GPT(GPTConfig(vocab_size=begin + 1, **SHAPE), "naive").eval()
+    model = GPT(GPTConfig(vocab_size=begins.vocab_size, **SHAPE), "naive").eval()
     export(model, tmp_path, tmp_path / "hf", context=64)
 
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)

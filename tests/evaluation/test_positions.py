@@ -30,14 +30,6 @@ def test_packed_rows_have_the_means_of_their_documents(lengths: list[int]) -> No
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
 
 
-def test_buckets_of_one_document_are_the_tokens_before() -> None:
-    positions = Positions()
-    positions.add(0, np.arange(1.0, 10.0))  # 9 targets fill the buckets of 1, 2 and 4 tokens
-    rows = positions.buckets()
-    assert [(row["first"], row["last"]) for row in rows] == [(1, 1), (2, 3), (4, 7)]
-    assert [row["loss"] for row in rows] == [1.0, 2.5, 5.5]
-
-
 def test_longest_bucket_is_filled_by_enough_documents() -> None:
     few = [Filled(FEWEST - 1, [1.0] * 5), Filled(1, [1.0] * 3), Filled(4, [1.0])]
     assert len(mean_losses(few)) == 3

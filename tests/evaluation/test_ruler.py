@@ -109,23 +109,6 @@ def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
     assert {row["score"] for row in scored} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("answer", "outputs", "share", "any_of_them"),
-    [
-        (" 1234567.", ["1234567"], 1.0, 1.0),
-        ("ab and\x00cd", ["AB", "cd", "ef", "gh"], 0.5, 1.0),
-        ("", ["x"], 0.0, 0.0),
-        ("\n\tA b\n", ["a B"], 1.0, 1.0),
-        ("a\tb", ["a b"], 0.0, 0.0),
-    ],
-)
-def test_scores_are_those_of_ruler(
-    answer: str, outputs: list[str], share: float, any_of_them: float
-) -> None:
-    assert score("vt", answer, outputs) == share
-    assert score("qa_1", answer, outputs) == any_of_them
-
-
 def test_scores_are_those_of_lm_eval() -> None:
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness")
     common = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
