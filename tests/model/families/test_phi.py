@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
 from longctx.config.model_config import LoraConfig
 from longctx.model import lora
@@ -14,6 +14,7 @@ from longctx.model.export import export_adapter
 from longctx.model.families import read_model
 from longctx.model.huggingface import pretrained, read_config
 from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests, reference
+from tests.model.families.test_families import glm4
 
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0}
 # a rope of its own: transformers adds keys to it
@@ -57,9 +58,10 @@ def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
     assert config.rotary_share == 0.5
 
 
-def test_an_adapter_names_fused_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [Phi3Config(**PLAIN), glm4(0.5)], ids=["fused", "interleaved"])
+def test_an_adapter_has_the_layers_of_its_family(config: PreTrainedConfig, tmp_path: Path) -> None:
     base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
-    reference(Phi3Config(**PLAIN)).save_pretrained(base)
+    reference(config).save_pretrained(base)
     model = lora.add(pretrained(base), rank)
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_b, std=0.1)

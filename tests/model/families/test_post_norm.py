@@ -5,10 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import Exaone4Config, Gemma3TextConfig, Olmo2Config, Olmo3Config
 
-from longctx.model.huggingface import read_config
-from tests.model.families.parity import OLD, SIZES, SPECIAL, FamilyTests
+from longctx.model.export import export
+from longctx.model.huggingface import pretrained, read_config
+from tests.model.families.parity import (
+    OLD,
+    SIZES,
+    SPECIAL,
+    FamilyTests,
+    reference,
+    write_tokenizer,
+)
 
 SMALL: dict[str, Any] = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
@@ -124,3 +134,17 @@ def test_older_files_name_two_ropes_otherwise(tmp_path: Path) -> None:
     assert (config.rope_theta, config.window_rope_theta) == (5000.0, 300.0)
     assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
     assert config.window_layers == [0, 2]
+
+
+def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path: Path) -> None:
+    """A norm's weight is 1 + w, in 32 bits here."""
+    config = Gemma3TextConfig(**SMALL | TWO_ROPES, head_dim=8)
+    reference(config).bfloat16().save_pretrained(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    model = pretrained(tmp_path / "in")
+    with torch.no_grad():
+        model.norm.weight += 0.25
+    export(model, tmp_path / "in", tmp_path / "out")
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
+    before["model.norm.weight"] = (before["model.norm.weight"].float() + 0.25).bfloat16()
+    torch.testing.assert_close(after, before, rtol=0, atol=2**-24)
