@@ -99,16 +99,6 @@ def test_logits_are_those_of_a_forward_over_the_whole_text(
             torch.testing.assert_close(ours[row], expected[n + more - 1], rtol=1e-4, atol=1e-4)
 
 
-def test_texts_end_at_their_own_end_tokens() -> None:
-    decoder = Decoder(small(), 3, max(LENGTHS) + NEW)
-    texts = [[token % 71 for token in text] for text in prompts()]
-    endless = greedy(decoder, texts, NEW)
-    end = endless[1][3]
-    decoder = Decoder(small(), 3, max(LENGTHS) + NEW)
-    for ended, text in zip(greedy(decoder, texts, NEW, {end}), endless, strict=True):
-        assert ended == text[: text.index(end) + 1] if end in text else ended == text
-
-
 def test_a_cache_takes_the_memory_that_is_foretold() -> None:
     config = small().config
     cache = KVCache(config, 3, 17, torch.float16, "cpu")

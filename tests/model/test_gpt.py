@@ -33,18 +33,6 @@ def doc_ids(*lengths: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
 
 
-@pytest.mark.parametrize("attention", ["naive", "flash"])
-def test_documents_of_a_row_do_not_see_each_other(attention: str) -> None:
-    model, ids = make(attention=attention), doc_ids(11, 1, 13, 6)
-    x = tokens(1, 31)
-    before = model(x, mask=Mask.documents(ids))
-    for document in range(4):
-        changed = torch.where(ids == document, (x + 1) % V, x)
-        after = model(changed, mask=Mask.documents(ids))
-        assert torch.equal(before[ids != document], after[ids != document])
-        assert not torch.equal(before[ids == document], after[ids == document])
-
-
 def test_tied_weights_stay_tied_after_loading() -> None:
     model = make()
     model.load_state_dict(make(seed=3).state_dict(), assign=True)
