@@ -88,19 +88,17 @@ def section(title: str, schema: Any, seen: set[type] | None = None) -> Iterator[
             yield "The keys are those of [train.py](#trainpy)."
             continue
         yield "| key | default | value | meaning |\n|---|---|---|---|"
-        for item in dataclasses.fields(inner):
-            name = f"{group}.{item.name}".lstrip(".")
-            if not known[name].is_group:
-                yield row_of_key(name, item, known[name])
+        for name, declared in known.items():
+            if name.rpartition(".")[0] == group and not declared.is_group:
+                yield row_of_key(name, declared)
 
 
-def row_of_key(name: str, item: dataclasses.Field[Any], declared: fields.Key) -> str:
+def row_of_key(name: str, declared: fields.Key) -> str:
     """Return a row of the table of keys."""
-    default = item.default_factory() if callable(item.default_factory) else item.default
-    is_name = declared.rules.choices and not declared.is_list
+    is_name = declared.choices and not declared.is_list
     value = "a name" if is_name else declared.expected()
     value += " or null" if declared.optional else ""
-    cells = [f"`{name}`", f"`{fields.shown(default)}`", value, cli.meaning_of(declared.rules)]
+    cells = [f"`{name}`", f"`{fields.shown(declared.default)}`", value, cli.meaning_of(declared)]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

@@ -193,40 +193,38 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
 
 
-def key_lines(schema: Any, prefix: str = "") -> Iterator[str]:
+def key_lines(schema: Any) -> Iterator[str]:
     """Yield the keys of `schema`, then each group of keys under a heading of its own."""
-    nested = []
+    known = fields.keys(schema)
+    groups = [name for name, declared in known.items() if declared.is_group]
     # Plain keys first, so that each heading is followed by all keys of its group
-    for item in dataclasses.fields(schema):
-        default = item.default_factory() if callable(item.default_factory) else item.default
-        if dataclasses.is_dataclass(default):
-            nested.append((item.name, type(default)))
-            continue
-        rules = fields.rules_of(item)
-        head = (
-            item.name.upper()
-            if rules.positional
-            else f"{prefix}{item.name}={fields.shown(default)}"
-        )
-        lines = textwrap.wrap(meaning_of(rules), WIDTH - COLUMN, break_on_hyphens=False)
-        has_room = len(head) + 4 <= COLUMN
-        yield f"  {head:<{COLUMN - 2}}{lines.pop(0)}" if has_room else f"  {head}"
-        yield from (" " * COLUMN + line for line in lines)
-    for name, inner in nested:
-        yield ""
-        yield from textwrap.wrap(f"{prefix}{name}: {summary_of(inner)}", WIDTH)
-        yield from key_lines(inner, f"{prefix}{name}.")
+    for group in ("", *groups):
+        if group:
+            yield ""
+            yield from textwrap.wrap(f"{group}: {summary_of(known[group].type)}", WIDTH)
+        for name, declared in known.items():
+            if name.rpartition(".")[0] == group and not declared.is_group:
+                yield from lines_of_key(name, declared)
 
 
-def meaning_of(rules: fields.Rules) -> str:
+def lines_of_key(name: str, declared: fields.Key) -> Iterator[str]:
+    """Yield a key with its default, and its meaning beside it, or below it if the key is long."""
+    head = name.upper() if declared.positional else f"{name}={fields.shown(declared.default)}"
+    lines = textwrap.wrap(meaning_of(declared), WIDTH - COLUMN, break_on_hyphens=False)
+    has_room = len(head) + 4 <= COLUMN
+    yield f"  {head:<{COLUMN - 2}}{lines.pop(0)}" if has_room else f"  {head}"
+    yield from (" " * COLUMN + line for line in lines)
+
+
+def meaning_of(declared: fields.Key) -> str:
     """Return a help text, with the choices and the range if the text does not tell them."""
-    meaning = rules.meaning
-    if not all(choice in meaning for choice in rules.choices):
-        meaning += f" ({' | '.join(rules.choices)})"
-    if rules.thousand is not None:
-        meaning += f"; 4k is {4 * rules.thousand:,}"
-    if rules.between is not None:
-        minimum, maximum = rules.between
+    meaning = declared.meaning
+    if not all(choice in meaning for choice in declared.choices):
+        meaning += f" ({' | '.join(declared.choices)})"
+    if declared.thousand is not None:
+        meaning += f"; 4k is {4 * declared.thousand:,}"
+    if declared.between is not None:
+        minimum, maximum = declared.between
         meaning += (
             f" ({minimum:g} to {maximum:,g})" if maximum < EVERYTHING else f" (≥ {minimum:,g})"
         )

@@ -66,7 +66,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     given = given_values(schema, arguments)
     for name in positional(schema):
         if name not in given:
-            raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].rules.meaning}")
+            raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
@@ -116,7 +116,7 @@ def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
         # The model of init= is not read yet, and decides
         if group.startswith("model.") and getattr(config, "init", None) is not None:
             continue
-        needed = declared[name].rules.needs if name in declared else None
+        needed = declared[name].needs if name in declared else None
         # Keys of passkey and ruler need the group's own switch
         if f"{group}.enabled" in declared and own != "enabled":
             needed = "enabled"
@@ -201,7 +201,7 @@ def not_a_key(schema: type, argument: str) -> str:
 
 def positional(schema: type) -> list[str]:
     """Return the keys of `schema` that a path without a key is given to, in order."""
-    return [name for name, declared in keys(schema).items() if declared.rules.positional]
+    return [name for name, declared in keys(schema).items() if declared.positional]
 
 
 def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -290,12 +290,12 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
 def short_key(schema: type, name: str) -> str:
     """Return the key that the name of a group stands for, as passkey.enabled; else the name."""
     inner = (key for key in keys(schema) if key.rpartition(".")[0] == name)
-    return next((key for key in inner if keys(schema)[key].rules.short), name)
+    return next((key for key in inner if keys(schema)[key].short), name)
 
 
 def alternatives(declared: Key | None, text: str) -> list[str]:
     """Split a value at its commas, other than those in quotes or brackets."""
-    if declared is not None and declared.rules.literal:
+    if declared is not None and declared.literal:
         return [text]
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
@@ -313,7 +313,7 @@ def value_of(text: str, declared: Key | None) -> Any:
         return text
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_text = declared is not None and declared.type in (str, Path) and not is_quoted
-    if is_text or (declared is not None and declared.rules.literal):
+    if is_text or (declared is not None and declared.literal):
         return None if text.lower() == "null" else text
     try:
         return yaml.load(text, Loader)

@@ -33,8 +33,8 @@ TYPES = {
 }
 
 
-class Rules(NamedTuple):
-    """The meaning of a key, and the values that its declaration allows.
+class Key(NamedTuple):
+    """A key: its meaning, the values that its declaration allows, and its type.
 
     between: smallest and largest number allowed, of each item if the field is a list. A number
         without any bound must be above 0.
@@ -47,6 +47,7 @@ class Rules(NamedTuple):
     literal: the command line's text is the value, whatever characters it has.
     distinct: the list is not empty, and has no value twice.
     thousand: the value of k in 4k, such as 1,024; M and B are powers of it.
+    type, optional: its type without None, and True if None is allowed; `keys` sets them.
     """
 
     meaning: str = ""
@@ -61,39 +62,9 @@ class Rules(NamedTuple):
     literal: bool = False
     distinct: bool = False
     thousand: int | None = None
-
-
-def key(default: Any, meaning: str, **rules: Any) -> Any:
-    """Declare a field with its `default`, help text and `Rules`."""
-    metadata = {"rules": Rules(meaning, **rules)}
-    # A dataclass refuses mutable defaults: instances would share them
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def positive(default: Any, meaning: str, limit: int = 10**9, **rules: Any) -> Any:
-    """Declare a field that counts something: a whole number from 1 to `limit`."""
-    return key(default, meaning, between=(1, limit), **rules)
-
-
-def group(schema: type) -> Any:
-    """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`."""
-    return dataclasses.field(default_factory=schema)
-
-
-def rules_of(item: dataclasses.Field[Any]) -> Rules:
-    """Return what was declared of a field; no rules for a group."""
-    rules: Rules = item.metadata.get("rules", Rules())
-    return rules
-
-
-class Key(NamedTuple):
-    """A declared key: its type without None, whether None is allowed, and its rules."""
-
-    type: Any
-    optional: bool
-    rules: Rules
+    default: Any = None
+    type: Any = Any
+    optional: bool = False
 
     @property
     def is_group(self) -> bool:
@@ -112,10 +83,10 @@ class Key(NamedTuple):
 
     def expected(self) -> str:
         """Describe the values allowed, for a message."""
-        if self.rules.choices and not self.is_list:
-            return f"one of {', '.join(self.rules.choices)}"
-        if self.rules.word:
-            return f"a whole number, or {self.rules.word}"
+        if self.choices and not self.is_list:
+            return f"one of {', '.join(self.choices)}"
+        if self.word:
+            return f"a whole number, or {self.word}"
         if self.is_open:
             return "keys with values, such as {key: value}"
         if self.is_list:
@@ -124,6 +95,25 @@ class Key(NamedTuple):
                 return f"a list of lists of {ITEMS[typing.get_args(item)[0]]}, as in [[1,2]]"
             return f"a list of {ITEMS[item]}, as in {'[a,b]' if item is str else '[1,2]'}"
         return TYPES.get(self.type, "another value")
+
+
+def key(default: Any, meaning: str, **rules: Any) -> Any:
+    """Declare a field with its `default`, help text and rules, those of `Key`."""
+    metadata = {"key": Key(meaning, **rules)}
+    # A dataclass refuses mutable defaults: instances would share them
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def positive(default: Any, meaning: str, limit: int = 10**9, **rules: Any) -> Any:
+    """Declare a field that counts something: a whole number from 1 to `limit`."""
+    return key(default, meaning, between=(1, limit), **rules)
+
+
+def group(schema: type) -> Any:
+    """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`."""
+    return dataclasses.field(default_factory=schema)
 
 
 @functools.cache
@@ -135,10 +125,10 @@ def keys(schema: Any) -> dict[str, Key]:
         hint = hints[item.name]
         types_allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         declared = [allowed for allowed in types_allowed if allowed is not type(None)]
-        result[item.name] = Key(
+        result[item.name] = item.metadata.get("key", Key())._replace(
+            default=item.default_factory() if callable(item.default_factory) else item.default,
             type=declared[0] if len(declared) == 1 else hint,
             optional=len(declared) < len(types_allowed) or hint is Any,
-            rules=rules_of(item),
         )
         if dataclasses.is_dataclass(hint):
             inner = keys(typing.cast(type, hint))
@@ -167,21 +157,20 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def typed(name: str, value: Any, declared: Key) -> Any:
     """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
-    rules = declared.rules
-    if rules.thousand is not None:
-        value = counted(value, rules.thousand)
-    if (value is None and declared.optional) or (rules.word and value == rules.word):
+    if declared.thousand is not None:
+        value = counted(value, declared.thousand)
+    if (value is None and declared.optional) or (declared.word and value == declared.word):
         return value
     try:
-        result = _converted(value, int if rules.word else declared.type)
+        result = _converted(value, int if declared.word else declared.type)
         # true and false may have any capitals, also if the key has other choices besides
-        if "true" in rules.choices:
+        if "true" in declared.choices:
             result = result.lower()
     except (TypeError, ValueError, OverflowError):
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
     # Nothing is ever filled in from the environment, so a user who expects it must hear of it
-    if "${" in str(result) and not rules.literal:
+    if "${" in str(result) and not declared.literal:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
     return result
 
@@ -263,10 +252,10 @@ def check(config: Any, prefix: str = "") -> None:
 
 
 def _check_key(name: str, value: Any, declared: Key) -> None:
-    rules, items = declared.rules, typing.get_args(declared.type)
-    if rules.distinct and value == []:
+    items = typing.get_args(declared.type)
+    if declared.distinct and value == []:
         raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
-    if rules.distinct and value is not None and len(set(value)) < len(value):
+    if declared.distinct and value is not None and len(set(value)) < len(value):
         raise ValueError(f"{name}={value}: a value is there twice; give each once")
     # The config.json of a model comes here without `build`, which knows the item's type
     is_flat = declared.is_list and typing.get_origin(items[0]) is not list
@@ -274,26 +263,25 @@ def _check_key(name: str, value: Any, declared: Key) -> None:
         if is_flat and isinstance(item, list | tuple | dict):
             raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
         if item is not None:
-            _check_value(name, item, rules)
+            _check_value(name, item, declared)
 
 
-def _check_value(name: str, value: Any, rules: Rules) -> None:
-    """Raise ValueError for a value that `rules` do not allow, such as NaN for any number."""
-    if rules.choices and value not in rules.choices:
-        names = ", ".join(rules.choices)
-        raise ValueError(f"{name}={value}: one of {names}{closest(str(value), rules.choices)}")
-    if rules.word is not None and isinstance(value, str) and value != rules.word:
-        raise ValueError(f"{name}={value}: must be a whole number, or {rules.word}")
+def _check_value(name: str, value: Any, declared: Key) -> None:
+    """Raise ValueError for a value that is not `declared`, such as NaN for any number."""
+    if declared.choices and value not in declared.choices:
+        names = ", ".join(declared.choices)
+        raise ValueError(f"{name}={value}: one of {names}{closest(str(value), declared.choices)}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    minimum, maximum = rules.between or (float("-inf"), float("inf"))
-    is_bounded = any(bound is not None for bound in (rules.between, rules.above, rules.below))
-    above = rules.above if is_bounded else 0
-    is_within = minimum <= value <= maximum and (rules.below is None or value < rules.below)
+    minimum, maximum = declared.between or (float("-inf"), float("inf"))
+    above, below = declared.above, declared.below
+    if (declared.between, above, below) == (None, None, None):
+        above = 0
+    is_within = minimum <= value <= maximum and (below is None or value < below)
     if is_within and (above is None or above < value < float("inf")):
         return
     lowest = f"from {minimum:,}" if above is None else f"above {above:,}"
-    highest = f"to {maximum:,}" if rules.below is None else f"to below {rules.below:,}"
+    highest = f"to {maximum:,}" if below is None else f"to below {below:,}"
     if maximum == float("inf"):
         highest = "up" if above is None else ""
     raise ValueError(f"{name}={value}: a number {lowest} {highest}".rstrip())

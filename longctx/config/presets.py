@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import yaml
 
-from longctx.config.fields import keys, rules_of
+from longctx.config.fields import Key, keys
 from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 
@@ -53,18 +53,18 @@ def names(group: str) -> list[str]:
     """Return the names that `group`= may have; none if it has no presets."""
     if group not in GROUPS:
         return []
-    return sorted({*files(group), *rules_of(first_key(group)).choices})
+    return sorted({*files(group), *first_key(group)[1].choices})
 
 
-def first_key(group: str) -> dataclasses.Field[Any]:
+def first_key(group: str) -> tuple[str, Key]:
     """Return the first key of a group, which holds the name of its preset; a model has no such."""
-    return dataclasses.fields(GROUPS[group])[0]
+    return next(iter(keys(GROUPS[group]).items()))
 
 
 def read(group: str, name: str) -> dict[str, Any]:
     """Return key → value of the preset `name`: what differs from the defaults."""
     if name not in files(group):
-        return {first_key(group).name: name}
+        return {first_key(group)[0]: name}
     values: dict[str, Any] = yaml.safe_load(files(group)[name].read_text()) or {}
     return values
 
@@ -73,7 +73,7 @@ def groups(schema: type) -> dict[str, str]:
     """Return the groups of `schema` that have presets, each with its default choice."""
     known = keys(schema)
     present = [group for group in GROUPS if group in known and known[group].is_group]
-    defaults = {group: first_key(group).default for group in present}
+    defaults = {group: first_key(group)[1].default for group in present}
     return {
         group: default if default in files(group) else "auto" for group, default in defaults.items()
     }

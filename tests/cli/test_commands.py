@@ -26,9 +26,9 @@ def test_help_has_every_key_and_fits_80_columns(
     text = capsys.readouterr().out
     for option, declared in keys(cli.COMMANDS[name].schema).items():
         if not declared.is_group:
-            shown = option.upper() if declared.rules.positional else f"{option}="
+            shown = option.upper() if declared.positional else f"{option}="
             assert f"  {shown}" in text
-            assert declared.rules.meaning
+            assert declared.meaning
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -20,9 +20,7 @@ def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
         assert any(ours in known for known in SCHEMAS), ours
     for name, ours in OF_OTHERS:
         assert any(ours in known and name not in known for known in SCHEMAS), name
-    choices = {
-        choice for known in SCHEMAS for key in known.values() for choice in key.rules.choices
-    }
+    choices = {choice for known in SCHEMAS for key in known.values() for choice in key.choices}
     choices |= {name for group in presets.GROUPS for name in presets.names(group)}
     assert set(VALUES.values()) <= choices
     assert not choices & VALUES.keys()

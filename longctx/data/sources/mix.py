@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import Key, Rules, keys, refuse, typed
+from longctx.config.fields import Key, keys, refuse, typed
 from longctx.data.sources import SOURCES, Corpus, Source, check_used, register
 
 # Keys of the mix, not of a member: one model and one objective learn from all sources.
@@ -89,7 +89,7 @@ def members(config: DataConfig) -> dict[str, Member]:
 def _typed_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a member with their declared types; a dictionary checks none."""
     known = {name: declared for name, declared in keys(DataConfig).items() if name not in _ONCE}
-    known["weight"] = Key(float, False, Rules())
+    known["weight"] = Key(type=float)
     result = {}
     for name, value in given.items():
         names = ", ".join(sorted(known))
