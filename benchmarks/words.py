@@ -59,9 +59,9 @@ def run(argv: list[str]) -> None:
     command = " ".join(["python -m benchmarks", *argv])
     if getattr(module, "TAKES_TRAINING_KEYS", False):
         own, training = cli.split_own(module.Options, arguments)
-        module.run(cli.options(module.Options, own), command, training)
+        module.run(cli.compose(module.Options, own).config, command, training)
     else:
-        module.run(cli.options(module.Options, arguments), command)
+        module.run(cli.compose(module.Options, arguments).config, command)
 
 
 def help_text(argv: list[str]) -> str:

@@ -293,7 +293,9 @@ class AttentionConfig(Group):
     """Which backend computes attention, and how."""
 
     prefix = "attention."
-    backend: str = key("flash", "set by attention=NAME; auto: the fastest here", choices=CHOICES)
+    backend: str = key(
+        "flash", "set by attention=NAME; auto: the fastest here", choices=CHOICES, short=True
+    )
     options: dict[str, Any] = key({}, "the backend's own: attention.options.kernel=cudnn of sdpa")
 
     @property

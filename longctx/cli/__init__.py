@@ -28,7 +28,7 @@ import longctx
 from longctx import files, plugins, system
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.cli import early_checks, parse
-from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, options, split_own
+from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, split_own
 from longctx.config import command_config, fields, presets
 from longctx.config.eval_config import EvalConfig, EvalRequest
 from longctx.config.presets import Request, names, with_model
@@ -37,7 +37,7 @@ from longctx.parallel.launch import GRACE, Launched, launched, number_here, star
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
-__all__ = ["compose", "from_file", "jobs", "main", "names", "options", "split_own", "with_model"]
+__all__ = ["compose", "from_file", "jobs", "main", "names", "split_own", "with_model"]
 
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
@@ -67,7 +67,7 @@ class Command(NamedTuple):
         """Run the command with `argv` and return its exit code."""
         if callable(self.run):
             return self.run(argv)
-        config: Any = options(self.schema, argv)
+        config = compose(self.schema, argv).config
         if self.check is not None:
             self.check(config)
         with libraries() if self.uses_torch else nullcontext():
@@ -267,7 +267,7 @@ def _train(argv: list[str]) -> int:
 
 def _resume(argv: list[str]) -> int:
     own, training = split_own(command_config.ResumeOptions, argv)
-    return _train([f"resume={options(command_config.ResumeOptions, own).run}", *training])
+    return _train([f"resume={compose(command_config.ResumeOptions, own).config.run}", *training])
 
 
 @contextmanager
@@ -340,7 +340,7 @@ def _plan(argv: list[str]) -> None:
     own, training = split_own(command_config.PlanOptions, argv)
     check_unused(training, {"device": "it is a GPU"})
     request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
-    chosen = options(command_config.PlanOptions, own)
+    chosen = compose(command_config.PlanOptions, own).config
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"

@@ -1,8 +1,8 @@
 """Arguments of a command line → a checked dataclass: the only parser of the project.
 
 An argument is key=value, or the name of one file of keys. The command line wins over its file.
-Values are read as YAML, but text is taken as it is typed. A sweep becomes a list of arguments per
-job.
+Text is taken as it is typed; lists and dictionaries are YAML. A sweep becomes a list of arguments
+per job.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -28,28 +29,14 @@ from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources import check_overrides
 from longctx.runs import run_folder
 
-Options = TypeVar("Options")
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig, "data": DescribeConfig}
 # Each of a pair decides the same, so a file has none of them if the command line has one
 EITHER = ({"max_tokens", "max_steps"}, {"lr_decay_share", "lr_decay_from"})
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
 
 
-class Loader(yaml.SafeLoader):
-    """YAML in which only null, true, false and numbers are not text, and 1e-3 is a number too."""
-
-    yaml_implicit_resolvers: dict[Any, Any] = {}
-
-
-NUMBER = r"([0-9]+\.[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|[0-9]+e[-+]?[0-9]+|\.?inf|\.?nan"
-for tag, pattern in (
-    ("null", "null|~|"),
-    ("bool", "true|false"),
-    ("int", "[-+]?(0|[1-9][0-9_]*)"),
-    ("float", f"[-+]?({NUMBER})"),
-):
-    expression = re.compile(f"({pattern})$", re.IGNORECASE)
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", expression, None)
+# Values that are neither text nor a number
+CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
 
 # Configurations
@@ -74,12 +61,6 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     if "data" in choices:
         check_overrides(request.config.data, request.overrides)
     return request._replace(choices=choices)
-
-
-def options(schema: type[Options], arguments: Iterable[str]) -> Options:
-    """Return the configuration `schema` of a command, as `compose` does."""
-    config: Options = compose(schema, arguments).config
-    return config
 
 
 def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) -> Request[Any]:
@@ -144,12 +125,11 @@ def read(
     A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
     """
     known, takes_paths = keys(schema), bool(positional(schema))
-    takes_file = schema in SCHEMAS.values() or not takes_paths
     files, texts, paths = list[str](), dict[str, str](), list[str]()
     given: list[tuple[str, str, str]] = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        if takes_file and not equals and argument.endswith((".yaml", ".yml")):
+        if not equals and argument.endswith((".yaml", ".yml")):
             files.append(argument)
         elif takes_paths and is_path(argument, known):
             paths.append(argument)
@@ -266,22 +246,24 @@ def check_preset(group: str, name: Any, known: Collection[str]) -> None:
             advice = f"; for a folder give data=text data.path={name}"
         if group == "model" and ("/" in str(name) or os.path.isdir(str(name))):
             advice = f"; trained weights bring their model: give init={name} instead"
-        raise ValueError(f"{group}={name}: not one of {', '.join(names)}{advice}")
+        raise ValueError(f"{group}={shown(name)}: not one of {', '.join(names)}{advice}")
 
 
 def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
-    """Return name → the dotted key that it stands for; a group with presets stands for itself.
+    """Return name → the dotted key that it stands for; a group with presets stands for the key that
+    holds their name, as attention for attention.backend.
 
     ValueError has one message for every name that is no key.
     """
     known, full_names, messages = keys(schema), dict[str, str](), list[str]()
     for name in dict.fromkeys(names):
-        full = name if name in presets.GROUPS else short_key(schema, name)
-        parts = full.split(".")
+        full = short_key(schema, name)
+        group, parts = full.rpartition(".")[0], full.split(".")
         above = (".".join(parts[:count]) for count in range(1, len(parts)))
         if full not in known and not any(key in known and known[key].is_open for key in above):
             messages.append(unknown(name, known))
-        full_names[name] = full
+        is_preset = group in presets.GROUPS and full == short_key(schema, group)
+        full_names[name] = group if is_preset else full
     if messages:
         raise ValueError("; ".join(messages))
     return full_names
@@ -308,17 +290,26 @@ def alternatives(declared: Key | None, text: str) -> list[str]:
 
 
 def value_of(text: str, declared: Key | None) -> Any:
-    """Return the value that is typed as `text`: null, YAML, or itself if the key is a text."""
-    if declared is not None and declared.is_group:
-        return text
+    """Return the value that is typed as `text`: null, true, false, a number, a list or dictionary
+    in YAML, or the text itself.
+    """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_text = declared is not None and declared.type in (str, Path) and not is_quoted
-    if is_text or (declared is not None and declared.literal):
+    is_text = declared is not None and (
+        declared.is_group or declared.literal or (declared.type in (str, Path) and not is_quoted)
+    )
+    if is_text:
         return None if text.lower() == "null" else text
-    try:
-        return yaml.load(text, Loader)
-    except (yaml.YAMLError, *untrusted.WRONG_VALUE):
-        return text
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    if is_quoted or text[0] in "[{":
+        # Declared items get their type later: BaseLoader makes text of all, such as of no and 1e-3
+        loader = yaml.SafeLoader if declared is None or declared.is_open else yaml.BaseLoader
+        with suppress(yaml.YAMLError, *untrusted.WRONG_VALUE):
+            return yaml.load(text, loader)
+    return text
 
 
 def assign(values: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -342,19 +333,14 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
     The keys `given` on the command line are left out, and all keys of a group that it chooses.
     """
-    values, known = file_values(path), keys(schema)
+    values = file_values(path)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
-        values = as_new_run(values)
-    result: dict[str, Any] = {}
-    for group, value in values.items():
-        if isinstance(value, dict) and group in known and known[group].is_group:
-            result |= differing(group, value, known[group].type)
-        else:
-            result |= run_folder.flat({group: value})
+        values = differing(schema, as_new_run(values))
+    result = run_folder.flat(values)
     # A recipe's other keys are not about its data
     if schema is DescribeConfig:
-        others = keys(TrainConfig).keys() - known.keys()
+        others = keys(TrainConfig).keys() - keys(schema).keys()
         result = {name: value for name, value in result.items() if name not in others}
     # max_steps in place of max_tokens, or another schedule
     without = set(given) | replaced(given)
@@ -368,23 +354,21 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     }
 
 
-def differing(group: str, values: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """Return a group of config.yaml as its preset, and key → value for the keys that differ.
+def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return key → value for the keys of a run that differ from the defaults and its presets.
 
-    Without the defaults, since the command line may choose another preset, which refuses them. A
-    model keeps them: config.yaml does not record its preset.
+    The command line may choose another preset, which refuses the other keys. A model has all its
+    keys, since config.yaml does not record its preset.
     """
-    usual = run_folder.plain(schema())
-    name = values.get(next(iter(usual)))
-    result: dict[str, Any] = {}
-    if name in presets.names(group):
-        result[group] = name
-        usual |= presets.read(group, name)
-    usual = run_folder.flat({group: usual})
-    for key, value in run_folder.flat({group: values}).items():
-        if (group == "model" and value != []) or key not in usual or usual[key] != value:
-            result[key] = value
-    return result
+    usual = {name: value for name, value in run_folder.plain(schema()).items() if name != "model"}
+    for group in presets.groups(schema):
+        first, inner = presets.first_key(group)[0], saved.get(group)
+        if group in usual and isinstance(inner, dict) and inner.get(first) in presets.names(group):
+            preset = presets.read(group, inner[first])
+            usual[group] |= preset | {first: usual[group][first]}
+    usual = run_folder.flat(usual)
+    values = run_folder.flat(saved)
+    return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 
 def replaced(given: Mapping[str, Any]) -> set[str]:

@@ -22,7 +22,9 @@ class DataConfig(Group):
     """Documents and tokens of every source, each of which uses some of the keys."""
 
     prefix = "data."
-    source: str = key("embedded", "source of the documents; data=NAME sets it", choices=SOURCES)
+    source: str = key(
+        "embedded", "source of the documents; data=NAME sets it", choices=SOURCES, short=True
+    )
     path: Any = key(
         None,
         "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "

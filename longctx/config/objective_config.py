@@ -40,7 +40,7 @@ class OptimizerConfig(NamedGroup):
     """Which optimizer trains, and its own keys; null: the optimizer's default."""
 
     prefix = "optimizer."
-    name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS)
+    name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS, short=True)
     momentum: float | None = key(
         None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
     )
@@ -70,7 +70,7 @@ class ObjectiveConfig(NamedGroup):
     """What a step minimizes, and its own keys; null: the objective's default."""
 
     prefix = "objective."
-    name: str = key("cross_entropy", "set by objective=NAME", choices=OBJECTIVES)
+    name: str = key("cross_entropy", "set by objective=NAME", choices=OBJECTIVES, short=True)
     z_loss: float | None = key(
         None,
         "cross_entropy: factor of the mean log² Σ exp(logits), whose gradient keeps logits small, "

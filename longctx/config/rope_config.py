@@ -34,7 +34,7 @@ class RopeConfig(Group):
     """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
 
     prefix = "rope."
-    type: str = key("keep", "set by rope=NAME", choices=WAYS)
+    type: str = key("keep", "set by rope=NAME", choices=WAYS, short=True)
     factor: float | None = key(
         None, "how many times the original length; null: seq_len / original", between=(1, 2**24)
     )

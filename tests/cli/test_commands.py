@@ -53,18 +53,18 @@ def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[
 
 def test_lists_are_written_with_and_without_brackets() -> None:
     for argument in ("lengths=512,1024", "lengths=[512,1024]"):
-        assert cli.options(Options, [argument]) == Options(lengths=(512, 1024))
-    assert cli.options(Options, ["kernels=hopper"]).kernels == ("hopper",)
+        assert cli.compose(Options, [argument]).config == Options(lengths=(512, 1024))
+    assert cli.compose(Options, ["kernels=hopper"]).config.kernels == ("hopper",)
 
 
 def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
     strange = tmp_path / "lr=1, (a) {b}"
     strange.mkdir()
     runs = [str(strange), "runs/lr=2", "runs/lr=3", "runs/out=3"]
-    assert cli.options(CompareOptions, [*runs, "out=x.html"]) == CompareOptions(
+    assert cli.compose(CompareOptions, [*runs, "out=x.html"]).config == CompareOptions(
         [Path(run) for run in runs], Path("x.html")
     )
-    exported = cli.options(ExportOptions, ["dtype=bf16", "runs/a", "out/"])
+    exported = cli.compose(ExportOptions, ["dtype=bf16", "runs/a", "out/"]).config
     assert (exported.run, exported.out, exported.dtype) == ("runs/a", "out/", "bf16")
 
 

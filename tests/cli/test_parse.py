@@ -113,8 +113,8 @@ memory.recompute=all memory.offload=2 memory.mlp_tile=-1 optimizer.momentum=0.9 
 lora.scaling=3 passkey.samples=3 passkey.lengths=[] sample_prompt=x bf16_layers=[0]
 spike_budget=9 deterministic=maybe seq_len_schedule=[[2048]] seq_len_schedule=[[128.5,2]]
 attention.options=3 seed=${oc.env:HOME} runs=${oc.env:HOME} attention.options=${oc.env:HOME}
-wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run objective.name=odd lr_schedule=odd
-optimizer.name=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns=last
+wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run objective=odd lr_schedule=odd
+optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns=last
 """
 
 
