@@ -29,8 +29,8 @@ from longctx import files, plugins, system
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, split_own
-from longctx.config import command_config, fields, presets
-from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config import command_config, eval_config, fields, presets
+from longctx.config.eval_config import EvalConfig
 from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
@@ -327,8 +327,8 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
 
 def _evaluate(argv: list[str]) -> int:
     """Run one evaluation, print its tables and write its files."""
-    config, _, given = parse.compose("eval", argv)
-    request = EvalRequest.of(config, given)
+    request: Request[EvalConfig] = parse.compose("eval", argv)
+    eval_config.check_overrides(request.config, request.overrides)
     early_checks.check_evaluation(request)
     with _processes(request.config) as processes:
         with libraries():

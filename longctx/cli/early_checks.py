@@ -11,7 +11,8 @@ from pathlib import Path
 from longctx import hub_snapshot, plugins
 from longctx.cli import parse
 from longctx.config.doors import TRACKERS
-from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.eval_config import EvalConfig
+from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import sources
@@ -57,12 +58,12 @@ def check_training(config: TrainConfig) -> None:
     sources.check_files(data)
 
 
-def check_evaluation(request: EvalRequest) -> None:
+def check_evaluation(request: Request[EvalConfig]) -> None:
     """Raise ValueError or OSError for a path of an evaluation that is missing."""
     config = request.config
     check_device(config)
     config.checkpoint = with_commit(config.checkpoint or "", config.plugins)
-    if request.other_data:
+    if request.names_data:
         sources.check_files(config.data)
 
 
@@ -114,8 +115,7 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if run_folder.is_run(path):
         run = path.parent.parent if path.suffix == ".ckpt" else path
         # Its plugins may be missing: they are no part of the shape
-        saved = parse.file_values(run / "config.yaml").get("model", {})
-        model = parse.filled(TrainConfig, {"model": saved}, {}).config.model
+        model = GPTConfig.of_saved(parse.file_values(run / "config.yaml").get("model", {}))
     else:
         model = read_model(path)[1]
     return request._replace(

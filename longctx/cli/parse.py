@@ -91,24 +91,22 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
 def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
     """Raise ValueError for a key that does nothing, because another one is not set."""
     schema: Any = type(config)
-    declared = keys(schema)
+    known = keys(schema)
     for name, text in overrides.items():
         group, _, own = name.rpartition(".")
         # The model of init= is not read yet, and decides
         if group.startswith("model.") and getattr(config, "init", None) is not None:
             continue
-        needed = declared[name].needs if name in declared else None
+        needed = known[name].needs if name in known else None
         # Keys of passkey and ruler need the group's own switch
-        if f"{group}.enabled" in declared and own != "enabled":
+        if f"{group}.enabled" in known and own != "enabled":
             needed = "enabled"
-        if needed is None:
+        # config.yaml of a run holds every key of the model, most with their default
+        if needed is None or attrgetter(name)(config) == known[name].default:
             continue
-        values = attrgetter(group)(config) if group else config
         switch, _, wanted = needed.partition("=")
-        is_set = getattr(values, switch)
-        is_set = is_set == wanted if wanted else is_set and is_set != "none"
-        # config.yaml of a run holds every key, most with their default
-        if not is_set and getattr(values, own) != getattr(type(values)(), own):
+        is_set = attrgetter(f"{group}.{switch}".lstrip("."))(config)
+        if not (is_set == wanted if wanted else is_set and is_set != "none"):
             needed = f"{group}=true" if switch == "enabled" else f"{group}.{needed}".lstrip(".")
             raise ValueError(f"{name}={text}: does nothing without {needed}; give it too")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
@@ -224,33 +225,24 @@ class EvalConfig(Group):
                 )
 
 
-class EvalRequest(NamedTuple):
-    """An evaluation that the command line asks for, as far as it can be checked without torch."""
-
-    config: EvalConfig
-    overrides: dict[str, str]  # key → value as typed
-    other_data: bool  # data= names the documents; otherwise they are the run's own
-
-    @classmethod
-    def of(cls, config: EvalConfig, overrides: dict[str, str]) -> EvalRequest:
-        """Return the request of a checked `config`; ValueError for a key that it ignores."""
-        data_keys = [name for name in overrides if name == "data" or name.startswith("data.")]
-        reasons = {
-            "data.tokenizer": "the checkpoint brings its tokenizer",
-            "data.vocab_size": "the checkpoint brings its tokenizer",
-            "data.cache": "an evaluation stores nothing of data=",
-        }
-        if data_keys and "data" not in overrides:
-            reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
-        reasons |= {"data.val_fraction": "all documents of data= are scored"}
-        if data_keys:
-            reasons |= {"split": "only the run's own data is split; leave out split, or data"}
-        if config.tasks:
-            reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
-        for name, reason in reasons.items():
-            if name in overrides:
-                raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
-        return cls(config, overrides, bool(data_keys))
+def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
+    """Raise ValueError for one of the `overrides`, key → value as typed, that `config` ignores."""
+    data_keys = [name for name in overrides if name.partition(".")[0] == "data"]
+    reasons = {
+        "data.tokenizer": "the checkpoint brings its tokenizer",
+        "data.vocab_size": "the checkpoint brings its tokenizer",
+        "data.cache": "an evaluation stores nothing of data=",
+    }
+    if data_keys and "data" not in overrides:
+        reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
+    reasons |= {"data.val_fraction": "all documents of data= are scored"}
+    if data_keys:
+        reasons |= {"split": "only the run's own data is split; leave out split, or data"}
+    if config.tasks:
+        reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
+    for name, reason in reasons.items():
+        if name in overrides:
+            raise ValueError(f"{name}={overrides[name]}: {reason}; leave {name} out")
 
 
 def default_lengths(limit: int) -> list[int]:

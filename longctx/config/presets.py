@@ -42,6 +42,11 @@ class Request(NamedTuple, Generic[Config]):
     choices: dict[str, str]
     overrides: dict[str, str]
 
+    @property
+    def names_data(self) -> bool:
+        """Return True if data= or a key of it is given."""
+        return any(name.partition(".")[0] == "data" for name in self.overrides)
+
 
 @functools.cache
 def files(group: str) -> dict[str, Path]:

@@ -19,7 +19,8 @@ import torch
 from longctx import files
 from longctx.attention import kernels_run
 from longctx.attention.description import AUTO, AttentionConfig
-from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, EvalRequest, default_lengths
+from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, default_lengths
+from longctx.config.presets import Request
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.forward_memory import choose_strategy, largest_forward, text_lengths
 from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
@@ -49,7 +50,7 @@ INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
 class Setup:
     """One evaluation, ready to run."""
 
-    request: EvalRequest
+    request: Request[EvalConfig]
     model: TrainedModel
     device: str  # cuda | cpu
     precision: str  # bf16 | fp32
@@ -66,7 +67,7 @@ class Setup:
     @property
     def scores_own_split(self) -> bool:
         """True if the documents are those of the run; else data= names them."""
-        return self.model.run is not None and not self.request.other_data
+        return self.model.run is not None and not self.request.names_data
 
     @property
     def source(self) -> str | dict[str, Any]:
@@ -86,7 +87,7 @@ class Layout(NamedTuple):
     attention: AttentionConfig
 
 
-def evaluate(request: EvalRequest, processes: Launched) -> int:
+def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
     """Run `request` on `processes`, print the tables, write the files and return the exit code.
 
     Raises ValueError or OSError, one line, for a mistake in the request.
@@ -123,7 +124,7 @@ def evaluate(request: EvalRequest, processes: Launched) -> int:
     return 0
 
 
-def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
+def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setup:
     """Open the model of `request` and decide how it runs on `device`, "cuda" or "cpu".
 
     Warns if the context is longer than the model was trained at. Raises ValueError or OSError, one
@@ -134,7 +135,7 @@ def resolve(request: EvalRequest, device: str, machine: Machine) -> Setup:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     model = open_model(config.checkpoint)
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
-    if model.run is None and not request.other_data and not has_texts:
+    if model.run is None and not request.names_data and not has_texts:
         raise ValueError(
             f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own; "
             "add data=text data.path=..."
@@ -197,7 +198,7 @@ def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
     return True
 
 
-def build_scorer(request: EvalRequest, setup: Setup | None, parallel: Parallel) -> Scorer:
+def build_scorer(request: Request[EvalConfig], setup: Setup | None, parallel: Parallel) -> Scorer:
     """Load this process's part of the model, as rank 0 has decided in `setup`."""
     decided: list[Any] = []
     if setup is not None:
@@ -293,7 +294,7 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
-    elif setup.request.other_data or config.documents is not None:
+    elif setup.request.names_data or config.documents is not None:
         raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
     answers = list(ruler.measured(scorer, texts, lengths, model.tokenizer.end_tokens))
@@ -322,7 +323,7 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
 
 
-def explain(error: Exception, request: EvalRequest, parallel: Parallel) -> str | None:
+def explain(error: Exception, request: Request[EvalConfig], parallel: Parallel) -> str | None:
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"

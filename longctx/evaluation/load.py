@@ -22,8 +22,9 @@ from torch import nn
 
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
-from longctx.config.eval_config import EvalRequest
+from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
+from longctx.config.presets import Request
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
@@ -166,10 +167,10 @@ def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
 
 
-def documents_of(model: TrainedModel, request: EvalRequest) -> Iterator[Document]:
+def documents_of(model: TrainedModel, request: Request[EvalConfig]) -> Iterator[Document]:
     """Return the documents that `request` scores, at most as many as it allows."""
     config = request.config
-    if model.run is None or request.other_data:
+    if model.run is None or request.names_data:
         return of_source(config.data, model.tokenizer, config.documents)
     fingerprint = checkpoints.read(model.file)["longctx"]["data"]
     return of_run(model.folder, model.run, config.split, fingerprint, config.documents)

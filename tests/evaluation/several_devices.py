@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longctx import system
 from longctx.attention.description import AttentionConfig
-from longctx.config.eval_config import EvalConfig, EvalRequest
+from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
+from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.tokenizer import train
 from longctx.evaluation.evaluate import build_scorer, resolve
@@ -161,7 +162,7 @@ def compared(draw: random.Random, folder: Path) -> dict[str, float]:
     parallel = Parallel(config, "cpu")
     parallel.launch()
     write_run(run, folder, draw.random() < 0.5, parallel)
-    request = EvalRequest(config, {}, True)
+    request = Request(config, {}, {"data": "text"})
     setup = resolve(request, "cpu", MACHINE) if parallel.is_first else None
     scorer = build_scorer(request, setup, parallel)
     weights = list(scorer.model.parameters())
