@@ -67,7 +67,7 @@ class Layer(NamedTuple):
     @property
     def scores(self) -> int:
         """Scores of all heads."""
-        return self.part.heads * self.tokens * self.keys
+        return self.part.model.heads * self.tokens * self.keys
 
 
 @dataclass(frozen=True)
@@ -127,21 +127,21 @@ class Description:
         `generation` is hopper, ampere (and later GPUs with its products), or other.
         """
         rates = self.rates_on_ampere if generation == "ampere" else self.rates
-        return _rates(rates, layer.part.head_size)
+        return _rates(rates, layer.part.model.head_size)
 
     def saved(self, layer: Layer) -> float:
         """Return the bytes that forward leaves for backward, if nothing of it is recomputed."""
         # rotated q and k; v is a part of the projection's output, which is saved whole
         inputs = 2 * layer.q_size + 3 * layer.kv_size
-        return layer.q_size + FP32 * layer.part.heads * layer.tokens + inputs
+        return layer.q_size + FP32 * layer.part.model.heads * layer.tokens + inputs
 
     def workspace(self, layer: Layer) -> float:
         """Return the bytes that backward takes besides its inputs and outputs."""
-        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
+        lse_and_delta = 2 * FP32 * layer.part.model.heads * layer.tokens
         sums_of_dq = FP32 * layer.part.query_size * layer.tokens
         again = layer.q_size if layer.recompute == "block" else 0
         # dk and dv of every query head, before they are summed
-        repeated = 2 * layer.q_size if layer.part.heads != layer.part.kv_heads else 0
+        repeated = 2 * layer.q_size if layer.part.model.heads != layer.part.model.kv_heads else 0
         return lse_and_delta + sums_of_dq + repeated + again
 
     def forward_workspace(self, layer: Layer) -> float:
@@ -154,7 +154,7 @@ class Naive(Description):
 
     def saved(self, layer: Layer) -> float:
         inputs = layer.q_size + 2 * layer.kv_size
-        output = layer.q_size + FP32 * layer.part.heads * layer.tokens
+        output = layer.q_size + FP32 * layer.part.model.heads * layer.tokens
         return output + inputs + self._saved_of_score(layer) * layer.scores
 
     def workspace(self, layer: Layer) -> float:
@@ -173,7 +173,7 @@ class Naive(Description):
             # raw scores and probabilities; the compiler computes the rest again
             return 2 * layer.itemsize
         # masked scores, exp of them, probabilities; tanh of the scores
-        capped = 0 if layer.part.softcap is None else FP32
+        capped = 0 if layer.part.model.softcap is None else FP32
         return 2 * FP32 + layer.itemsize + capped
 
 
@@ -182,25 +182,25 @@ class Flash(Description):
 
     def rates_for(self, layer: Layer, generation: str) -> tuple[float, float]:
         if generation == "ampere" and not self._runs("ampere", AMPERE_HEAD_SIZES, layer):
-            return _rates(PORTABLE_ON_AMPERE, layer.part.head_size)
+            return _rates(PORTABLE_ON_AMPERE, layer.part.model.head_size)
         is_hopper = self._runs("hopper", HOPPER_HEAD_SIZES, layer)
         if generation == "other" or (generation == "hopper" and not is_hopper):
-            return _rates(PORTABLE, layer.part.head_size)
+            return _rates(PORTABLE, layer.part.model.head_size)
         return super().rates_for(layer, generation)
 
     def workspace(self, layer: Layer) -> float:
-        lse_and_delta = 2 * FP32 * layer.part.heads * layer.tokens
+        lse_and_delta = 2 * FP32 * layer.part.model.heads * layer.tokens
         # as if every GPU were a Hopper: on others it may be a sum of dq too much
         if not layer.on_gpu or not self._runs("hopper", HOPPER_HEAD_SIZES, layer):
             return lse_and_delta
-        padded = hopper_size(layer.part.head_size)
-        sums_of_dq = FP32 * layer.part.heads * padded * layer.tokens / layer.head_parts
+        padded = hopper_size(layer.part.model.head_size)
+        sums_of_dq = FP32 * layer.part.model.heads * padded * layer.tokens / layer.head_parts
         return lse_and_delta + sums_of_dq
 
     def _runs(self, kernel: str, sizes: Container[int], layer: Layer) -> bool:
         """Return True if a GPU of its own kind runs `kernel`, which takes heads of `sizes`."""
         chosen = layer.options.get("kernel", "auto")
-        fits = layer.itemsize == 2 and layer.part.head_size in sizes
+        fits = layer.itemsize == 2 and layer.part.model.head_size in sizes
         return fits if chosen == "auto" else chosen == kernel
 
 

@@ -135,7 +135,7 @@ class Block:
             needed += e * (q + 2 * kv) * p.tokens
             # With one tile the norm, and q and k before rotation too
             needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
-        elif self.attention.sinks:  # the gradient of the output before they scale it
+        elif self.attention.model.sinks:  # the gradient of the output before they scale it
             needed += e * q * p.tokens
         return needed
 
@@ -151,6 +151,6 @@ class Block:
         They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
         output, and what it computes between them.
         """
-        outputs = 2 if self.attention.sinks else 1  # before and after they scale it
+        outputs = 2 if self.attention.model.sinks else 1  # before and after they scale it
         heads = (1 + outputs) * self.attention.query_size + 2 * self.attention.key_size
         return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

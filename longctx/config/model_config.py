@@ -195,26 +195,8 @@ class GPTConfig(Group):
         window = self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
             rope = Rope(size, self.window_rope_theta, {}, None, growth)
-        return Attention(
-            *("attention", "self_attn", self.channels),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_size=self.head_size,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            qk_norm=self.qk_norm,
-            norms_after_rope=self.qk_norm_after_rope,
-            norms_have_weight=self.qk_norm_weight,
-            norm_eps=self.norm_eps,
-            scale=self.attention_scale,
-            sinks=self.sinks,
-            gate=self.attention_gate,
-            gate_activation=self.attention_gate_activation,
-            window=window,
-            rope=rope,
-            rotates=layer not in self.nope_layers,
-            softcap=self.softcap,
-        )
+        named = ("attention", "self_attn", self.channels)
+        return Attention(*named, self, window, rope, rotates=layer not in self.nope_layers)
 
     def _feed_forward(self, layer: int) -> FeedForward:
         named, experts = ("mlp", "mlp", self.channels), self.experts

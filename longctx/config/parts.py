@@ -14,7 +14,10 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from longctx.config.model_config import GPTConfig
 
 FP32 = 4  # bytes of a number
 # Formats of frozen matrices → columns that a scale of theirs covers: a matrix has a multiple of it
@@ -244,85 +247,72 @@ class Rope(NamedTuple):
 class Attention(Part):
     """Grouped-query attention with a fused projection of q, k and v."""
 
-    heads: int
-    kv_heads: int
-    head_size: int
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: str  # RMSNorm of q and k: none | head: of every head | whole: of all heads
-    norms_after_rope: bool
-    norms_have_weight: bool
-    norm_eps: float
+    model: GPTConfig  # the keys of all its layers
     window: int | None  # keys that a query sees; None: all before it
     rope: Rope
     rotates: bool  # False: a layer without positions, as in SmolLM3
-    softcap: float | None  # scores become softcap · tanh(score / softcap)
-    scale: float | None  # of scores; None: head size ** -0.5
-    sinks: bool  # a logit per head joins the softmax, and has no value
-    # Factors of its output, made of its input: none | head: a factor for every head | channel
-    gate: str
-    gate_activation: str  # sigmoid | softplus
     module = "longctx.model.layers.SelfAttention"
 
     @property
     def query_size(self) -> int:
         """Width of all query heads, and of attention's output."""
-        return self.heads * self.head_size
+        return self.model.heads * self.model.head_size
 
     @property
     def key_size(self) -> int:
         """Width of all key heads, and of all value heads."""
-        return self.kv_heads * self.head_size
+        return self.model.kv_heads * self.model.head_size
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
         projections = ("q_proj", "k_proj", "v_proj")
         products = (
-            Linear("qkv", projections, (q, kv, kv), C, self.qkv_bias),
-            Linear("out", ("o_proj",), (C,), q, self.out_bias, into_residual=True),
+            Linear("qkv", projections, (q, kv, kv), C, self.model.qkv_bias),
+            Linear("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
         )
         gate = Linear("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
-        return products if self.gate == "none" else (*products, gate)
+        return products if self.model.attention_gate == "none" else (*products, gate)
 
     @property
     def gate_size(self) -> int:
         """Number of factors of its output."""
-        return {"none": 0, "head": self.heads, "channel": self.query_size}[self.gate]
+        sizes = {"none": 0, "head": self.model.heads, "channel": self.query_size}
+        return sizes[self.model.attention_gate]
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         weights = zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=False)
-        norms = tuple(weights) if self.norms_have_weight else ()
-        return (*norms, ("sinks", self.heads)) if self.sinks else norms
+        norms = tuple(weights) if self.model.qk_norm_weight else ()
+        return (*norms, ("sinks", self.model.heads)) if self.model.sinks else norms
 
     @property
     def norms(self) -> tuple[int, ...]:
         """Number of channels that the norms of q and k normalize together; none without norms."""
-        if self.qk_norm == "none":
-            return ()
-        is_whole = self.qk_norm == "whole"
-        return (self.query_size, self.key_size) if is_whole else (self.head_size, self.head_size)
+        head, whole = (self.model.head_size,) * 2, (self.query_size, self.key_size)
+        sizes: dict[str, tuple[int, ...]] = {"none": (), "head": head, "whole": whole}
+        return sizes[self.model.qk_norm]
 
     def required(self) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`."""
-        return {"head_dim": self.head_size, "softcap": self.softcap, "sinks": self.sinks}
+        model = self.model
+        return {"head_dim": model.head_size, "softcap": model.softcap, "sinks": model.sinks}
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""
-        return 12 * pairs * self.heads * self.head_size
+        return 12 * pairs * self.model.heads * self.model.head_size
 
     def saved_output(self, p: Pass) -> int:
         """Return the bytes of its output before the projection, and of the lse if it is saved."""
-        lse = FP32 * self.heads if p.saves_lse else 0
+        lse = FP32 * self.model.heads if p.saves_lse else 0
         return (p.activation * self.query_size + lse) * p.tokens
 
     def saved(self, p: Pass) -> float:
         """Return the bytes saved for backward up to its output, which is one of them."""
         saved = p.attention + p.weight_copy * self.linears[0].weights
         # The output that sinks scaled; its share, before and after masking, and the mask
-        per_token = p.activation * self.query_size + (2 * FP32 + 1) * self.heads
-        return saved + (per_token * p.tokens if self.sinks else 0)
+        per_token = p.activation * self.query_size + (2 * FP32 + 1) * self.model.heads
+        return saved + (per_token * p.tokens if self.model.sinks else 0)
 
     def saved_after(self, p: Pass) -> int:
         """Return the bytes saved for the gate and the projection of its output, which is one of
@@ -338,7 +328,7 @@ class Attention(Part):
 
         In FP8 that is counted already, and the gate's input is saved once more.
         """
-        if self.gate == "none":
+        if self.model.attention_gate == "none":
             return 0
         other = p.fp8_input * self.size or p.activation * self.query_size
         return p.activation * self.gate_size + other

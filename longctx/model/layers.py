@@ -113,17 +113,20 @@ class SelfAttention(nn.Module):
 
     def __init__(self, part: parts.Attention, backend: AttentionConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = part.heads, part.kv_heads, part.head_size
+        model = part.model
+        self.heads, self.kv_heads, self.head_dim = model.heads, model.kv_heads, model.head_size
         self.rotates = part.rotates
-        self.attend = Attention(backend.backend, backend.options, part.scale, part.softcap)
+        scale, softcap = model.attention_scale, model.softcap
+        self.attend = Attention(backend.backend, backend.options, scale, softcap)
         self.qkv, self.out, *gates = linears(part)
         self.gate = gates[0] if gates else None
-        self.gate_activation = part.gate_activation
-        has_weight = part.norms_have_weight
-        norms: list[nn.Module] = [RMSNorm(n, part.norm_eps, has_weight) for n in part.norms]
+        self.gate_activation = model.attention_gate_activation
+        eps, has_weight = model.norm_eps, model.qk_norm_weight
+        norms: list[nn.Module] = [RMSNorm(n, eps, has_weight) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
-        self.norms_heads, self.norms_after_rope = part.qk_norm == "head", part.norms_after_rope
-        self.sinks = nn.Parameter(torch.zeros(part.heads)) if part.sinks else None
+        self.norms_heads = model.qk_norm == "head"
+        self.norms_after_rope = model.qk_norm_after_rope
+        self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
 
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None

@@ -265,7 +265,7 @@ class _Step:
     def exchange_of(self, window: int | None) -> float:
         """Return the bytes sent and received at one time in a layer with this `window`."""
         ranks, attention = self.workload.context, self.blocks[0].attention
-        heads, q, kv = attention.kv_heads, attention.query_size, attention.key_size
+        heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size
         if links.exchanges_halo(self.workload, window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
@@ -276,7 +276,7 @@ class _Step:
             group = kv / parts * ranks * self.N
             return 2.0 * (5 * self.e * group + FP32 * group / ranks)
         # Ulysses: q, the output and its gradient, and k and v twice, as sent and as received
-        copies = kv_copies(attention.heads, heads, ranks)
+        copies = kv_copies(attention.model.heads, heads, ranks)
         return 2.0 * self.e * (3 * q + 2 * copies * kv) * self.N / parts
 
     def host(self) -> Terms:
