@@ -36,8 +36,8 @@ from benchmarks.families import SHAPES
 from benchmarks.process_group import ROOT
 from benchmarks.report import machine, write_json
 from benchmarks.words import training_run
+from longctx.config.doors import ObjectiveConfig
 from longctx.config.fields import key
-from longctx.config.objective_config import ObjectiveConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict

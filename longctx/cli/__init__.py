@@ -82,9 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv == ["--version"]:
         print(f"longctx {longctx.__version__}")
         return 0
-    two_words = " ".join(argv[:2])
-    is_two = two_words in COMMANDS
-    name, arguments = (two_words, argv[2:]) if is_two else ("".join(argv[:1]), argv[1:])
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    name, arguments = " ".join(argv[:words]), argv[words:]
     if name in COMMANDS:
         return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
     return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))

@@ -52,7 +52,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     schema = SCHEMAS[command] if isinstance(command, str) else command
     given = given_values(schema, arguments)
     for name in positional(schema):
-        if name not in given:
+        if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}

@@ -215,20 +215,15 @@ class ResumeOptions:
 
 
 @dataclass
-class DashboardOptions(Group):
+class DashboardOptions:
     """Make a workspace at wandb for the runs of a project.
 
     longctx dashboard project=longctx
     """
 
-    project: str = key("", "the project at wandb, such as longctx")
+    project: str = key("", "the project at wandb, such as longctx", positional=True)
     entity: str | None = key(None, "team or user; null: your default")
     name: str = key("longctx", "name of the workspace")
-
-    def check_together(self) -> None:
-        """Raise ValueError if no project is given."""
-        if not self.project:
-            raise ValueError("project is not set; give the project at wandb, as in project=longctx")
 
 
 @dataclass

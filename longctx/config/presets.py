@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -85,22 +84,15 @@ def groups(schema: type) -> dict[str, str]:
 
 
 def with_model(request: Request[TrainConfig], gpu: bool) -> Request[TrainConfig]:
-    """Replace model=auto by the preset for a machine with a `gpu` or without one."""
+    """Replace model=auto by the preset for a machine with a `gpu` or without one. Keys of the model
+    that are overridden keep their values.
+    """
     if request.choices.get("model") != "auto":
         return request
-    device, config = "cuda" if gpu else "cpu", request.config
-    model = auto_model(config.model, request.overrides, device)
-    choices = request.choices | {"model": AUTO_MODEL[device]}
-    return request._replace(config=dataclasses.replace(config, model=model), choices=choices)
-
-
-def auto_model(composed: GPTConfig, overrides: Mapping[str, str], device: str) -> GPTConfig:
-    """Return the model of model=auto on "cuda" or "cpu".
-
-    Keys in `overrides` (model.KEY) keep the value that they have in `composed`.
-    """
-    overridden = {key.split(".")[1] for key in overrides if key.startswith("model.")}
-    values = read("model", AUTO_MODEL[device])
-    model = GPTConfig(**values | {key: getattr(composed, key) for key in overridden})
+    name, config = AUTO_MODEL["cuda" if gpu else "cpu"], request.config
+    overridden = {key.split(".")[1] for key in request.overrides if key.startswith("model.")}
+    own = {key: getattr(config.model, key) for key in overridden}
+    model = GPTConfig(**read("model", name) | own)
     model.validate()
-    return model
+    choices = request.choices | {"model": name}
+    return request._replace(config=dataclasses.replace(config, model=model), choices=choices)

@@ -8,12 +8,11 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import SOURCES, DataConfig
-from longctx.config.doors import SCHEDULES, TRACKERS
+from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import PLUGINS, Group, check_own, group, key, positive, refuse, shown
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 

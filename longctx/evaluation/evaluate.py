@@ -131,8 +131,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     line naming the key, for a request that cannot run here.
     """
     config = request.config
-    if not config.checkpoint:
-        raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
+    assert config.checkpoint is not None
     model = open_model(config.checkpoint)
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
     if model.run is None and not request.names_data and not has_texts:

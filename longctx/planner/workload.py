@@ -7,9 +7,9 @@ from functools import cached_property
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.block import Block
+from longctx.config.doors import OptimizerConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.objective_config import OptimizerConfig
 from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
 from longctx.config.train_config import TrainConfig
 

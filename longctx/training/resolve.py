@@ -126,8 +126,8 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     if config.init is not None and not config.resume:
         config, model, name, source = pretrained.model_of(config, overrides)
     elif name == "auto":
-        model = presets.auto_model(config.model, overrides, device)
-        name = presets.AUTO_MODEL[device]
+        decided = presets.with_model(request, gpu=device == "cuda")
+        model, name = decided.config.model, decided.choices["model"]
         source = f"{name} (model=auto)"
 
     length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)

@@ -53,7 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
         (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
         (["dashboard", "--project", "p"], "--project: not an option"),
-        (["dashboard"], "project is not set"),
+        (["dashboard"], "PROJECT is missing"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
         (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),

@@ -21,10 +21,10 @@ from torch import Tensor
 from longctx import system
 from longctx.attention.description import AttentionConfig
 from longctx.config import parallel_config
+from longctx.config.doors import ObjectiveConfig, OptimizerConfig
 from longctx.config.experts import ExpertsConfig
 from longctx.config.memory_config import MemoryConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.objective_config import ObjectiveConfig, OptimizerConfig
 from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longctx import cli
+from longctx.config.doors import ObjectiveConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.objective_config import ObjectiveConfig
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
 from longctx.data.rows import IGNORED
 from longctx.planner.workload import workload_of

@@ -16,7 +16,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from longctx.config.data_config import DataConfig
-from longctx.config.objective_config import ObjectiveConfig
+from longctx.config.doors import ObjectiveConfig
 from longctx.data import load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, huggingface
