@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 193,
-    "lines": 41145,
+    "files": 192,
+    "lines": 41092,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,

@@ -136,7 +136,7 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
 ]
 WRONG_CHECKPOINTS = [
     ([], "CHECKPOINT is missing"),
-    (["checkpoint="], "checkpoint="),
+    (["checkpoint="], "CHECKPOINT is missing"),
     (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
     (["checkpoint={docs}"], "checkpoint={docs}"),
     (["checkpoint={docs}/00.txt"], "{docs}/00.txt"),
