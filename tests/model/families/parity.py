@@ -9,7 +9,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -40,6 +40,11 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+COMMON: dict[str, Sequence[Any]] = {
+    **{"num_key_value_heads": [1, 2, 3], "group": [1, 2, 4], "num_hidden_layers": [1, 3, 4, 5]},
+    **{"intermediate_size": [9, 40, 70], "tie_word_embeddings": [False, True]},
+    **{"theta": [300.0, 5e5]},
 }
 SPECIAL: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
 OLD = "original_max_position_embeddings"
@@ -113,10 +118,16 @@ def small_tokenizer() -> str:
     return str(tokenizer.to_str())
 
 
-def check_parity(config: PreTrainedConfig, tmp_path: Path, same_class: bool = True) -> None:
+def check_parity(
+    config: PreTrainedConfig,
+    tmp_path: Path,
+    other_types: Collection[str] = (),
+    rewritten: Collection[str] = (),
+) -> None:
     """Logits, loss and gradients are those of transformers, and an export is the model again.
 
-    With `same_class` the export also has the class and every key that the model came with.
+    It is of one of `other_types`, or has the class and every key that the model came with; those of
+    `rewritten` may have other values.
     """
     theirs = reference(config)
     theirs.save_pretrained(tmp_path / "in")
@@ -143,11 +154,14 @@ def check_parity(config: PreTrainedConfig, tmp_path: Path, same_class: bool = Tr
     assert back.config == model.config == read_config(tmp_path / "in")
     for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    if same_class:
+    if again.config.model_type not in other_types:
         assert type(again) is type(theirs)
         ours, want = again.config.to_dict(), theirs.config.to_dict()
-        free = ("architectures", "dtype", "no_rope_layer_interval", "_name_or_path")
+        free = ("architectures", "dtype", "no_rope_layer_interval", "_name_or_path", *rewritten)
         free += ("partial_rotary_factor",)  # as older tools read it
+        # layer_types says it of each layer
+        free += ("sliding_window_pattern", "_sliding_window_pattern", "max_window_layers")
+        free += ("global_attn_every_n_layers",)
         for key in ours.keys() - {*free, "bos_token_id", "eos_token_id"}:
             assert ours[key] == want[key], key
     text = "In 1812 a rose is 20 roses"
@@ -197,32 +211,34 @@ class FamilyTests:
     """The tests that each family inherits; its attributes are the family's expectations."""
 
     config_class: type[PreTrainedConfig]
-    # name → configuration that must compute as in transformers
-    cases: Mapping[str, PreTrainedConfig]
-    # keys of the model whose positions are stretched; its heads have 8 channels
-    stretched: Mapping[str, Any]
-    # ids that the class would place beyond the small vocabulary
-    special: Mapping[str, Any] = {}
-    # cases that are exported as the class of another family
-    other_class: tuple[str, ...] = ()
-    # scalings that its class has
-    ropes: tuple[str, ...] = tuple(ROPES)
-    # rope_parameters of windowed layers, in a family that has them for each kind of layer
-    windowed_rope: Mapping[str, Any] | None = None
-    # key → values of which each random configuration has one
+    # key → values of which each configuration has one
     drawn: Mapping[str, Sequence[Any]] = {}
     # hidden sizes per head among which it has one
     widths: tuple[int, ...] = (6, 8, 14)
+    # name → another configuration that must compute as in transformers
+    cases: Mapping[str, PreTrainedConfig] = {}
+    # ids that the class would place beyond the small vocabulary
+    special: Mapping[str, Any] = {}
+    # model types of other families as which a model may be exported that is theirs as well
+    other_types: tuple[str, ...] = ()
+    # keys that an export may write otherwise
+    rewritten: tuple[str, ...] = ()
+    # scalings that its class has
+    ropes: tuple[str, ...] = tuple(ROPES)
+    # keys of the model whose positions are stretched; its heads rotate 8 channels
+    stretched: Mapping[str, Any] = {}
+    # rope_parameters of windowed layers, in a family that has them for each kind of layer
+    windowed_rope: Mapping[str, Any] | None = None
     lora_targets: tuple[str, ...] = LORA_TARGETS
     # scalings to test every time; the others are slow tests
     fast_ropes: tuple[str, ...] = ("yarn",)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        seeds = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 9))]
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", list(self.cases))
+            metafunc.parametrize("case", [*seeds, *self.cases])
         if "seed" in metafunc.fixturenames:
-            slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]
-            metafunc.parametrize("seed", [0, 1, *slow])
+            metafunc.parametrize("seed", seeds)
         if "rope" in metafunc.fixturenames:
             ropes = [
                 pytest.param(rope, marks=() if rope in self.fast_ropes else pytest.mark.slow)
@@ -235,24 +251,28 @@ class FamilyTests:
         kinds = {"full_attention": dict(rope), "sliding_attention": deepcopy(self.windowed_rope)}
         return {"rope_parameters": dict(rope) if self.windowed_rope is None else kinds}
 
-    def draw(self, seed: int) -> PreTrainedConfig:
-        """Return a random configuration of the family."""
-        draw = random.Random(f"{self.config_class.model_type} {seed}")
-        kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
-        keys: dict[str, Any] = deepcopy(SIZES) | SPECIAL | dict(self.special)
-        keys |= self.rope_keys({"rope_type": "default", "rope_theta": draw.choice([300.0, 5e5])})
-        keys |= {"num_hidden_layers": draw.randint(1, 5), "num_key_value_heads": kv_heads}
-        keys |= {"num_attention_heads": kv_heads * group, "intermediate_size": draw.randint(9, 70)}
-        keys |= {"hidden_size": kv_heads * group * draw.choice(self.widths)}
-        keys |= {"tie_word_embeddings": draw.random() < 0.5}
-        return self.config_class(**keys | {k: draw.choice(v) for k, v in self.drawn.items()})
+    def pick(self, key: str, values: Sequence[Any], seed: int) -> Any:
+        """Return one of `values`; as many seeds as there are values pick all of them."""
+        turn, place = divmod(seed, len(values))
+        draw = random.Random(f"{self.config_class.model_type} {key} {turn}")
+        return deepcopy(draw.sample(values, len(values))[place])
+
+    def config(self, seed: int, **changes: Any) -> PreTrainedConfig:
+        """Return a random configuration of the family, with `changes`."""
+        values = COMMON | {"width": self.widths} | self.drawn
+        keys = {key: self.pick(key, each, seed) for key, each in values.items()}
+        heads = keys["num_key_value_heads"] * keys.pop("group")
+        sizes = {"num_attention_heads": heads, "hidden_size": heads * keys.pop("width")}
+        rope = self.rope_keys({"rope_type": "default", "rope_theta": keys.pop("theta")})
+        every = deepcopy(SIZES) | SPECIAL | dict(self.special)
+        return self.config_class(**every | rope | sizes | keys | changes)
 
     @torch.no_grad()
     def test_packed_documents_are_each_alone(self, seed: int, tmp_path: Path) -> None:
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
         so are those of LoRA, and of a model that was exported.
         """
-        theirs = reference(self.draw(seed))
+        theirs = reference(self.config(seed))
         theirs.save_pretrained(tmp_path / "in")
         write_tokenizer(tmp_path / "in")
         documents = torch.repeat_interleave(torch.arange(4), torch.tensor([37, 1, 24, 31]))[None]
@@ -281,14 +301,17 @@ class FamilyTests:
         rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
         assert error(rounded, expected) < 0.01 + 2 * error(alone(theirs.bfloat16()), expected)
 
-    def test_computes_as_in_transformers_and_comes_back(self, case: str, tmp_path: Path) -> None:
-        check_parity(self.cases[case], tmp_path, same_class=case not in self.other_class)
+    def test_computes_as_in_transformers_and_comes_back(
+        self, case: int | str, tmp_path: Path
+    ) -> None:
+        config = self.config(case) if isinstance(case, int) else self.cases[case]
+        check_parity(config, tmp_path, self.other_types, self.rewritten)
 
     def test_stretched_computes_as_in_transformers(self, rope: str, tmp_path: Path) -> None:
-        keys = deepcopy(SIZES) | dict(self.stretched) | dict(self.special)
-        keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope])
-        same_class = "stretched" not in self.other_class
-        check_parity(self.config_class(**keys), tmp_path, same_class)
+        keys = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+        keys |= {"head_dim": 8} if "head_dim" in self.drawn else {}
+        keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
+        check_parity(self.config(0, **keys), tmp_path, self.other_types, self.rewritten)
 
     def test_missing_keys_have_the_values_of_transformers(self, tmp_path: Path) -> None:
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}

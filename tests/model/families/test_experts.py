@@ -1,7 +1,6 @@
 """Families with experts compute as in transformers, and their folders go out and come back."""
 
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -13,75 +12,46 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from longctx.model.huggingface import pretrained
 from tests.model.families.parity import SIZES, SPECIAL, FamilyTests, reference
 
-SMALL = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "router_aux_loss_coef": 0.02}
-
 
 # torch's grouped product takes rows of a multiple of 16 bytes; LoRA leaves experts alone
-class TestMixtral(FamilyTests):
-    config_class = MixtralConfig
-    drawn = {"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [7, 30]}
+class ExpertsTests(FamilyTests):
     widths = (8, 16)
     lora_targets = ("qkv", "out")
-    cases = {
-        "plain": MixtralConfig(**SMALL, num_local_experts=8, head_dim=8),
-        "windows": MixtralConfig(
-            **SMALL, num_local_experts=5, num_experts_per_tok=3, sliding_window=9, head_dim=16
-        ),
-    }
-    stretched = {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8}
     special = SPECIAL
 
 
-QWEN = {**SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+class TestMixtral(ExpertsTests):
+    config_class = MixtralConfig
+    drawn = {
+        **{"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [None, 7]},
+        **{"num_experts_per_tok": [2, 3], "head_dim": [8, 16], "router_aux_loss_coef": [0.02]},
+    }
 
 
-class TestQwen3Moe(FamilyTests):
+class TestQwen3Moe(ExpertsTests):
     config_class = Qwen3MoeConfig
     drawn = {
-        **{"intermediate_size": [24, 40], "moe_intermediate_size": [8, 24], "head_dim": [8]},
+        **{"intermediate_size": [24, 40], "moe_intermediate_size": [8, 24], "head_dim": [8, 16]},
         **{"num_experts": [3, 8], "num_experts_per_tok": [1, 3], "norm_topk_prob": [True, False]},
+        **{"num_hidden_layers": [3], "mlp_only_layers": [[], [0, 1]], "sliding_window": [9]},
+        **{"attention_bias": [False, True], "use_sliding_window": [False, True]},
+        **{"router_aux_loss_coef": [0.02]},
     }
-    widths = (8, 16)
-    lora_targets = ("qkv", "out")
-    cases = {
-        "plain": Qwen3MoeConfig(**QWEN, head_dim=16),
-        "dense layers": Qwen3MoeConfig(
-            **QWEN | {"num_hidden_layers": 3},
-            **{"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
-            **{"norm_topk_prob": True, "mlp_only_layers": [0, 1]},
-        ),
-        "windows": Qwen3MoeConfig(**QWEN, head_dim=8, use_sliding_window=True, sliding_window=9),
-    }
-    stretched = {
-        **{"num_key_value_heads": 2, "head_dim": 8},
-        **{"num_experts": 4, "num_experts_per_tok": 2},
-    }
-    special = SPECIAL
 
 
-OSS = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
-
-
-class TestGptOss(FamilyTests):
+class TestGptOss(ExpertsTests):
     config_class = GptOssConfig
     drawn = {
         **{"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [7, 30]},
-        **{"head_dim": [8, 14], "num_experts_per_tok": [1, 3], "swiglu_limit": [0.5, 7.0]},
+        **{"head_dim": [8, 14], "num_experts_per_tok": [1, 3], "swiglu_limit": [0.3, 7.0]},
+        **{"attention_bias": [False, True], "rope_parameters": [None, SIZES["rope_parameters"]]},
+        **{"router_aux_loss_coef": [0.02]},
     }
-    widths = (8, 16)
-    lora_targets = ("qkv", "out")
-    cases = {
-        "every second windowed": GptOssConfig(**OSS, head_dim=16),
-        "own rope": GptOssConfig(**OSS | {"rope_parameters": None}, head_dim=8),
-        "clamped": GptOssConfig(**OSS, head_dim=8, swiglu_limit=0.3, attention_bias=False),
-    }
-    stretched = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
-    special = SPECIAL
 
 
 def test_mxfp4_is_dequantized_as_in_transformers(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32}
-    config = GptOssConfig(**OSS | sizes, head_dim=16)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "head_dim": 16}
+    config = GptOssConfig(**SIZES | SPECIAL | sizes, num_key_value_heads=2, num_local_experts=6)
     reference(config).bfloat16().save_pretrained(tmp_path / "plain")
     reference(config).bfloat16().save_pretrained(tmp_path / "packed")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -107,74 +77,36 @@ def test_mxfp4_is_dequantized_as_in_transformers(tmp_path: Path) -> None:
         pretrained(tmp_path / "packed")
 
 
-# deepcopy: its class adds to rope_parameters
-GLM = {
-    **deepcopy(SIZES),
-    **{**SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 3, "num_nextn_predict_layers": 0},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
-}
-
-
-class TestGlm4Moe(FamilyTests):
+class TestGlm4Moe(ExpertsTests):
     config_class = Glm4MoeConfig
     drawn = {
         **{"moe_intermediate_size": [8, 24], "head_dim": [8, 16], "num_nextn_predict_layers": [0]},
-        **{"n_routed_experts": [4, 8], "num_experts_per_tok": [1, 2], "n_group": [1, 2]},
+        **{"n_routed_experts": [8], "num_experts_per_tok": [1, 2], "n_group": [2, 4]},
         **{"n_shared_experts": [1, 2], "routed_scaling_factor": [1.0, 2.5]},
-        **{"norm_topk_prob": [True, False], "use_qk_norm": [True, False]},
-        **{"first_k_dense_replace": [0, 1], "topk_group": [1]},
-    }
-    widths = (8, 16)
-    lora_targets = ("qkv", "out")
-    cases = {
-        "plain": Glm4MoeConfig(**GLM, head_dim=16),
-        "groups": Glm4MoeConfig(
-            **GLM, head_dim=8, n_group=4, topk_group=2, n_shared_experts=2, attention_bias=True
-        ),
-        "raw weights": Glm4MoeConfig(
-            **GLM | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.7},
-            **{"head_dim": 8, "norm_topk_prob": False, "use_qk_norm": True},
-        ),
-    }
-    stretched = {
-        **{"num_key_value_heads": 2, "moe_intermediate_size": 16},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "num_nextn_predict_layers": 0},
+        **{"norm_topk_prob": [True, False], "use_qk_norm": [True, False], "topk_group": [1, 2]},
+        **{"first_k_dense_replace": [0, 1], "attention_bias": [False, True]},
     }
     special = SPECIAL | {"head_dim": 16}
+    stretched = {"head_dim": 16, "n_group": 1, "topk_group": 1}
 
 
-TRINITY = {
-    **{**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 9},
-    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-}
-
-
-class TestAfmoe(FamilyTests):
+class TestAfmoe(ExpertsTests):
     config_class = AfmoeConfig
     drawn = {
         **{"moe_intermediate_size": [8, 24], "head_dim": [8, 10], "sliding_window": [7, 30]},
         **{"num_experts": [3, 8], "num_experts_per_tok": [1, 3], "num_shared_experts": [1, 2]},
         **{"global_attn_every_n_layers": [2, 3], "mup_enabled": [True, False]},
-        **{"route_scale": [1.0, 2.5], "num_dense_layers": [0, 2]},
+        **{"route_scale": [1.0, 2.5], "num_dense_layers": [0, 2], "num_hidden_layers": [4]},
+        **{"layer_types": [None, ["full_attention", *["sliding_attention"] * 3]]},
+        **{"attention_bias": [False, True]},
     }
-    widths = (8, 16)
     lora_targets = ("qkv", "out", "gate")
-    cases = {
-        "plain": AfmoeConfig(**TRINITY, head_dim=16),
-        "layer types": AfmoeConfig(
-            **TRINITY | {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
-            **{"head_dim": 8, "mup_enabled": True, "attention_bias": True, "route_scale": 2.5},
-        ),
-    }
-    stretched = {
-        **{"num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40},
-    }
-    special = SPECIAL
+    stretched = {"sliding_window": 40}
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
-    reference(Glm4MoeConfig(**GLM, head_dim=8)).bfloat16().save_pretrained(tmp_path)
+    config = TestGlm4Moe().config(0, num_hidden_layers=3, first_k_dense_replace=1)
+    reference(config).bfloat16().save_pretrained(tmp_path)
     plain = pretrained(tmp_path).state_dict()
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}, file)

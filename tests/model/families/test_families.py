@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -34,42 +33,31 @@ from tests.model.families.parity import (
 )
 
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+BIASES = {"attention_bias": [False, True], "mlp_bias": [False, True]}
+FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 class TestLlama(FamilyTests):
     config_class = LlamaConfig
-    cases = {
-        "llama 2": LlamaConfig(**SIZES, num_key_value_heads=6),
-        "llama 3": LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10),
-        "biases": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
-    }
-    stretched = {"num_key_value_heads": 2}
+    drawn = BIASES | {"head_dim": [None, 10]}
     fast_ropes = tuple(ROPES)
 
 
 class TestSmolLM3(FamilyTests):
     config_class = SmolLM3Config
-    cases = {
-        "plain": SmolLM3Config(**SIZES, num_key_value_heads=3, no_rope_layer_interval=2, **SPECIAL),
-        "windows": SmolLM3Config(
-            **{**GROUPED, **SPECIAL, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
-            **{"use_sliding_window": True, "sliding_window": 7, "tie_word_embeddings": False},
-            **{"attention_bias": True, "mlp_bias": True},
-        ),
+    rewritten = ("sliding_window",)  # without windows
+    drawn = BIASES | {
+        **{"no_rope_layer_interval": [2, 3], "use_sliding_window": [False, True]},
+        **{"sliding_window": [7], "num_hidden_layers": [4]},
     }
-    stretched = {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}
     special = SPECIAL
 
 
 class TestMistral(FamilyTests):
     config_class = MistralConfig
-    cases = {
-        "no window": MistralConfig(**GROUPED, sliding_window=None, head_dim=16),
-        "window": MistralConfig(**GROUPED, sliding_window=9, head_dim=16),
-    }
-    stretched = {"num_key_value_heads": 2, "sliding_window": 40}
+    drawn = {"sliding_window": [None, 9], "head_dim": [8, 16]}
     # without windows it goes out as the Llama that it is
-    other_class = ("no window",)
+    other_types = ("llama",)
 
 
 @pytest.mark.parametrize(
@@ -106,139 +94,83 @@ def test_sliding_layer_types_without_a_window_are_refused(tmp_path: Path) -> Non
 
 class TestMinistral(FamilyTests):
     config_class = MinistralConfig
-    drawn = {"head_dim": [4, 10], "sliding_window": [1, 7, 30]}
-    cases = {
-        "layer types": MinistralConfig(
-            **{**GROUPED, "head_dim": 16, "sliding_window": 9},
-            layer_types=["sliding_attention", "full_attention"],
-        ),
-        "all windowed": MinistralConfig(**GROUPED, head_dim=8, sliding_window=9),
+    drawn = {
+        **{"head_dim": [4, 10], "sliding_window": [1, 7, 30], "num_hidden_layers": [2]},
+        "layer_types": [None, [WINDOWED, FULL]],
     }
-    stretched = {
-        **{"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 40},
-        "layer_types": ["full_attention", "sliding_attention"],
-    }
-    # as the Mistral that it is
-    other_class = ("all windowed",)
-
-
-CWM_IDS = SPECIAL | {"bos_token_id": 1}
-CWM_SMALL: dict[str, Any] = {**SIZES, **CWM_IDS, "num_key_value_heads": 2, "sliding_window": 9}
+    # all windowed, as the Mistral that it is
+    other_types = ("mistral",)
 
 
 class TestCwm(FamilyTests):
     config_class = CwmConfig
-    cases = {
-        "own pattern": CwmConfig(**CWM_SMALL | {"num_hidden_layers": 6}, head_dim=16),
-        "own rope": CwmConfig(**CWM_SMALL | {"rope_parameters": None}, head_dim=16),
-        "layer types": CwmConfig(
-            **CWM_SMALL, head_dim=8, layer_types=["sliding_attention", "full_attention"]
-        ),
+    drawn = {
+        **{"head_dim": [8, 16], "sliding_window": [9], "num_hidden_layers": [6]},
+        "layer_types": [None, [WINDOWED, FULL] * 3],
+        "rope_parameters": [None, SIZES["rope_parameters"]],
     }
     # as the Ministral that it is
-    other_class = (*cases, "stretched")
-    special = CWM_IDS
-    stretched = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 40}
+    other_types = ("ministral",)
+    special = SPECIAL | {"bos_token_id": 1}
 
 
 class TestQwen2(FamilyTests):
     config_class = Qwen2Config
-    cases = {
-        "plain": Qwen2Config(**SIZES, num_key_value_heads=2),
-        "half windowed": Qwen2Config(
-            **GROUPED, use_sliding_window=True, sliding_window=11, max_window_layers=1
-        ),
-    }
-    stretched = {"num_key_value_heads": 2}
+    rewritten = ("sliding_window", "use_sliding_window")  # without windows
+    drawn = {"use_sliding_window": [False, True], "sliding_window": [11], "max_window_layers": [1]}
 
 
 class TestQwen3(FamilyTests):
     config_class = Qwen3Config
-    cases = {
-        "plain": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
-        "layer types": Qwen3Config(
-            **{**GROUPED, "num_hidden_layers": 3, "head_dim": 16, "attention_bias": True},
-            **{"use_sliding_window": True, "sliding_window": 5},
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
+    rewritten = ("sliding_window", "use_sliding_window")  # without windows
+    drawn = {
+        **{"head_dim": [8, 16], "attention_bias": [False, True], "num_hidden_layers": [3]},
+        **{"use_sliding_window": [True], "sliding_window": [5]},
+        "layer_types": [[WINDOWED, FULL, WINDOWED], [FULL] * 3],
     }
-    stretched = {"num_key_value_heads": 2, "head_dim": 8}
-
-
-WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}  # as exports are
-SEED_GROUPED = {**SIZES, **SPECIAL, **WITHOUT_DROPOUT, "num_key_value_heads": 2}
 
 
 class TestSeedOss(FamilyTests):
     config_class = SeedOssConfig
-    cases = {
-        "plain": SeedOssConfig(**SEED_GROUPED, head_dim=16),
-        "bias in the MLP": SeedOssConfig(**SEED_GROUPED, head_dim=10, mlp_bias=True),
-        "all biased": SeedOssConfig(**SEED_GROUPED, head_dim=16, attention_out_bias=True),
-        "heads of channels / heads": SeedOssConfig(**SEED_GROUPED, head_dim=8),
-    }
-    special = SPECIAL
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    stretched = WITHOUT_DROPOUT | sizes
+    drawn = {"mlp_bias": [False, True], "attention_out_bias": [False, True], "head_dim": [10, 16]}
+    # without dropout, as exports are
+    special = SPECIAL | {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    cases = {"heads of channels / heads": SeedOssConfig(**GROUPED | special, head_dim=8)}
+    stretched = {"num_attention_heads": 4}
     # as the Llama and the Qwen2 that they are
-    other_class = ("all biased", "heads of channels / heads")
+    other_types = ("llama", "qwen2")
 
 
-SPECIAL_GROUPED = {**GROUPED, **SPECIAL}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}
 
 
 class TestHunYuanDenseV1(FamilyTests):
     config_class = HunYuanDenseV1Config
-    drawn = {"attention_bias": [False, True], "head_dim": [4, 10, 16]}
-    cases = {
-        "plain": HunYuanDenseV1Config(**SPECIAL_GROUPED, head_dim=16),
-        "alpha": HunYuanDenseV1Config(**SPECIAL_GROUPED | {"rope_parameters": ALPHA}, head_dim=16),
+    drawn = {
+        **{"attention_bias": [False, True], "head_dim": [4, 10, 16]},
+        "rope_parameters": [SIZES["rope_parameters"], ALPHA],
     }
     special = SPECIAL
-    stretched = {"num_key_value_heads": 2, "head_dim": 8}
-    # its rope is written as the larger base that it is
-    other_class = ("alpha",)
-
-
-def glm4(share: float, **changes: Any) -> Glm4Config:
-    keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8} | changes
-    return Glm4Config(**keys, partial_rotary_factor=share)
+    # that of alpha is written as the larger base that it is
+    rewritten = ("rope_parameters",)
 
 
 class TestGlm4(FamilyTests):
     config_class = Glm4Config
-    cases = {
-        "half rotates": glm4(0.5),
-        "all rotates": glm4(1.0),
-        "without biases": glm4(0.5, attention_bias=False, tie_word_embeddings=True),
-        "own head size": glm4(0.25, head_dim=16),
-    }
-    special = SPECIAL
-    stretched = {"num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.5}
     drawn = {
         **{"head_dim": [8, 16], "partial_rotary_factor": [0.25, 0.5, 1.0]},
         "attention_bias": [False, True],
     }
+    special = SPECIAL
+    stretched = {"head_dim": 16, "partial_rotary_factor": 0.5}
 
 
 GROWTH = {"llama_4_scaling_beta": 0.3, OLD: 32}
-GROWN_ROPE = {"rope_theta": 5000.0, **ROPES["yarn"], **GROWTH}
-
-
-def ministral3(**changes: Any) -> Ministral3Config:
-    keys = SIZES | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
-    return Ministral3Config(**keys | {"rope_parameters": dict(GROWN_ROPE)} | changes)
 
 
 class TestMinistral3(FamilyTests):
     config_class = Ministral3Config
-    cases = {
-        "plain": ministral3(),
-        "window": ministral3(sliding_window=40, head_dim=16),
-    }
     special = SPECIAL
-    stretched = {"num_key_value_heads": 2, "head_dim": 8}
     drawn = {"head_dim": [4, 8, 18], "sliding_window": [None, 5, 20]}
 
     def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:

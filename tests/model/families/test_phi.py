@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Glm4Config, Phi3Config, PreTrainedConfig
 
 from longctx.config.model_config import LoraConfig
 from longctx.model import lora
@@ -14,12 +14,10 @@ from longctx.model.export import export_adapter
 from longctx.model.families import read_model
 from longctx.model.huggingface import pretrained, read_config
 from tests.model.families.parity import OLD, ROPES, SIZES, FamilyTests, reference
-from tests.model.families.test_families import glm4
 
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 0}
-# a rope of its own: transformers adds keys to it
-PLAIN = {**SIZES, **IDS, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
-GROUPED = {**PLAIN, "num_key_value_heads": 2}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+GROUPED = {**SIZES, **IDS, "rope_parameters": PLAIN_ROPE, "num_key_value_heads": 2}
 PARTIAL = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.75}
 HALF_LONGROPE = {
     **ROPES["longrope"],
@@ -30,20 +28,17 @@ HALF_LONGROPE = {
 
 class TestPhi3(FamilyTests):
     config_class = Phi3Config
-    cases = {
-        "whole": Phi3Config(**PLAIN),
-        "window": Phi3Config(**GROUPED, sliding_window=9),
-        "partial": Phi3Config(**GROUPED | {"rope_parameters": PARTIAL}),
-        "partial longrope": Phi3Config(**GROUPED | {"rope_parameters": HALF_LONGROPE, OLD: 32}),
-    }
     special = IDS
-    stretched = {"num_key_value_heads": 2, OLD: 32}
+    drawn = {
+        **{"sliding_window": [None, 9], "rope_parameters": [PLAIN_ROPE, PARTIAL, HALF_LONGROPE]},
+        OLD: [32],
+    }
+    widths = (8,)
     ropes = ("longrope",)
     fast_ropes = ("longrope",)
-    drawn = {"sliding_window": [None, 5, 20], "partial_rotary_factor": [0.5, 0.75, 1.0]}
-    widths = (8, 16)
     # as the Llama and the Mistral that they are
-    other_class = ("whole", "window", "stretched")
+    other_types = ("llama", "mistral")
+    rewritten = (OLD,)
 
 
 def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
@@ -58,7 +53,7 @@ def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
     assert config.rotary_share == 0.5
 
 
-@pytest.mark.parametrize("config", [Phi3Config(**PLAIN), glm4(0.5)], ids=["fused", "interleaved"])
+@pytest.mark.parametrize("config", [Phi3Config(**GROUPED), Glm4Config(**GROUPED)], ids=type)
 def test_an_adapter_has_the_layers_of_its_family(config: PreTrainedConfig, tmp_path: Path) -> None:
     base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
     reference(config).save_pretrained(base)

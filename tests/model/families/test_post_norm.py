@@ -28,51 +28,35 @@ ONE_ROPE = {"rope_parameters": {"full_attention": YARN, "sliding_attention": YAR
 
 
 BIASES = {"attention_bias": [False, True]}
-WINDOWS = {"sliding_window": [1, 7, 30]}
+FULL, WINDOWED = ["full_attention"] * 4, ["sliding_attention"] * 4
+WINDOWS = {"sliding_window": [1, 7, 30], "num_hidden_layers": [4]}
 
 
 class TestOlmo2(FamilyTests):
     config_class = Olmo2Config
     drawn = BIASES | {"head_dim": [4, 10, 16]}
-    cases = {
-        "every head its own keys": Olmo2Config(**SIZES | SPECIAL),
-        "biases": Olmo2Config(**SMALL, attention_bias=True, tie_word_embeddings=True),
-    }
-    stretched = {"num_key_value_heads": 2}
     special = SPECIAL
 
 
 class TestOlmo3(FamilyTests):
     config_class = Olmo3Config
-    drawn = BIASES | WINDOWS
-    cases = {
-        "two ropes": Olmo3Config(**SMALL | TWO_ROPES, sliding_window=9),
-        "one rope": Olmo3Config(**SMALL | ONE_ROPE, sliding_window=9),
-        "no full layer": Olmo3Config(
-            **SMALL | TWO_ROPES, sliding_window=9, layer_types=["sliding_attention"] * 4
-        ),
-        "no window": Olmo3Config(
-            **SMALL | TWO_ROPES, sliding_window=9, layer_types=["full_attention"] * 4
-        ),
-    }
-    stretched = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 40}
+    drawn = BIASES | WINDOWS | {"layer_types": [None, FULL, WINDOWED]}
+    cases = {"one rope": Olmo3Config(**SMALL | ONE_ROPE, sliding_window=9)}
+    stretched = {"sliding_window": 40, "layer_types": None}
     special = SPECIAL
     windowed_rope = PLAIN
-    # as the OLMo 2 that it is
-    other_class = ("no window",)
+    # without windows it goes out as the OLMo 2 that it is
+    other_types = ("olmo2",)
 
 
 class TestExaone4(FamilyTests):
     config_class = Exaone4Config
-    drawn = WINDOWS | {"head_dim": [4, 10, 16], "sliding_window_pattern": [2, 3]}
-    cases = {
-        "windows": Exaone4Config(**SMALL, sliding_window=9),
-        "no window": Exaone4Config(
-            **SMALL, sliding_window=None, layer_types=["full_attention"] * 4, head_dim=10
-        ),
-        "no positions": Exaone4Config(**SMALL, layer_types=["full_attention"] * 4),
+    rewritten = ("sliding_window",)  # without windows
+    drawn = WINDOWS | {
+        **{"head_dim": [4, 10, 16], "sliding_window_pattern": [2, 3], "layer_types": [None, FULL]},
     }
-    stretched = {"num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 40}
+    cases = {"no window": Exaone4Config(**SMALL, sliding_window=None, layer_types=FULL)}
+    stretched = {"sliding_window": 40, "layer_types": None}
     special = SPECIAL
 
 
@@ -83,34 +67,15 @@ class TestGemma3(FamilyTests):
         "head_dim": [4, 10, 16],
         "query_pre_attn_scalar": [4, 13],
         "final_logit_softcapping": [None, 3.0],
+        "hidden_activation": ["gelu_pytorch_tanh", "silu"],
         "sliding_window_pattern": [2, 3],
+        "layer_types": [None, FULL],
     }
-    cases = {
-        "two ropes": Gemma3TextConfig(
-            **SMALL | TWO_ROPES | {"num_hidden_layers": 7}, head_dim=16, sliding_window=9
-        ),
-        "its own scale and cap": Gemma3TextConfig(
-            **SMALL | TWO_ROPES,
-            head_dim=16,
-            query_pre_attn_scalar=23,
-            sliding_window=9,
-            layer_types=["full_attention", "sliding_attention"] * 2,
-            final_logit_softcapping=2.0,
-            tie_word_embeddings=False,
-            hidden_activation="silu",
-        ),
-        "no window": Gemma3TextConfig(
-            **SMALL | TWO_ROPES, head_dim=8, layer_types=["full_attention"] * 4
-        ),
-    }
-    stretched = {
-        **{"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 8},
-        "sliding_window": 40,
-    }
+    stretched = {"sliding_window": 40, "layer_types": None}
     special = SPECIAL
     windowed_rope = PLAIN
-    # the rope of windows that no layer has is gone
-    other_class = ("no window",)
+    # what windows have that no layer has is gone
+    rewritten = ("rope_parameters", "sliding_window")
 
 
 @pytest.mark.parametrize("scaled", [{**YARN, "factor": 2.0}, {**YARN, "rope_theta": 300.0}])
