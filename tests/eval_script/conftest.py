@@ -9,10 +9,11 @@ import torch
 
 import eval as evaluation
 from longctx.attention.description import AttentionConfig
+from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
-from longctx.model import GPT, GPTConfig
+from longctx.model import GPT, GPTConfig, lora
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from tests.eval_script.sample import TEXTS, Evaluate
@@ -32,11 +33,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = TrainConfig(
         seq_len=64,
         attention=AttentionConfig("naive"),
-        model=GPTConfig(vocab_size=320, layers=1, channels=16, heads=2, kv_heads=1, ffn=24),
+        model=GPTConfig(
+            **{"vocab_size": 320, "layers": 2, "channels": 16, "heads": 2, "kv_heads": 1},
+            **{"ffn": 24, "window": 20, "window_layers": [0]},
+        ),
+        lora=LoraConfig(rank=2),
         data=DataConfig(source="text", path=str(docs), val_fraction=0.3, cache=str(base / "cache")),
     )
     torch.manual_seed(0)
-    weights = sharding.parts(torch.nn.ModuleDict({"model": GPT(config.model)}))
+    model = lora.add(GPT(config.model), config.lora)
+    for layer in lora.layers(model):
+        torch.nn.init.normal_(layer.lora_b, std=0.02)
+    weights = sharding.parts(torch.nn.ModuleDict({"model": model}))
     tokenizer.save(folder / "tokenizer.json")
     data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
     about = checkpoints.describe(config, data.fingerprint, 1, None)

@@ -1,5 +1,6 @@
 """eval.py on several processes, each of which leaves a file named after its number in the folder
-MARKS when it begins to score. Where FULL is set, the disk is full when the result is written.
+MARKS when it begins to score: how many numbers of the weights it holds. If FULL is set, the disk is
+full when the result is written.
 """
 
 import errno
@@ -11,12 +12,16 @@ from typing import Any
 from longctx import cli
 from longctx.evaluation import results
 from longctx.evaluation.score import Scorer
+from longctx.parallel import sharding
 
 forward = Scorer._forward
 
 
 def marked(scorer: Scorer, *arguments: Any) -> Any:
-    Path(os.environ["MARKS"], os.environ.get("LOCAL_RANK", "0")).touch()
+    mark = Path(os.environ["MARKS"], os.environ.get("LOCAL_RANK", "0"))
+    if not mark.exists():
+        held = sum(sharding.local(x).numel() for x in scorer.model.parameters())
+        mark.write_text(str(held))
     return forward(scorer, *arguments)
 
 

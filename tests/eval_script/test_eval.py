@@ -16,7 +16,7 @@ from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Sharded
-from tests.eval_script.sample import SCRIPT, Evaluate, write_task
+from tests.eval_script.sample import SCRIPT, Evaluate, write_tasks
 from tests.processes import ROOT, finished
 from tests.written import write
 
@@ -190,13 +190,13 @@ def test_tasks_run_from_the_command_line(
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write_task(tmp_path)
-    content, output = evaluate("tasks=[mine]", f"tasks_path={tmp_path}", "documents=2")
-    assert 0 < content["results"]["mine"]["bits_per_byte,none"] < 20
+    tasks = write_tasks(tmp_path / "tasks")
+    content, output = evaluate("tasks=[my_text]", f"tasks_path={tasks}", "documents=2")
+    assert 0 < content["results"]["my_text"]["bits_per_byte,none"] < 20
     assert "bits_per_byte" in output
     assert content["documents"] == 2
     missing = f"tasks_path={tmp_path}/none"
-    assert evaluation.main([f"checkpoint={run}", "device=cpu", missing, "tasks=[mine]"]) == 2
+    assert evaluation.main([f"checkpoint={run}", "device=cpu", missing, "tasks=[my_text]"]) == 2
     assert f"{missing}: " in capsys.readouterr().err
 
 

@@ -12,22 +12,33 @@ from typing import Any
 
 import pytest
 
+from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
-from tests.eval_script.sample import SCRIPT, Evaluate
+from longctx.runs import checkpoints, run_folder
+from tests.eval_script.sample import Evaluate, write_tasks
 from tests.processes import ROOT, children, environment, finished
 
 MARKED = Path(__file__).with_name("marked_evaluation.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "4")
-PASSKEYS = ["passkey=true", "passkey.samples=3", "passkey.lengths=[600,500]"]
-PASSKEYS += ["passkey.depths=[0,1]"]
+DOCUMENTS = ["split=train", "documents=7", "seq_len=61", "batch_size=3", "contexts=[9,61]"]
+PASSKEYS = [
+    "passkey=true",
+    "passkey.samples=3",
+    "passkey.lengths=[600,501]",
+    "passkey.depths=[0,1]",
+]
+RULER = ["ruler=true", "ruler.tasks=[niah_single_2,qa_1]", "ruler.samples=3", "ruler.lengths=[900]"]
+TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=61", "batch_size=2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "layout", "launcher"),
     [
-        (["split=train", "documents=7"], ["context=2", "strategy=fsdp"], TORCHRUN),
-        (PASSKEYS, ["devices=2"], ()),
+        (DOCUMENTS, ["context=2", "strategy=fsdp"], TORCHRUN),
+        (PASSKEYS, ["devices=2", "context=2"], ()),
+        (RULER, ["devices=2"], ()),
+        (TASKS, ["devices=2", "strategy=fsdp"], ()),
     ],
 )
 def test_several_devices_write_what_one_writes(
@@ -36,22 +47,35 @@ def test_several_devices_write_what_one_writes(
     overrides: list[str],
     layout: list[str],
     launcher: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Lengths and numbers of texts divide by no number of devices."""
+    if overrides is TASKS:
+        pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tasks = write_tasks(tmp_path / "tasks")
+    overrides = [word.format(tasks=tasks) for word in overrides]
     one, _ = evaluate(*overrides)
     before = sorted((run / "eval").iterdir())
-    command = (*launcher, str(SCRIPT), f"checkpoint={run}", "device=cpu", *overrides, *layout)
+    command = (*launcher, str(MARKED), f"checkpoint={run}", "device=cpu", *overrides, *layout)
     script, *words = command
-    process = finished(script, words, run)
+    process = finished(script, words, run, MARKS=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr and "Warning" not in process.stderr
     assert sorted((run / "eval").iterdir()) == before, "in the place of one device's"
     assert process.stdout.count(f"{run}/eval") == 1
+    held = [int(file.read_text()) for file in tmp_path.glob("[0-3]")]
+    if "strategy=fsdp" in layout:
+        assert max(held) < 1.1 * sum(held) / len(held) and len(held) > 1
+        saved = checkpoints.read(run_folder.checkpoint_of(run))["longctx"]["config"]["model"]
+        assert sum(held) == GPTConfig.of_saved(saved).parameters()
     several = json.loads(Path(process.stdout.split()[-1]).read_text())
     for measured in (one, several):
         for place in ("seconds", "tokens_per_second", "devices"):
             measured.pop(place, None)
     assert list(flat(several)) == [
-        pytest.approx(x, rel=1e-6) if isinstance(x, float) else x for x in flat(one)
+        pytest.approx(x, rel=1e-6, abs=1e-6) if isinstance(x, float) else x for x in flat(one)
     ]
 
 

@@ -24,10 +24,10 @@ from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
+from tests.eval_script.sample import TEXT, write_tasks
 from tests.evaluation.test_load import with_begin
 
 SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
-TEXT = "a rose is a rose is a rose\nand a violet is a violet\n"
 
 
 @pytest.fixture(scope="module")
@@ -166,36 +166,6 @@ def test_padding_does_not_stretch_a_model(tokenizer: Tokenizer) -> None:
     together = harness(model, tokenizer)._loglikelihood_tokens(requests)
     for (_, before, after), (total, _) in zip(requests, together, strict=True):
         assert total == pytest.approx(ln_p(model, before, after), rel=1e-4)
-
-
-def write_tasks(folder: Path) -> Path:
-    folder.mkdir()
-    rows = [
-        {"text": TEXT * n, "q": "a rose is a", "options": [" rose", " violet"], "gold": n % 2}
-        for n in (1, 2, 3)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    head = (
-        "dataset_path: json\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}\n"
-    )
-    (folder / "choice.yaml").write_text(
-        head + "task: my_choice\noutput_type: multiple_choice\n"
-        "doc_to_text: '{{q}}'\ndoc_to_choice: '{{options}}'\n"
-        "doc_to_target: gold\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
-    )
-    (folder / "rolling.yaml").write_text(
-        head + "task: my_text\noutput_type: loglikelihood_rolling\n"
-        "doc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]\n"
-    )
-    (folder / "answer.yaml").write_text(
-        head + "task: my_answer\noutput_type: generate_until\n"
-        "doc_to_text: '{{q}}'\ndoc_to_target: rose\n"
-        "generation_kwargs: {until: ['\\n'], max_gen_toks: 4, do_sample: false}\n"
-        "metric_list: [{metric: exact_match}]\n"
-    )
-    return folder
 
 
 def test_local_tasks_run_without_a_network(
