@@ -32,6 +32,10 @@ def test_counts_leave_padding_out() -> None:
     assert micro.scored == 4 + 3 + 2 + 8
     assert micro.real == 9 + 3 + 9
     assert micro.pairs == 15 + 10 + 6 + 45
+    conversation = row(4, 3)
+    conversation["targets"][4:] = IGNORED  # its beginning, all the user's, at the end of a sequence
+    micro = micro_batch([conversation])
+    assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
 
 
 def test_attention_of_padding_costs_by_the_token() -> None:
@@ -47,23 +51,6 @@ def test_pairs_are_the_mean_over_layers() -> None:
     windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
     assert micro_batch(rows, {2: 1}).pairs == windowed
     assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
-
-
-def test_a_piece_without_targets_is_not_padding() -> None:
-    """A conversation's beginning, all the user's, at the end of a row."""
-    conversation = row(4, 3)
-    conversation["targets"][4:] = -100
-    micro = micro_batch([conversation])
-    assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
-
-
-def test_micro_batches_keep_the_order_of_rows() -> None:
-    rows = [row(3, 2) for _ in range(6)]
-    for number, r in enumerate(rows):
-        r["tokens"] += 100 * number
-    batch = collate_step(micro_batch, 2 * 5, {None: 1}, rows)
-    first_tokens = [micro.tokens[:, 0].tolist() for micro in batch.micro]
-    assert first_tokens == [[0, 100], [200, 300], [400, 500]]
 
 
 def test_a_batch_survives_workers_and_moves_whole() -> None:

@@ -24,21 +24,8 @@ from longctx.training.validation import (
 from tests.training.sample_run import Trained, row, steps
 
 
-def test_every_target_of_a_full_bucket_has_its_place() -> None:
-    micro = micro_batch([row(9, 4, 1, padding=2), row(16)])
-    place, kept, full = cells_of_targets(micro)
-    assert full.tolist() == [3, 2, 0, 0, 4]
-    expected = {}
-    for start, length in ((0, 9), (9, 4), (16, 16)):
-        buckets = int(math.log2(length))
-        for position in range(length - 1):
-            bucket = int(math.log2(position + 1))
-            if bucket < buckets:
-                expected[start + position] = buckets * BUCKETS + bucket
-    assert dict(zip(kept.tolist(), place.tolist(), strict=True)) == expected
-
-
 def test_targets_after_a_gap_fill_no_bucket() -> None:
+    """Documents without gaps: see evaluation/test_positions.py."""
     conversation = row(16, 16)
     conversation["targets"][:5] = IGNORED  # what is asked
     conversation["targets"][23:27] = IGNORED
