@@ -1,19 +1,27 @@
-"""Several runs next to each other: tables on the terminal, and a page with their curves."""
+"""Several runs next to each other: tables on the terminal, and a page with their curves.
+
+The page is page.html with the data of the runs as JSON in it. It needs no network and no library.
+Anybody can name a run: no letter of the data can end the script element that holds them, and the
+page makes text nodes of them, never HTML.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from longctx.report.page import Table, is_loss, write_page
-from longctx.report.run_view import Run, cost_of, read, record_of, write_records
-from longctx.runs.metrics import Metric, Row, Shown, duration, finite, shown
+from longctx import files
+from longctx.config import fields
+from longctx.report.run_view import Run, read, record_of, write_records
+from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
@@ -34,6 +42,18 @@ Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other
 Cell = tuple[int, int]  # row and column
 
 
+class Table(NamedTuple):
+    """Cells as text, a run's label first; `best` are the (row, column) of each column's best
+    number.
+    """
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    best: Collection[tuple[int, int]] = ()
+    keys: int = 1  # columns that name a row
+
+
 def compare(
     paths: Sequence[Path], out: Path, price: float | None = None, table: Path | None = None
 ) -> None:
@@ -43,9 +63,8 @@ def compare(
     A folder that is no run is left out, and a note on stderr says so. Raises ValueError or OSError,
     one line, if no run is left.
     """
-    runs, notes = read_all(paths)
-    costs_of_runs = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
-    if price is not None and all(cost.money is None for cost in costs_of_runs):
+    runs, notes = read_all(paths, price)
+    if price is not None and all(run.cost.money is None for run in runs):
         notes.append("price= is that of an hour of a GPU, and no run had one")
     tables = all_tables(runs, price)
     # Before anything is printed: a mistake in `out` is one line
@@ -53,8 +72,7 @@ def compare(
     if table is not None:
         keys = differing(runs)
         rows = [
-            record_of(run, price) | {f"config.{key}": configured(run, key) for key in keys}
-            for run in runs
+            record_of(run) | {f"config.{key}": configured(run, key) for key in keys} for run in runs
         ]
         write_records(table, rows)
     for view in tables:
@@ -66,7 +84,7 @@ def compare(
     console().print(f"curves     {out}", soft_wrap=True)
 
 
-def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[Run], list[str]]:
     """Return the runs at `paths`, each once, and notes on them; raises the first problem if no run
     is left.
     """
@@ -78,7 +96,7 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     problems: list[ValueError] = []
     for path in unique.values():
         try:
-            runs.append(read(path, points))
+            runs.append(read(path, points, price))
         except ValueError as problem:
             problems.append(problem)
     if not runs:
@@ -93,10 +111,11 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
 
 
-def all_tables(runs: list[Run], price: float | None = None) -> list[Table]:
+def all_tables(runs: list[Run], price: float | None) -> list[Table]:
     """Return every table that has something to show."""
-    makers = (evaluations, tasks, passkeys, rulers, kernel_locks)
-    every = [differences(runs), results(runs), costs(runs, price), *(make(runs) for make in makers)]
+    locks = pivot("kernel locks", ["run"], [([run.label], run.lock) for run in runs if run.lock])
+    evaluated = [make(runs) for make in (evaluations, tasks, passkeys, rulers)]
+    every = [differences(runs), results(runs), costs(runs, price), *evaluated, locks]
     return [table for table in every if table.rows]
 
 
@@ -142,13 +161,8 @@ def compared(run: Run, key: str) -> str:
 
 
 def configured(run: Run, key: str) -> str:
-    """Write a value of the configuration as YAML does; a dash if the run has no such key."""
-    if key not in run.config:
-        return "–"
-    value = run.config[key]
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Write a value of the configuration as it is given; a dash if the run has no such key."""
+    return fields.shown(run.config[key]) if key in run.config else "–"
 
 
 def pivot(title: str, headings: list[str], rows: Sequence[Pivoted]) -> Table:
@@ -225,7 +239,7 @@ def error_of(figures: Row) -> str:
 
 def costs(runs: list[Run], price: float | None) -> Table:
     """Return the hardware, the kernel, the time and the cost of each run."""
-    run_costs = [cost_of(run.config, run.figures, run.lock, price) for run in runs]
+    run_costs = [run.cost for run in runs]
     tokens = "tokens for 1 of its currency"
     formats: dict[str, list[str]] = {
         "run": [run.label for run in runs],
@@ -345,11 +359,6 @@ def rulers(runs: list[Run]) -> Table:
     return pivot("RULER (%)", ["run", "evaluation", "task"], rows)
 
 
-def kernel_locks(runs: list[Run]) -> Table:
-    """Return the kernels of the runs that recorded them."""
-    return pivot("kernel locks", ["run"], [([run.label], run.lock) for run in runs if run.lock])
-
-
 def lock_differences(runs: list[Run]) -> list[str]:
     """Return a warning for each field in which kernel locks of one backend differ."""
     # Fingerprints depend on the shape of the model, the precision and the length
@@ -367,10 +376,73 @@ def lock_differences(runs: list[Run]) -> list[str]:
     warnings = []
     for (key, backend, *_), values in groups.items():
         if len(values) > 1:
-            text = "; ".join(f"{value} ({_names(labels)})" for value, labels in values.items())
+            text = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
             warnings.append(f"warning: kernel locks of {backend} differ in {key}: {text}")
     return warnings
 
 
-def _names(labels: list[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+def write_page(out: Path, runs: list[Run], tables: list[Table], notes: list[str]) -> None:
+    """Write the page to `out` atomically."""
+    data = {
+        "curves": headings(Shown.CURVE),
+        # Their first values are so large that later differences would not show
+        "late": [metric.key for metric in shown(Shown.CURVE) if is_loss(metric)],
+        "lengths": headings(Shown.CONTEXT),
+        "runs": [described(run) for run in runs],
+        "tables": [table._asdict() | {"best": sorted(table.best)} for table in tables],
+        "notes": notes,
+    }
+    template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")
+    files.write_for_key("out", out, template.replace("DATA_AS_JSON", embedded(data), 1))
+
+
+def headings(view: Shown) -> dict[str, str]:
+    """Return key and title of each metric that is drawn in `view`."""
+    return {metric.key: metric.heading for metric in shown(view)}
+
+
+def described(run: Run) -> dict[str, Any]:
+    """Return the data that the page draws of a run."""
+    scores = run.evaluations.perplexities
+    evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
+    return {
+        "label": run.label,
+        "backend": str(run.config.get("attention.backend", "")),
+        "seq_len": run.config.get("seq_len"),
+        "figures": {
+            key: run.figures[key]
+            for key in headings(Shown.CONTEXT)
+            if key in run.figures and finite([run.figures[key]])
+        },
+        "curves": run.curves,
+        "warm": run.warm,
+        "positions": run.positions or evaluated,
+        "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
+        "split": split(run.figures),
+        "passkeys": run.evaluations.passkeys,
+        "rulers": run.evaluations.rulers,
+    }
+
+
+def split(figures: Row) -> dict[str, float]:
+    """Return the milliseconds of each part of a step, {} if the rows do not have them."""
+    if "forward_ms" not in figures or "ms_per_step" not in figures:
+        return {}
+    parts = {
+        metric.label: figures[metric.key]
+        for metric in METRICS
+        if metric.panel == STEP_PARTS and metric.key in figures
+    }
+    parts["rest"] = max(0.0, figures["ms_per_step"] - sum(parts.values()))
+    return {label: float(f"{value:.4g}") for label, value in parts.items()}
+
+
+def embedded(data: Any) -> str:
+    """Return JSON that can be in a script element: without `<`, `>` and `&`, and in ASCII."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def is_loss(metric: Metric) -> bool:
+    """Return True for a loss, which can only be compared over the same documents."""
+    return metric.better == "min" and metric.panel is not None and metric.panel.section == "Loss"

@@ -53,6 +53,7 @@ class Run:
     warm: dict[str, float]  # tokens "t" and seconds "s" at the end of the warm-up
     evaluations: Evaluations
     ended: str
+    cost: Cost
     notes: list[str] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""  # a hash of its tokenizer.json; empty if that cannot be read
@@ -60,8 +61,8 @@ class Run:
     facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
 
-def read(folder: Path, points: int) -> Run:
-    """Read the run in `folder`, with at most `points` points in a curve.
+def read(folder: Path, points: int, price: float | None = None) -> Run:
+    """Read the run in `folder`, with at most `points` points in a curve. `price`: of a GPU's hour.
 
     Raises ValueError or FileNotFoundError, one line, if there is none.
     """
@@ -75,7 +76,14 @@ def read(folder: Path, points: int) -> Run:
             "again"
         )
     numbers = metrics.figures(rows)
+    notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
     # A broken evaluation or lock costs the run no other figure, so it is only a note.
+    lock: dict[str, str] = {}
+    try:
+        lock = kernel_lock(folder)
+    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -87,9 +95,10 @@ def read(folder: Path, points: int) -> Run:
         ended=ending(numbers["step"], config.get("max_steps"), training),
         positions=positions(rows),
         facts=facts(rows),
+        cost=cost_of(config, numbers, lock, price),
+        notes=notes,
+        lock=lock,
     )
-    if cut:
-        run.notes.append(f"{folder}: left out as incomplete: {cut} of metrics.jsonl")
     for path in run.evaluations.unreadable:
         run.notes.append(f"{path}: not an evaluation's JSON, left out")
     # Two runs have the same tokens if their tokenizers are equal, wherever those came from
@@ -98,11 +107,6 @@ def read(folder: Path, points: int) -> Run:
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
     ):
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
-    try:
-        run.lock = kernel_lock(folder)
-    except (OSError, ValueError, AttributeError) as error:
-        if not isinstance(error, FileNotFoundError):
-            run.notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
     return run
 
 
@@ -263,9 +267,8 @@ def cost_of(
     return Cost(device, devices, seconds, hours, money, tokens / money if money else None)
 
 
-def record_of(run: Run, price: float | None) -> dict[str, Any]:
+def record_of(run: Run) -> dict[str, Any]:
     """Return the figures of a run as plain numbers, for a file."""
-    cost = cost_of(run.config, run.figures, run.lock, price)
     return {
         "run": run.label,
         "folder": str(run.folder),
@@ -274,7 +277,7 @@ def record_of(run: Run, price: float | None) -> dict[str, Any]:
         "kernel": run.lock.get("kernel"),
         "fingerprint": run.lock.get("fingerprint"),
         "seq_len": run.config.get("seq_len"),
-        **cost._asdict(),
+        **run.cost._asdict(),
         **run.figures,
     }
 

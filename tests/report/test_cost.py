@@ -42,14 +42,15 @@ def test_gpu_hours_and_money_are_products() -> None:
 
 
 def test_the_table_of_costs_marks_the_most_tokens_for_money(tmp_path: Path) -> None:
-    runs = [read(on_gpus(tmp_path / name, n, 3600), 9) for name, n in (("a", 4), ("b", 1))]
-    table = costs(runs, 2.5)
+    folders = [on_gpus(tmp_path / name, n, 3600) for name, n in (("a", 4), ("b", 1))]
+    table = costs([read(folder, 9, 2.5) for folder in folders], 2.5)
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     assert [row["cost at 2.5 an hour"] for row in rows] == ["10.00", "2.50"]
     assert [row["kernel"] for row in rows] == ["hopper", "hopper"]
     assert list(table.best) == [(1, len(table.headings) - 1)]
-    assert "GPU hours" in costs(runs, None).headings
-    assert len(costs(runs, None).headings) == len(table.headings) - 2
+    without_price = costs([read(folder, 9) for folder in folders], None)
+    assert "GPU hours" in without_price.headings
+    assert len(without_price.headings) == len(table.headings) - 2
 
 
 @pytest.mark.parametrize("ending", ["csv", "json"])

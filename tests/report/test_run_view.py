@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from longctx.report.compare import compare, lock_differences, longest_context
-from longctx.report.page import described
+from longctx.report.compare import compare, described, lock_differences, longest_context
 from longctx.report.run_view import curves, read, watch
 from longctx.runs.evaluations import read_evaluations
 from tests.report.run_files import make, step

@@ -9,8 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from longctx.report import dashboard
-from longctx.report.compare import compare
-from longctx.report.page import described, headings
+from longctx.report.compare import compare, described, headings
 from longctx.report.run_view import read, watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
