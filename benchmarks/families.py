@@ -185,7 +185,7 @@ def of_transformers(
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from longctx.attention import Mask
-    from longctx.config.memory_config import MemoryConfig
+    from longctx.config.layout_config import MemoryConfig
     from longctx.model.loss import linear_cross_entropy
 
     if options.lora:
@@ -218,7 +218,7 @@ def ours(
     import torch
 
     from longctx.attention import Mask
-    from longctx.config.memory_config import MemoryConfig
+    from longctx.config.layout_config import MemoryConfig
     from longctx.config.model_config import LoraConfig
     from longctx.model import lora
     from longctx.model.gpt import build

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longctx.attention.communication import measured
-from longctx.config.parallel_config import allgather_group, kv_copies, ulysses_parts
+from longctx.config.layout_config import allgather_group, kv_copies, ulysses_parts
 
 # torch 2.13 gave it another name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

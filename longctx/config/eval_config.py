@@ -11,7 +11,7 @@ from typing import Any
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
-from longctx.config.parallel_config import ContextConfig, StrategyConfig
+from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
 SHORTEST = 128  # tokens of a text with pass keys

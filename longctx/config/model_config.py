@@ -11,7 +11,7 @@ from typing import Any
 from longctx.config.block import Block
 from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key, positive
-from longctx.config.parallel_config import divisors
+from longctx.config.layout_config import divisors
 from longctx.config.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 from longctx.config.rope_config import check_scaling
 

@@ -11,9 +11,8 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import PLUGINS, Group, check_own, group, key, positive, refuse, shown
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 
 LONGEST_ROW = 2**24

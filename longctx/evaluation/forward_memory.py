@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from longctx.config.eval_config import SHORTEST, EvalConfig, default_lengths
-from longctx.config.memory_config import POLICIES
+from longctx.config.layout_config import POLICIES, STRATEGIES
 from longctx.config.model_config import GPTConfig
-from longctx.config.parallel_config import STRATEGIES
 from longctx.evaluation.load import skeleton
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.model.decoder import KVCache

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longctx.attention import Mask
 from longctx.attention.naive import Visible, cached_attention, decode_kernel
-from longctx.config.memory_config import POLICIES
+from longctx.config.layout_config import POLICIES
 from longctx.config.model_config import GPTConfig
 from longctx.model.gpt import GPT
 from longctx.model.recompute import in_tiles

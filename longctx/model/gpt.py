@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
 from longctx.config.parts import Norm
 from longctx.model import compile_cache

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx.config.memory_config import tile_size
+from longctx.config.layout_config import tile_size
 from longctx.kernels import HAS_TRITON
 
 if HAS_TRITON:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
-from longctx.config.memory_config import MemoryConfig, tile_size
+from longctx.config.layout_config import MemoryConfig, tile_size
 from longctx.model.experts import balancing, running
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.model.rope import Angles

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from longctx.attention import Attention, Mask
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.transformers import Documents
 

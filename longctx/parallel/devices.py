@@ -19,8 +19,8 @@ from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config import presets
 from longctx.config.command_config import SampleConfig
 from longctx.config.eval_config import EvalConfig
+from longctx.config.layout_config import ContextConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.parallel_config import ContextConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine

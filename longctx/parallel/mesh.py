@@ -26,7 +26,7 @@ from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.parallel_config import STRATEGIES
+from longctx.config.layout_config import STRATEGIES
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
 from longctx.parallel import sharding

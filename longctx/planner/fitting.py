@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from longctx.attention.description import AttentionConfig, capturable_backends
-from longctx.config.memory_config import POLICIES
+from longctx.config.layout_config import POLICIES
 from longctx.config.train_config import LONGEST_ROW
 from longctx.planner import links, optimizer_cost
 from longctx.planner.hardware import Chip

@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import lcm
 from typing import NamedTuple
 
+from longctx.config.layout_config import STRATEGIES, StrategyConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.parallel_config import STRATEGIES, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.planner.hardware import Chip

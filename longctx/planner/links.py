@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from longctx.config.parallel_config import allgather_group, kv_copies
+from longctx.config.layout_config import allgather_group, kv_copies
 from longctx.config.parts import FP32
 from longctx.planner.hardware import Chip
 from longctx.planner.workload import Workload

@@ -17,8 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from longctx.config.block import Block
-from longctx.config.memory_config import tile_size
-from longctx.config.parallel_config import kv_copies
+from longctx.config.layout_config import kv_copies, tile_size
 from longctx.config.parts import FP32, Pass
 from longctx.planner import links, optimizer_cost
 from longctx.planner.workload import Workload

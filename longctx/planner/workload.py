@@ -8,9 +8,14 @@ from functools import cached_property
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.block import Block
 from longctx.config.doors import OptimizerConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import (
+    STRATEGIES,
+    MemoryConfig,
+    Strategy,
+    allgather_group,
+    ulysses_parts,
+)
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.parallel_config import STRATEGIES, Strategy, allgather_group, ulysses_parts
 from longctx.config.train_config import TrainConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.

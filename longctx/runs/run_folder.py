@@ -26,7 +26,7 @@ import yaml
 from longctx import files, untrusted
 from longctx.config import other_names
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import WandbConfig
 from longctx.runs import checkpoint_index
 

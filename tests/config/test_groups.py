@@ -6,8 +6,7 @@ import pytest
 
 from longctx import cli
 from longctx.config.fields import build, check, key
-from longctx.config.memory_config import MemoryConfig
-from longctx.config.parallel_config import ContextConfig
+from longctx.config.layout_config import ContextConfig, MemoryConfig
 
 
 @dataclasses.dataclass

@@ -7,8 +7,8 @@ import torch
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig, PasskeyConfig, RulerConfig
+from longctx.config.layout_config import ContextConfig, StrategyConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.evaluation.forward_memory import (
     Forward,
     choose_strategy,

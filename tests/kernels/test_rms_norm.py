@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from longctx.attention.description import AttentionConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.model.layers import Block

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longctx import cli
 from longctx.config.experts import ExpertsConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.parts import Pass
 from longctx.model import GPT, GPTConfig, experts
 from tests.largest_tensor import LiveMemory

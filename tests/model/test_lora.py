@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LORA_TARGETS, LoraConfig
 from longctx.model import GPT, GPTConfig, lora
 

@@ -13,7 +13,7 @@ from bitsandbytes import functional
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
 from longctx.config.parts import BASES, packed_width
 from longctx.model import GPT, GPTConfig, huggingface, lora, packed

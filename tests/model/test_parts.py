@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx import cli
 from longctx.attention import Mask
 from longctx.config.experts import ExpertsConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LoraConfig, Multipliers
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask, flash
-from longctx.config.memory_config import POLICIES, MemoryConfig
+from longctx.config.layout_config import POLICIES, MemoryConfig
 from longctx.model import GPT, GPTConfig, recompute
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned

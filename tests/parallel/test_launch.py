@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from longctx import cli
-from longctx.config.parallel_config import ContextConfig
+from longctx.config.layout_config import ContextConfig
 from longctx.parallel.launch import Launched, launched, number_here, without_launcher
 
 CONFIG = cli.compose("train", []).config

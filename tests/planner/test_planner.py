@@ -12,7 +12,7 @@ import pytest
 
 from longctx import cli as command_line
 from longctx.attention.description import AttentionConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from longctx import system
 from longctx.attention.description import AttentionConfig
-from longctx.config import parallel_config
+from longctx.config import layout_config
 from longctx.config.doors import ObjectiveConfig, OptimizerConfig
 from longctx.config.experts import ExpertsConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.parallel_config import ContextConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
@@ -190,7 +189,7 @@ def main(cases: int, seed: int, out: Path) -> None:
             config = with_experts(config, draw)
         if number % 4 == 3:
             config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
-        parallel_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
+        layout_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
         with named(number, config):
             differences = compared(config, draw)
         in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"

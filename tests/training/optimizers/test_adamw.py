@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.training.module import clip_gradients

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longctx import cli
 from longctx.config.doors import OptimizerConfig
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
 from longctx.planner import optimizer_cost

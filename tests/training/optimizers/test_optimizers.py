@@ -8,7 +8,7 @@ import torch
 
 from longctx import cli
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
-from longctx.config.memory_config import MemoryConfig
+from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
