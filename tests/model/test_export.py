@@ -2,7 +2,6 @@
 from the command line.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from longctx.model.export import export
 from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import Sharded
-from tests.training.sample_run import newest, replace_newest
+from tests.training.sample_run import Refused, newest, replace_newest
 from tests.written import files_below, write
 
 SMALL: dict[str, Any] = {
@@ -72,16 +71,14 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_damaged_checkpoint_is_not_exported(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused: Refused) -> None:
     path = run / "checkpoints" / "step-00000007.ckpt"
     (file,) = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert f"{path}: damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    refused(main(["export", str(run), str(tmp_path / "out")]), f"{path}: damaged")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_writes_the_newest_checkpoint(
@@ -145,7 +142,7 @@ def test_an_export_of_numbers_not_finite_warns(
 def test_a_mistake_is_one_line(
     run: Path,
     tmp_path: Path,
-    refused: Callable[[int, str], str],
+    refused: Refused,
     overrides: list[str],
     message: str,
 ) -> None:
@@ -157,8 +154,7 @@ def test_a_mistake_is_one_line(
 
 @pytest.mark.parametrize("config", [CONFIG, {"model": {"rows": 3}}])
 def test_weights_of_another_model_are_refused(
-    config: dict[str, Any], run: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], run: Path, refused: Refused
 ) -> None:
     save({"model.x": torch.zeros(3)}, config, run / "checkpoints" / "step-00000007.ckpt")
-    assert main(["export", str(run), str(run / "out")]) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    refused(main(["export", str(run), str(run / "out")]), "error: ")

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 import train
-from longctx.files import FULL_DISK
 from longctx.runs import metrics_file, run_folder
 from longctx.training.optimizers import adamw
 from tests.processes import finished
-from tests.training.sample_run import Captured, Overrides, Refused, steps
+from tests.training.sample_run import Captured, Overrides, Refused
 
 SCRIPT = Path(train.__file__)
 
@@ -178,20 +177,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def hidden(folder: Path) -> list[Path]:
     return [path for path in folder.rglob(".*")]
-
-
-def test_a_full_disk_costs_no_checkpoint(
-    overrides: Overrides, disk: Path, capsys: Captured
-) -> None:
-    changes = {"max_steps": 30, "checkpoint_every": 1, "keep_checkpoints": 99}
-    assert train.main(overrides(name="r", runs=disk, **changes)) == FULL_DISK
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert str(disk) in line
-    paths = run_folder.checkpoints(disk / "r")
-    assert paths and not hidden(disk)
-    subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-    assert train.main([f"resume={disk / 'r'}", f"max_steps={len(paths) + 2}"]) == 0
-    assert [row["step"] for row in steps(disk / "r")] == list(range(1, len(paths) + 3))
 
 
 def test_read_only_checkpoints_stop_a_resume(

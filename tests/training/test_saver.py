@@ -91,6 +91,8 @@ def test_a_disk_that_fills_up_ends_the_next_step(trained: Trained, capsys: Captu
     assert 3 <= steps(folder)[-1]["step"] < 100
     assert names(folder) == ["last.ckpt", "step-00000002.ckpt"]
     checkpoints.verify(run_folder.checkpoint_path(folder, 2))
+    assert train.main([f"resume={folder}", "max_steps=4"]) == 0
+    assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4]
 
 
 def test_a_signal_during_a_save_leaves_both_on_disk(
