@@ -358,6 +358,9 @@ SPECIAL = "x<|im_end|>"
         ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
         ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
         ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),
+        ({"messages": [asks("q"), says("a", weight=0.5)]}, "message 2: weight=0.5: .*0 or 1"),
+        ({"messages": [asks("q"), says("a", train="no")]}, "message 2: train=no"),
+        ({"messages": [{**asks("q"), "train": True}]}, "message 1: only the assistant"),
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:

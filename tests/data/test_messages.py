@@ -112,19 +112,6 @@ def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: int)
     assert [is_learned(message) for message in messages] == [False, bool(learned)]
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        (says("a", weight=0.5), "message 2: weight=0.5: .*0 or 1"),
-        (says("a", train="no"), "message 2: train=no"),
-        ({**asks("q"), "train": True}, "message 2: only the assistant"),
-    ],
-)
-def test_wrong_weights_are_one_line(message: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        read({"messages": [asks("q"), message]})
-
-
 @pytest.mark.parametrize("template", [CHATML, INST])
 def test_excluded_turns_are_not_learned(folder: Path, template: str) -> None:
     every = written(folder, template, PLAIN)

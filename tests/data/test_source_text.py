@@ -84,16 +84,6 @@ def test_an_array_of_objects_has_rows_other_json_is_text(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
-    [("", "no such file; "), ("a.pdf", "no file to read, but 1 .pdf; .*pdf-to-server")],
-)
-def test_a_folder_without_text_says_what_it_has(tmp_path, file, message) -> None:
-    (tmp_path / (file or ".hidden")).touch()
-    with pytest.raises(FileNotFoundError, match=message):
-        read(str(tmp_path))
-
-
-@pytest.mark.parametrize(
     ("pattern", "names"),
     [
         ("*.py", ["a.py"]),
@@ -203,7 +193,8 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path) -> None:
     ("path", "message"),
     [
         ("missing", "data.path=missing: "),
-        ("empty", "data.path=empty: "),
+        ("empty", "data.path=empty: .*no file to read, but 1 .pdf; .*pdf-to-server"),
+        ("hidden", "data.path=hidden: .*no such file; "),
         ("empty/*.txt", "data.path=empty/.*txt: "),
         (None, "data.path is not set"),
         (3, "data.path=3"),
@@ -211,7 +202,9 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path) -> None:
 )
 def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, message) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "picture.png").write_bytes(b"x")
+    (tmp_path / "empty" / "a.pdf").write_bytes(b"x")
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / ".hidden").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read(path)

@@ -8,28 +8,22 @@ from torch import Tensor
 
 from longctx import cli
 from longctx.config.experts import ExpertsConfig
-from longctx.config.layout_config import MemoryConfig
 from longctx.config.parts import Pass
 from longctx.model import GPT, GPTConfig, experts
 from tests.largest_tensor import LiveMemory
+from tests.model.test_recompute import FEW
 
 MODEL = GPTConfig(
     **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
     **{"init_std": 0.3, "experts": ExpertsConfig(8, 3, ffn=16, dense_layers=[1], balance=0.3)},
 )
-POLICIES = {
-    "none": MemoryConfig("fast"),
-    "mlp": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
-    "block": MemoryConfig("balanced"),
-    "some blocks": MemoryConfig("balanced", mlp_tile=128, keep_every=3),
-}
 TOKENS = torch.randint(61, (2, 150), generator=torch.Generator().manual_seed(2))
 TARGETS = TOKENS.roll(-1, 1).masked_fill(torch.arange(150) % 5 == 0, -100)
 
 
-def make(memory: str = "none", config: GPTConfig = MODEL) -> GPT:
+def make(memory: str = "fast", config: GPTConfig = MODEL) -> GPT:
     torch.manual_seed(0)
-    return GPT(config, "flash", POLICIES[memory])
+    return GPT(config, "flash", FEW[memory])
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
@@ -66,7 +60,7 @@ def balance_of(chances: list[Tensor], per_token: int) -> Tensor:
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid_bias"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", FEW)
 def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str, router: str) -> None:
     routed = replace(MODEL.experts, router=router)
     model = make(memory, replace(MODEL, experts=routed))

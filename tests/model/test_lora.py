@@ -7,23 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LORA_TARGETS, LoraConfig
 from longctx.model import GPT, GPTConfig, lora
+from tests.model.test_recompute import FEW
 
 SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=24, heads=6, kv_heads=2, ffn=40)
-MEMORIES = {
-    "fast": MemoryConfig("fast"),
-    "mlp": MemoryConfig("fast", recompute="mlp"),
-    "balanced": MemoryConfig("balanced"),
-    "long": MemoryConfig("long", mlp_tile=128),
-}
 TOKENS = torch.arange(300).view(2, 150) % 61
 
 
 def with_lora(config: LoraConfig, memory: str = "fast") -> GPT:
     torch.manual_seed(0)
-    model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", MEMORIES[memory]), config)
+    model = lora.add(GPT(GPTConfig(**SIZES, qkv_bias=True), "flash", FEW[memory]), config)
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
             torch.nn.init.normal_(p, std=0.1)
@@ -35,7 +29,7 @@ def with_lora(config: LoraConfig, memory: str = "fast") -> GPT:
     [
         pytest.param(targets, memory, marks=[] if n == m % 3 else pytest.mark.slow)
         for n, targets in enumerate([["qkv", "down"], list(LORA_TARGETS), ["gate_up"]])
-        for m, memory in enumerate(MEMORIES)
+        for m, memory in enumerate(FEW)
     ],
 )
 def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], memory: str) -> None:

@@ -13,13 +13,13 @@ from bitsandbytes import functional
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LoraConfig
 from longctx.config.parts import BASES, packed_width
 from longctx.model import GPT, GPTConfig, huggingface, lora, packed
 from longctx.model.gpt import build
 from longctx.parallel import sharding
 from tests.largest_tensor import LiveMemory
+from tests.model.test_recompute import FEW
 
 SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=64, heads=4, kv_heads=2, ffn=192)
 TOKENS = torch.arange(300).view(2, 150) % 61
@@ -37,11 +37,12 @@ def weight(rows: int, columns: int) -> Tensor:
 def with_base(base: str | None, memory: str = "fast", **sizes: Any) -> GPT:
     """Return a model with LoRA on a base in this format; the additions are not zero."""
     torch.manual_seed(0)
-    how = MemoryConfig(memory, mlp_tile=128 if memory == "long" else None)
     experts = {} if "experts" not in sizes else {"experts": sizes.pop("experts")}
     config = GPTConfig.of_saved({**SIZES, **sizes, **experts})
     targets = ["qkv", "out"] if experts else ["qkv", "out", "gate_up", "down"]
-    model = lora.add(GPT(config, "flash", how), LoraConfig(rank=3, base=base, targets=targets))
+    model = lora.add(
+        GPT(config, "flash", FEW[memory]), LoraConfig(rank=3, base=base, targets=targets)
+    )
     torch.manual_seed(1)
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_a, std=0.1)

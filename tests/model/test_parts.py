@@ -14,13 +14,13 @@ from torch import Tensor
 from longctx import cli
 from longctx.attention import Mask
 from longctx.config.experts import ExpertsConfig
-from longctx.config.layout_config import MemoryConfig
 from longctx.config.model_config import LoraConfig, Multipliers
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
 from longctx.model.export import architecture
 from longctx.planner.peak_memory import KEPT, _Step, predict
 from longctx.planner.workload import workload_of
+from tests.model.test_recompute import FEW
 
 SMALL = GPTConfig(
     **{"vocab_size": 61, "layers": 3, "channels": 24, "heads": 6, "kv_heads": 2, "ffn": 40},
@@ -55,19 +55,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "raw weights": {"experts": ExpertsConfig(4, 2, normalize=False), "norms": "sandwich"},
 }
 ATTENTION = ["qkv", "out"]  # takes LoRA in every model
-POLICIES = {
-    "none": MemoryConfig("fast"),
-    "mlp": MemoryConfig("fast", recompute="mlp", mlp_tile=128),
-    "block": MemoryConfig("balanced"),
-    "long": MemoryConfig("long", mlp_tile=128),
-}
 DOCUMENTS = torch.repeat_interleave(torch.arange(3), torch.tensor([70, 19, 61]))
 TOKENS = torch.randint(61, (1, 150), generator=torch.Generator().manual_seed(2))
 
 
-def make(changes: dict[str, Any], attention: str = "flash", memory: str = "none") -> GPT:
+def make(changes: dict[str, Any], attention: str = "flash", memory: str = "fast") -> GPT:
     torch.manual_seed(0)
-    model = GPT(replace(SMALL, **changes), attention, POLICIES[memory])
+    model = GPT(replace(SMALL, **changes), attention, FEW[memory])
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, mean=1.0, std=0.2)
@@ -187,7 +181,7 @@ def check_gradients(model: GPT, expected: GPT) -> None:
             assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max() + 1e-6, name
 
 
-@pytest.mark.parametrize("memory", POLICIES)
+@pytest.mark.parametrize("memory", FEW)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradients_are_those_of_the_formula(feature: str, memory: str) -> None:
     check_gradients(make(FEATURES[feature], memory=memory), make(FEATURES[feature]))
@@ -200,7 +194,7 @@ def test_naive_computes_the_formula(feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_lora_adds_to_the_formula(feature: str) -> None:
-    model = lora.add(make(FEATURES[feature], memory="block"), LoraConfig(2, targets=ATTENTION))
+    model = lora.add(make(FEATURES[feature], memory="balanced"), LoraConfig(2, targets=ATTENTION))
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
             torch.nn.init.normal_(p, std=0.1)
@@ -232,7 +226,7 @@ def saved_activations(attention: str = "flash", **changes: Any) -> float:
     overrides = ["model=tiny", "precision=fp32", "seq_len=512", "compile=false"]
     config = cli.compose("train", [*overrides, f"attention={attention}"]).config
     model = replace(config.model, vocab_size=512, **changes)
-    work = replace(workload_of(config, "cuda", 512, model), memory=POLICIES["none"])
+    work = replace(workload_of(config, "cuda", 512, model), memory=FEW["fast"])
     return predict(work).gpu[KEPT]
 
 

@@ -30,6 +30,13 @@ WAYS = {
 }
 
 
+# Of tests that change the model and not the way: saving all, and a way of each kind
+FEW = {
+    "fast": MemoryConfig("fast"),
+    **{way: WAYS[way] for way in ("mlp in tiles", "balanced", "long")},
+}
+
+
 def make(
     memory: MemoryConfig | str = "fast", config: GPTConfig = CONFIG, attention: str = "flash"
 ) -> GPT:
