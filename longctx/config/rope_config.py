@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import Group, key, refuse
+from longctx.config.fields import Group, check_own, key, refuse
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
@@ -48,7 +48,12 @@ class RopeConfig(Group):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other."""
-        unused = self.type in ("keep", "abf", "auto")
+        stretch = () if self.type in ("keep", "abf", "auto") else ("factor", "original")
+        name = f"rope={self.type}"
+        check_own({"rope.factor": self.factor, "rope.original": self.original}, stretch, name)
+        needed, optional = KEYS.get(self.type, ((), ()))
+        own = [option for option in (*needed, *optional) if option not in ("factor", ORIGINAL)]
+        check_own({f"rope.options.{key}": self.options[key] for key in self.options}, own, name)
         refuse(
             (
                 self.type == "abf" and self.theta is None,
@@ -58,22 +63,7 @@ class RopeConfig(Group):
                 self.type != "abf" and self.theta is not None,
                 f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf",
             ),
-            *(
-                (unused and value is not None, f"rope.{name}={value}: not used by rope={self.type}")
-                for name, value in (("factor", self.factor), ("original", self.original))
-            ),
         )
-        allowed = sum(KEYS.get(self.type, ((), ())), ())
-        for name, value in self.options.items():
-            if name not in allowed or name in ("factor", ORIGINAL):
-                options = (
-                    ", ".join(option for option in allowed if option not in ("factor", ORIGINAL))
-                    or "none"
-                )
-                raise ValueError(
-                    f"rope.options.{name}={value}: not an option of rope={self.type}; "
-                    f"it has: {options}"
-                )
 
 
 def check_scaling(
