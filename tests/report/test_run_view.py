@@ -1,16 +1,23 @@
-"""The files next to a run's rows: evaluations, pass keys, kernel locks, whoever wrote them."""
+"""The files next to a run's rows: evaluations, pass keys, kernel locks, whoever wrote them; and
+`watch` shows each row of a run that another process trains, until that process ends.
+"""
 
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from longctx.report import run_view
 from longctx.report.compare import compare, described, lock_differences, longest_context
 from longctx.report.run_view import curves, read, watch
+from longctx.runs import run_folder
 from longctx.runs.evaluations import read_evaluations
+from longctx.runs.metrics_file import Tail
 from tests.report.run_files import make, step
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
@@ -164,3 +171,49 @@ def test_a_standard_error_is_a_band_around_its_curve() -> None:
     assert curve["hi"] == pytest.approx([25.0, 10.0, 7.5])
     plain = [{key: row[key] for key in ("step", "tokens_seen", "val_perplexity")} for row in rows]
     assert "lo" not in curves(plain, 60)["val_perplexity"]
+
+
+def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
+    folder = make(tmp_path / "a", [step(1), step(2)], tail='{"step": 3, ')
+
+    def train() -> Iterator[None]:
+        with run_folder.locked(folder), open(folder / "metrics.jsonl", "a") as file:
+            yield
+            file.write(json.dumps(step(3)).removeprefix('{"step": 3, ') + "\n")
+            file.flush()
+            yield
+            file.write("".join(json.dumps(step(n)) + "\n" for n in range(4, 21)))
+        yield
+
+    training = train()
+    next(training)
+    # Each pause of watch is a part of the run
+    monkeypatch.setattr(run_view, "time", SimpleNamespace(sleep=lambda _: next(training)))
+    watch(folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
+    assert "loss 0.2500" in lines[-2]
+    assert lines[-1].startswith("finished  hardware GPU")
+
+
+def test_watch_of_a_folder_that_is_deleted_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="/r"):
+        list(run_view.following(tmp_path / "r", Tail(tmp_path / "r"), []))
+
+
+def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
+    folder = make(tmp_path / "a", [step(1), step(2), step(3)])
+    tail = Tail(folder)
+    assert [row["step"] for row in tail.rows()] == [1, 2, 3]
+    assert tail.rows() == []
+    for steps in ([2], [4, 5, 6, 7]):
+        (folder / "new").write_text("".join(json.dumps(step(n)) + "\n" for n in steps))
+        os.replace(folder / "new", folder / "metrics.jsonl")
+        assert [row["step"] for row in tail.rows()] == steps
+
+
+def test_watch_needs_a_run(tmp_path):
+    with pytest.raises(ValueError, match="no metrics yet"):
+        watch(make(tmp_path / "empty", rows=[]))
+    with pytest.raises(FileNotFoundError, match="none: no such folder"):
+        watch(tmp_path / "none")
