@@ -3,10 +3,9 @@ optimizer on gloo, each against the same step on one device, as context.check co
 
     python -m torch.distributed.run --nproc-per-node 4 tests/training/layouts.py CASES SEED OUT
 
-Writes OUT, a JSON list: each case with its differences.
+Writes OUT, JSON: each case with its differences.
 """
 
-import json
 import random
 import sys
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from longctx.training import context_check
 from longctx.training.batches import micro_batch
 from longctx.training.context_check import Result, Row
 from longctx.training.run import Run
-from tests.training.sample_run import sample_run
+from tests.training.sample_run import on_all_ranks, sample_run
 
 MEMORIES = (
     MemoryConfig("fast"),
@@ -179,27 +178,20 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
 
 def main(cases: int, seed: int, out: Path) -> None:
     """The ranks step together through all cases, and each alone."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    ranks, results = dist.get_world_size(), []
-    for number in range(seed, seed + cases):
-        draw = random.Random(number)
-        config = drawn(draw, ranks)
-        if number % 4 == 1:
-            config = with_experts(config, draw)
-        if number % 4 == 3:
-            config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
-        layout_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
-        with named(number, config):
-            differences = compared(config, draw)
-        in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
-        limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
-        known = {"case": number, "config": shown(config), "limit": limit}
-        results.append(known | {"differences": differences})
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    with on_all_ranks(out) as results:
+        for number in range(seed, seed + cases):
+            draw = random.Random(number)
+            config = drawn(draw, dist.get_world_size())
+            if number % 4 == 1:
+                config = with_experts(config, draw)
+            if number % 4 == 3:
+                config = in_eight_bits(config, "ddp" if number % 8 == 3 else "fsdp")
+            layout_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
+            in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
+            limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
+            known = {"case": number, "config": shown(config), "limit": limit}
+            with named(number, config):
+                results[str(number)] = known | {"differences": compared(config, draw)}
 
 
 def shown(config: TrainConfig) -> str:

@@ -1,11 +1,14 @@
 """Small runs for tests: one without data or folder, and what a finished one left in its folder."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
 from longctx import files
@@ -28,6 +31,21 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
     """`config` with its nulls filled in for `device`."""
     assert isinstance(config.seq_len, int)
     return scheduled(config, workload_of(config, device, config.seq_len))
+
+
+@contextmanager
+def on_all_ranks(out: Path) -> Iterator[dict[str, Any]]:
+    """The process group of a script that each rank runs; rank 0 writes to `out`, as JSON, what the
+    block has put into the dictionary.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    yield results
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(results, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, torch.Tensor]:

@@ -68,15 +68,12 @@ def test_unchecked_layouts_are_refused(
 
 # fault → what else the run has, what the check names
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no mask": ({}, LEAK),
     "full mask": ({}, LEAK),
     "rounded documents": ({}, LEAK),
     "shifted labels": ({}, "gradient of"),
     "rounded length": ({}, "gradient of"),
-    "mixed ranks": ({}, LEAK),
     "no windows": ({"model.window": 20}, "gradient of"),
     "stale keys": ({}, "gradient of"),
-    "lost gradients": ({}, "gradient of"),
     "means of ranks": ({"context": 1}, "gradient of"),
     "counted twice": ({}, "gradient of"),
     "no number": ({}, "gradient of"),
