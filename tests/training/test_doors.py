@@ -1,13 +1,18 @@
 """Doors: an objective, a schedule, an optimizer and a callback of a user's own train and resume."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from longctx import cli
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
+from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT
+from longctx.planner import fitting
+from longctx.planner.peak_memory import OPTIMIZER, predict
 from longctx.runs import metrics_file
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
@@ -16,6 +21,7 @@ from tests.training.sample_run import (
     Trained,
     check_resumes_exactly,
     newest,
+    sample_run,
     steps,
 )
 
@@ -89,3 +95,18 @@ def test_z_loss_is_logged_beside_cross_entropy(trained: Trained) -> None:
 def test_a_name_is_registered_once(own: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
         learning_rate.register("cosine", SCHEDULES["cosine"])
+
+
+def test_each_optimizer_has_a_preset() -> None:
+    assert cli.names("optimizer") == sorted(OPTIMIZERS)
+
+
+def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own: dict[str, object]) -> None:
+    for overrides in (["memory=long"], ["memory.optimizer_state=host"]):
+        with pytest.raises(ValueError, match=r"memory\.optimizer_state=host with optimizer=momen"):
+            cli.compose("train", ["optimizer.name=momentum", *overrides])
+    request = cli.compose("train", ["optimizer.name=momentum", "model=1b"]).config
+    config = sample_run(request, "cuda").workload
+    policies = fitting.policies(replace(config, memory=MemoryConfig()))
+    assert [chosen.memory.policy for chosen in policies] == ["fast", "balanced"]
+    assert predict(policies[0]).gpu[OPTIMIZER] == 4 * config.model.parameters()
