@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
-from longctx.training import resolve, resume
-from longctx.training.dry_run import DryRun
+from longctx.training import longest, resolve, resume
+from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
 from tests.training.sample_run import Captured, Overrides, Refused
@@ -51,6 +52,59 @@ def test_micro_batches_stay_on_another_gpu(tmp_path: Path) -> None:
         requested = workload_of(config, "cuda", config.seq_len)
         work = decided(config, hardware.chip("NVIDIA H200", 139.8 * GIB))
         assert (work.batch_size, work.accumulate) == (requested.batch_size, requested.accumulate)
+
+
+# seq_len=max against a GPU that is made up
+
+GPU = hardware.chip("NVIDIA H200", 139.8 * GIB)
+HOST = 128 * GIB
+
+
+def requested(*overrides: str) -> Callable[[int], Workload]:
+    config = cli.compose("train", ["model=1b", "seq_len=max", *overrides]).config
+    assert config.seq_len == "max"
+    return lambda length: workload_of(replace(config, batch_size=1), "cuda", length)
+
+
+class Card:
+    """A GPU on which a run takes `factor` times what is predicted."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.probed = factor, list[int]()
+
+    def __call__(self, work: Workload) -> DryRun:
+        self.probed.append(work.seq_len)
+        peak = self.factor * predict(work).peak
+        if peak > GPU.usable:
+            return DryRun([], failed=OUT_OF_MEMORY)
+        return DryRun([1.0], memory={"memory_peak_gib": peak / GIB})
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.97, 1.02, 0.9, 1.05, 1.1])
+def test_longest_length_is_confirmed_near_the_limit(factor: float) -> None:
+    card, lines = Card(factor), list[str]()
+    request = requested("memory=balanced")
+    length = longest.find(request, card, GPU, HOST, lines.append)
+    limit = fitting.longest(request, GPU.usable / factor, HOST, longest.MULTIPLE)
+    assert limit is not None
+    assert length in card.probed
+    assert len(card.probed) <= 3
+    assert len(lines) == len(card.probed)
+    assert 0.9 * limit.seq_len <= length <= limit.seq_len
+    if 0.97 <= factor <= 1.02:  # what the plan promises
+        assert length >= 0.95 * limit.seq_len
+
+
+def test_no_fitting_length_is_an_error() -> None:
+    with pytest.raises(ValueError, match="seq_len=max: no length fits"):
+        longest.find(requested(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
+    with pytest.raises(ValueError, match="no length fits"):
+        longest.find(requested(), Card(100.0), GPU, HOST, print)
+
+
+def test_another_failure_of_a_probe_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
+        longest.find(requested(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
 
 
 def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:

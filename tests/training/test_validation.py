@@ -25,7 +25,7 @@ from tests.training.sample_run import Trained, row, steps
 
 
 def test_targets_after_a_gap_fill_no_bucket() -> None:
-    """Documents without gaps: see evaluation/test_positions.py."""
+    """Documents without gaps: see evaluation/test_perplexity.py."""
     conversation = row(16, 16)
     conversation["targets"][:5] = IGNORED  # what is asked
     conversation["targets"][23:27] = IGNORED
