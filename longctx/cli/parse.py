@@ -334,8 +334,8 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     values = file_values(path)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
-        values = differing(schema, as_new_run(values))
-    result = run_folder.flat(values)
+        values = as_new_run(values)
+    result = differing(schema, values)
     # A recipe's other keys are not about its data
     if schema is DescribeConfig:
         others = keys(TrainConfig).keys() - keys(schema).keys()
@@ -353,19 +353,22 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return key → value for the keys of a run that differ from the defaults and its presets.
+    """Return key → value for the `saved` keys that differ from the defaults, and in a group that is
+    nested, as in config.yaml, from its preset.
 
     The command line may choose another preset, which refuses the other keys. A model has all its
     keys, since config.yaml does not record its preset.
     """
-    usual = {name: value for name, value in run_folder.plain(schema()).items() if name != "model"}
-    for group in presets.groups(schema):
-        first, inner = presets.first_key(group)[0], saved.get(group)
-        if group in usual and isinstance(inner, dict) and inner.get(first) in presets.names(group):
-            preset = presets.read(group, inner[first])
-            usual[group] |= preset | {first: usual[group][first]}
-    usual = run_folder.flat(usual)
-    values = run_folder.flat(saved)
+    usual = {
+        name: value
+        for name, value in run_folder.plain(schema()).items()
+        if name != "model" and isinstance(saved.get(name), dict) == isinstance(value, dict)
+    }
+    for group in usual.keys() & presets.groups(schema).keys():
+        first = presets.first_key(group)[0]
+        if (name := saved[group].get(first)) in presets.names(group):
+            usual[group] |= presets.read(group, name) | {first: usual[group][first]}
+    usual, values = run_folder.flat(usual), run_folder.flat(saved)
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 
