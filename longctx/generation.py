@@ -32,7 +32,6 @@ from longctx.evaluation.load import TrainedModel, build_model, open_model
 from longctx.model import GPT
 from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel.devices import (
-    choose_device,
     dtype_of,
     is_out_of_memory,
     this_machine,
@@ -154,7 +153,7 @@ class Engine:
 
     def __init__(self, config: SampleConfig) -> None:
         self.config = config
-        self.device = choose_device(config, this_machine())
+        self.device = this_machine().device_for(config.device, config.precision)
         self.source = find_source(config, self.device)
         self.tokenizer = self.source.trained.tokenizer
         self.speed = Speed()

@@ -144,10 +144,7 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     """
     if config.device != "cpu" and hardware.may_be_here():
         return
-    if config.device == "cuda":
-        raise ValueError(hardware.NO_GPU)
-    if config.precision == "fp8":
-        raise ValueError(hardware.without_fp8("a CPU"))
+    hardware.Machine(0, None, False, 0.0).device_for(config.device, config.precision)
     config.attention.check_without_gpu()
     if config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)

@@ -17,7 +17,6 @@ from longctx import attention
 from longctx.attention import Mask
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config import presets
-from longctx.config.command_config import SampleConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.layout_config import ContextConfig
 from longctx.config.model_config import GPTConfig
@@ -42,22 +41,6 @@ def this_machine() -> Machine:
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of activations in "bf16", "fp8" or "fp32"."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
-
-
-def choose_device(config: TrainConfig | EvalConfig | SampleConfig, machine: Machine) -> str:
-    """Return "cuda" or "cpu"; ValueError if a GPU is asked for and missing, or lacks bf16."""
-    if config.device == "cuda" and not machine.gpus:
-        raise ValueError(hardware.NO_GPU)
-    if config.device == "cpu" or not machine.gpus:
-        if config.precision == "fp8":
-            raise ValueError(hardware.without_fp8("a CPU"))
-        return "cpu"
-    if not machine.bf16 and config.precision in ("auto", "bf16"):
-        name = machine.gpu.name if machine.gpu else "this GPU"
-        raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
-    if config.precision == "fp8" and not machine.fp8:
-        raise ValueError(hardware.without_fp8(machine.gpu.name if machine.gpu else "this GPU"))
-    return "cuda"
 
 
 def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:

@@ -30,7 +30,7 @@ from longctx.config.layout_config import STRATEGIES
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
 from longctx.parallel import sharding
-from longctx.parallel.devices import choose_device, dtype_of
+from longctx.parallel.devices import dtype_of
 from longctx.parallel.fabric import make_fabric
 from longctx.parallel.launch import EXIT, OWN, Launched, end_started, launched
 from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
@@ -318,7 +318,7 @@ def parallel_of(
     """
     device, problem = "cpu", ""
     try:
-        device = choose_device(config, machine)
+        device = machine.device_for(config.device, config.precision)
         if device == "cuda" and processes.local_ranks > machine.gpus:
             problem = too_few_gpus(processes, machine)
     except ValueError as error:

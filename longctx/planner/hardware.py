@@ -123,6 +123,23 @@ class Machine:
     host_memory: float  # bytes
     fp8: bool = False  # whether that GPU has FP8 matrix products
 
+    def device_for(self, device: str, precision: str) -> str:
+        """Return "cuda" or "cpu" for device= and precision=; ValueError if a GPU is asked for and
+        missing, or cannot compute so.
+        """
+        name = self.gpu.name if self.gpu else "this GPU"
+        if device == "cuda" and not self.gpus:
+            raise ValueError(NO_GPU)
+        if device == "cpu" or not self.gpus:
+            if precision == "fp8":
+                raise ValueError(without_fp8("a CPU"))
+            return "cpu"
+        if not self.bf16 and precision in ("auto", "bf16"):
+            raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
+        if precision == "fp8" and not self.fp8:
+            raise ValueError(without_fp8(name))
+        return "cuda"
+
 
 def without_fp8(device: str) -> str:
     """Return the message for FP8 products on a `device` without them."""

@@ -27,7 +27,6 @@ from longctx.parallel.devices import (
     able_backends,
     check_attention,
     choose_attention,
-    choose_device,
 )
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware, layouts
@@ -73,7 +72,8 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     a remedy, for whatever is wrong with the request.
     """
     # Machine → model → layouts → length
-    choice = choose_model(request, choose_device(request.config, machine), machine, say)
+    device = machine.device_for(request.config.device, request.config.precision)
+    choice = choose_model(request, device, machine, say)
     seq_len = choose_length(choice, machine, say)
     choice = stretched(choice, seq_len)
     is_probed = choice.config.seq_len == "max"

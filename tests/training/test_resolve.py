@@ -148,7 +148,7 @@ def test_device_is_what_there_is_or_a_mistake(
 ) -> None:
     config = cli.compose("train", overrides).config
     try:
-        device = resolve.choose_device(config, machine)
+        device = machine.device_for(config.device, config.precision)
     except ValueError as error:
         device = str(error)
     assert device.startswith(outcome)
