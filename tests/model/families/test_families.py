@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
     Glm4Config,
+    GraniteConfig,
+    GraniteSWAConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
     Ministral3Config,
@@ -181,4 +183,38 @@ def test_without_growth_it_is_refused(tmp_path: Path) -> None:
     content = {**SIZES, "model_type": "ministral3", "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"llama_4_scaling_beta=0\.0 must be a number above 0"):
+        read_config(tmp_path)
+
+
+FACTORS = {
+    **{"embedding_multiplier": [1.0, 12], "residual_multiplier": [1.0, 0.22]},
+    **{"attention_multiplier": [0.2, 0.4], "logits_scaling": [3.0, 7]},
+    **{"attention_bias": [False, True], "mlp_bias": [False, True]},
+}
+# Layers 0 and 4 have no window; 0 stands for no positions
+BASES = [[0, 300.0, 300.0, 300.0, 0], [300.0, 0, 0, 0, 300.0], [5e5, 300.0, 300.0, 300.0, 5e5]]
+
+
+class TestGranite(FamilyTests):
+    config_class = GraniteConfig
+    special = SPECIAL
+    drawn = {**FACTORS, "head_dim": [8, 10]}
+
+
+class TestGraniteSWA(FamilyTests):
+    config_class = GraniteSWAConfig
+    rewritten = ("rope_parameters",)  # a base that no layer has
+    special = SPECIAL
+    drawn = {
+        **{**FACTORS, "sliding_window": [3, 8, 20], "num_hidden_layers": [5]},
+        **{"layer_rope_theta": BASES},
+    }
+    stretched = {"sliding_window": 40, "layer_rope_theta": None}
+
+
+def test_two_bases_of_one_kind_are_refused(tmp_path: Path) -> None:
+    thetas = [100.0, 300.0, 300.0, 500.0]
+    changes = {"num_hidden_layers": 4, "layer_rope_theta": thetas}
+    TestGraniteSWA().config(0, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"layer_rope_theta=\[100.* is not covered yet"):
         read_config(tmp_path)
