@@ -90,7 +90,6 @@ def parts(conversation: Document) -> list[str]:
             *("qwen3", CALLING),
             [f"<think>\nt2\n</think>\n\n{CALLED}", "<think>\n\n</think>\n\na2<|im_end|>\n"],
         ),
-        ("qwen3_instruct_2507", CALLING, ["a1<|im_end|>\n", CALLED, "a2<|im_end|>\n"]),
         # The prompt ends in an empty thinking
         ("qwen3_5_nothink", PLAIN, ["a2<|im_end|>\n"]),
         # The day is in the system message, tools are in the first question

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
@@ -64,21 +63,6 @@ def test_sequences_keep_their_contract(text_config, seq_len) -> None:
     assert counts["train_tokens"] == int(data.lengths[data.split["train"]].sum())
     share = filled / (len(data.train) * seq_len)
     assert share == pytest.approx(counts["train_efficiency"], abs=1e-6)
-
-
-def test_documents_decode_to_their_files(text_config, corpus) -> None:
-    data = load(text_config(), 16)
-    names = []
-    for split in ("train", "val"):
-        for name, ids, n_bytes, _ in data.documents(split):
-            assert ids.dtype == np.int64
-            assert ids[-1] == data.tokenizer.eos_id
-            text = (corpus / name).read_text(encoding="utf-8")
-            assert data.tokenizer.decode(ids[:-1]) == text
-            assert n_bytes == len(text.encode())
-            names.append(name)
-    assert sorted(names) == sorted(file.name for file in corpus.glob("*.txt"))
-    assert data.summary()["documents_dropped"] == 1
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0, 0), (1e-9, 1)])

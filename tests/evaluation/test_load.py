@@ -136,6 +136,7 @@ def test_documents_of_a_run_are_those_of_its_split(
     assert names["val"]
     for document in splits["val"]:
         assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
+        assert document.n_bytes == len(tokenizer.decode(document.ids[1:-1]).encode())
         assert document.n_words == len(tokenizer.decode(document.ids[1:-1]).split())
     with pytest.raises(ValueError, match="split=val:"):
         list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))
