@@ -33,6 +33,8 @@ SCRIPT = Path(train.__file__)
             {"val_every": "1", "data.val_fraction": "0"},
             "val_every=1: no document is left to validate on",
         ),
+        ({"context.check": "true"}, "context.check=true: compares several devices with one"),
+        ({"context.check": "true", "devices": "2", "seq_len": "4"}, "seq_len=4: too short"),
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
