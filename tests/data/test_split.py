@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -176,22 +175,6 @@ def test_text_too_short_for_both_sides_is_refused(
     file.write_text(text)
     with pytest.raises(ValueError, match=r"data\.val_fraction=null: .*val_fraction=0 "):
         load(text_config(path=str(file), val_fraction=None), 16)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_another_seq_len_has_the_same_split(text_config: Make, corpus: Path, mixed: bool) -> None:
-    changes = {"source": "mix", "path": None, "mix": {"a": {"path": str(corpus)}}} if mixed else {}
-    data: Any = load(text_config(**changes), 32)
-    expected = load(text_config(**changes), 64)
-    (corpus / "more.txt").write_text(prose(90, 99))
-    longer = data.at(64)
-    assert (longer.seq_len, longer.identity()) == (64, data.identity())
-    assert longer.fingerprint == expected.fingerprint
-    assert len(longer.train) == len(expected.train)
-    assert all(
-        (longer.train[n]["tokens"] == row["tokens"]).all() for n, row in enumerate(expected.train)
-    )
-    assert load(text_config(**changes), 32).identity() != data.identity()
 
 
 def edited(text: str, share: float, seed: int) -> str:
