@@ -71,14 +71,9 @@ def test_a_step_that_is_not_finite_is_dropped(loss: float, norm: float) -> None:
 
 
 @pytest.fixture
-def factor() -> float:
-    return 10.0
-
-
-@pytest.fixture
-def spike(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """The loss of step 12 is `factor` times as large, and its gradient with it."""
-    step_of_run = loop.optimizer_step
+def spike(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The loss of step 12 is 10 times as large, or as the parameter says, and its gradient too."""
+    step_of_run, factor = loop.optimizer_step, getattr(request, "param", 10.0)
 
     def spiking(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
         if state.steps_done == 11:
@@ -111,7 +106,7 @@ def test_a_spike_is_dropped_again_on_resume(trained: Trained, capsys: Captured) 
 
 
 @pytest.mark.usefixtures("spike")
-@pytest.mark.parametrize("factor", [NAN, INF])
+@pytest.mark.parametrize("spike", [NAN, INF], indirect=True)
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_a_run_continues_without_a_nan_step(trained: Trained, log_every: int) -> None:
     """If it is logged or saved too: its loss is in no mean, the weights are those before."""

@@ -1,7 +1,7 @@
 """Objectives of preferences give TRL's loss, gradients and metrics, packed and not."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +64,7 @@ class Both:
     def theirs(self, name: str) -> Any:
         return LlamaForCausalLM.from_pretrained(self.folder / name, attn_implementation="eager")
 
-    def batches(self, kind: str, packed: bool) -> Iterator[AnswerBatch]:
+    def batch(self, kind: str, packed: bool) -> AnswerBatch:
         """All rows, with what the reference says of them: several to a sequence, or one."""
         rows = self.pairs if kind == "pairs" else self.labels
         file = self.folder / f"{kind}.jsonl"
@@ -86,7 +86,7 @@ class Both:
         batch = collate(sequences)
         with torch.no_grad():
             batch.reference = answers(self.ours("reference"), batch).logp.flatten(1)
-        yield batch
+        return batch
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def ours(both: Both, name: str, packed: bool) -> tuple[float, dict[str, float], 
     keys = ObjectiveConfig(name).filled()
     model, objective = both.ours("model"), keys.traits
     assert objective.data is not None
-    (batch,) = both.batches(objective.data, packed)
+    batch = both.batch(objective.data, packed)
     loss, figures = objective.loss(model, batch, keys)
     loss.backward()
     row = means(objective.figures, figures.flatten().tolist())
