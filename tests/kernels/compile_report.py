@@ -119,6 +119,7 @@ def large_backward(head_dim, ordered=False, group=1, dtype=gl.bfloat16):
     descriptors = {name: box(64, large.width, dtype) for name in ("q", "do")}
     descriptors |= {name: box(large.box, large.width, dtype) for name in ("k", "v", "dk", "dv")}
     descriptors |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, 64]},{row!r}>")
+    descriptors["dq"] = f"tensordesc<fp32{[16, 256]},{row!r}>"  # if it is mapped
     return ptxas(large.kernel, constants, descriptors)
 
 

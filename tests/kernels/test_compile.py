@@ -30,7 +30,7 @@ SLOW = (
 )
 LARGE = ("backward 192", "ordered backward 192", "backward 256", "ordered backward 256")
 # bytes of numbers that are needed once for a tile of keys
-SPILLED = {"backward 192": 12, "ordered backward 192": 68}
+SPILLED = {"ordered backward 192": 56}
 
 
 def compile_all(names, script="compile_report.py"):

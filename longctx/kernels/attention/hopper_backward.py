@@ -80,6 +80,7 @@ from longctx.kernels.attention.hopper_primitives import (
     descriptor,
     mask_scores,
     pop,
+    register_order,
     reinterpret,
     shared_layout,
     split,
@@ -128,12 +129,13 @@ class Large(NamedTuple):
     box: int  # of the keys, in a tensor map
     width: int  # channels of a tensor map
     intervals: int  # the last so many of the four are arguments
+    maps_sums: bool  # it adds to the sums of dq by a tensor map
 
 
 LARGE_QUERIES = 64  # of a tile of these kernels
 LARGE = {
-    192: Large(backward_192_kernel, 96, 32, 64, 4),
-    256: Large(backward_256_kernel, 64, 64, 128, 2),
+    192: Large(backward_192_kernel, 96, 32, 64, 4, True),
+    256: Large(backward_256_kernel, 64, 64, 128, 2, False),
 }
 KEYS = gl.constexpr(64)  # of a consumer warpgroup
 LONG = 4096  # keys, from which on walks compute for longer than HBM takes for their tiles
@@ -207,18 +209,6 @@ def rounded(dv, dk, scale, dtype: gl.constexpr, PARTS: gl.constexpr):
     if PARTS == 2:
         result = (dv0, dk0, dv[1].to(dtype), (dk[1] * scale).to(dtype))
     return result
-
-
-@gluon.jit
-def register_order(x):
-    """x (64, N), a matrix product, as (N / 4, 256) in the order of registers.
-
-    16 bytes of each thread and 512 of each warp are side by side, so that no bank is asked twice.
-    """
-    # rows: warp, half of its rows, row; columns: group, thread, one of two
-    N: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, N // 8, 4, 2])
-    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
 
 
 @gluon.jit
@@ -731,8 +721,12 @@ def backward(
     mapped = q_at, k_at, v_at, do_at, dk.data_ptr(), dv.data_ptr()
     semaphore = end + 16 if ordered else end
     if config is None:
-        ends = ends[-LARGE[launches.size].intervals :]
-        main(stream, (lse2_at, delta_at, *mapped), at, semaphore, end, *ends)
+        large = LARGE[launches.size]
+        ends = ends[-large.intervals :]
+        if large.maps_sums:
+            main(stream, (lse2_at, delta_at, *mapped, at), semaphore, end, *ends)
+        else:
+            main(stream, (lse2_at, delta_at, *mapped), at, semaphore, end, *ends)
     else:
         main(stream, (lse2_at, delta_at, *((*mapped, at) * parts)), semaphore, end, *ends[2:])
     unpack(stream, (), at, dq_at)
@@ -781,6 +775,11 @@ def _first_backward(
     launches = Launches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
     keep(_launches, key, launches)
     return dq, dk, dv
+
+
+def sums_map(sums: Tensor, count: int, rows: int) -> TensorDescriptor:
+    """Return the tensor map of `rows` of the first `count` sums of dq, 256 in each."""
+    return TensorDescriptor(sums, [count // 256, 256], [256, 1], [rows, 256], ROW_LAYOUT)
 
 
 class Mapped(NamedTuple):
@@ -832,7 +831,11 @@ def _first_launch(
         maps += [
             descriptor(*of, large.width, dtype) for of in zip(x[:6], rows_of_maps, strict=True)
         ]
-        kernel, pointers = large.kernel, (x.sums, *pointers, *intervals[-large.intervals :])
+        kernel, pointers = large.kernel, (*pointers, *intervals[-large.intervals :])
+        if large.maps_sums:
+            maps += [sums_map(x.sums, count, 16)]
+        else:
+            pointers = (x.sums, *pointers)
         if large.intervals == 4:
             scalars = batch_stride(intervals.first), *scalars
     else:
@@ -842,8 +845,7 @@ def _first_launch(
         for width, part in zip(split(size), (16, 8), strict=True):
             if width:
                 maps += [descriptor(tensor, n, width, dtype) for tensor, n in boxes]
-                shape = [count // 256, 256]
-                maps += [TensorDescriptor(x.sums, shape, [256, 1], [part, 256], ROW_LAYOUT)]
+                maps += [sums_map(x.sums, count, part)]
             else:
                 maps += [None] * (len(boxes) + 1)
     constants = constants_of(c, size, group, dtype, ordered)

@@ -11,21 +11,23 @@ step of each, beside the other's:
     consumer 0                               consumer 1
     p = exp(s - lse) to shared memory        ds = p (dp - delta) to shared memory
     dv += p·do; release q and do             dk += ds·q; release q and do
-    128 channels of dq of the step before    64 channels of dq
+    128 channels of dq                       64 channels of dq
     s of the next tile of queries            dp of the next tile of queries
 
 Sides of tensors are powers of two, so the keys come in two pieces, of 64 and of 32, and the
 channels in three parts of 64. dk and dv are transposed: their rows, of which a product has 64, are
-channels. Products read both operands from shared memory, which at columns of 64 and 32 it can only
-just feed; loads and stores of p and ds wait for it.
+channels. Products of so few columns ask for their operands in shared memory as fast as it can give
+them. So qᵀ and doᵀ of dk and dv, which two products share, are read once, into registers.
 
-p of a step is in its slot until p of two steps later is written: consumer 1 has used it when it
-reports ds of this step, for which consumer 0 waits one step later. ds is there until consumer 0 has
-formed dq of it, which is before it writes the p of two steps later.
+Each consumer has a writer warp that adds its parts of dq, in fp32, to sums in global memory by TMA,
+as in hopper_backward.py. Adding them from registers held up the loads and stores of p and ds.
 
-Buffers in shared memory, 217 KiB: qs, dos, lses, deltas, pss, dss (two slots, by step), ks, vs. qs,
-dos, ks, vs have three parts, of channels; pss, dss two, of keys. dv and dk leave from the places of
-v and k.
+Only one p and one ds are there. Consumer 1 has used p when it reports ds of the same step, for
+which consumer 0 waits before it forms dq. Consumer 0 has used ds before it reports the next p.
+
+Buffers in shared memory, 226 KiB: qs, dos, lses, deltas (two slots, by step), pss, dss, ks, vs,
+dq_part (one for each consumer). qs, dos, ks, vs have three parts, of channels; pss, dss two, of
+keys. dv and dk leave from the places of v and k.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longctx.kernels.attention.hopper_backward_256 import add_tile
 from longctx.kernels.attention.hopper_order import (
     Q_DO_EMPTY,
     Buffers,
@@ -50,26 +51,30 @@ from longctx.kernels.attention.hopper_order import (
     producer,
     query_tile,
     query_tiles,
-    release_added,
+    release_sent,
 )
 from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
     bar_sync,
     mask_scores,
     pop,
+    register_order,
     reinterpret,
     store_part,
+    tma_add,
     zero_product,
 )
 
 N = gl.constexpr(64)  # queries of a tile, channels of a part
 KEYS = gl.constexpr(96)  # of a tile
 BOX = gl.constexpr(32)  # rows of the tensor maps of keys
-# Of the hardware's 16 named barriers Triton takes 0 to 3 for three partitions.
-P_FULL = gl.constexpr(5)  # 5 + tile & 1
-DS_FULL = gl.constexpr(7)  # 7 + tile & 1
-OWN = gl.constexpr(9)  # 9 + consumer: its warps have written p or ds, or added dq
-WALKED = gl.constexpr(11)  # k and v have been read
+# Of the hardware's 16 named barriers Triton takes 0 to 5 for five partitions.
+P_FULL = gl.constexpr(6)
+DS_FULL = gl.constexpr(7)
+OWN = gl.constexpr(8)  # 8 + consumer: its warps have written p or ds
+DQ_FULL = gl.constexpr(10)  # 10 + consumer: its part of dq is written
+WALKED = gl.constexpr(12)  # k and v have been read
+# 13 and 14: Q_DO_EMPTY
 
 
 @gluon.jit
@@ -93,36 +98,49 @@ def start_scores(xs, stage, ys, zero, shared: gl.constexpr, PIECE: gl.constexpr)
 
 
 @gluon.jit
-def start_sums(sums, xs, ps, stage):
-    """Issue sums += xᵀ·p, of three parts of the channels and both pieces of the keys."""
-    p0, p1 = ps[0].index(stage), ps[1].index(stage)
-    x0, x1, x2 = xs[0].index(stage), xs[1].index(stage), xs[2].index(stage)
+def start_sum(first, last, x, ps, zero):
+    """Issue sums += xᵀ·p, of a part of the channels and both pieces of the keys."""
+    x = x.permute((1, 0)).load(gl.DotOperandLayout(0, first.type.layout, 2))
+    same: gl.constexpr = gl.DotOperandLayout(0, last.type.layout, 2)
     return (
-        warpgroup_mma(x0.permute((1, 0)), p0, sums[0], is_async=True),
-        warpgroup_mma(x0.permute((1, 0)), p1, sums[1], is_async=True),
-        warpgroup_mma(x1.permute((1, 0)), p0, sums[2], is_async=True),
-        warpgroup_mma(x1.permute((1, 0)), p1, sums[3], is_async=True),
-        warpgroup_mma(x2.permute((1, 0)), p0, sums[4], is_async=True),
-        warpgroup_mma(x2.permute((1, 0)), p1, sums[5], is_async=True),
+        warpgroup_mma(x, ps[0].index(zero), first, is_async=True),
+        warpgroup_mma(gl.convert_layout(x, same), ps[1].index(zero), last, is_async=True),
     )
 
 
 @gluon.jit
-def finish_sums(x, OUTSTANDING: gl.constexpr):
-    """Return x, of `start_sums`, once no more than OUTSTANDING later products run."""
-    return warpgroup_mma_wait(OUTSTANDING, deps=(x[0], x[1], x[2], x[3], x[4], x[5]))
+def add_sums(sums, xs, ps, stage, zero):
+    """Return sums + xᵀ·p, of three parts of the channels and both pieces of the keys."""
+    s0, s1 = start_sum(sums[0], sums[1], xs[0].index(stage), ps, zero)
+    s2, s3 = start_sum(sums[2], sums[3], xs[1].index(stage), ps, zero)
+    s4, s5 = start_sum(sums[4], sums[5], xs[2].index(stage), ps, zero)
+    return warpgroup_mma_wait(0, deps=(s0, s1, s2, s3, s4, s5))
 
 
 @gluon.jit
-def start_dq(dss, stage, ks, i, dq, zero, shared: gl.constexpr):
+def start_dq(dss, ks, i, dq, zero, shared: gl.constexpr):
     """Issue ds·k for part i of the channels, a product for each piece of the keys.
 
     It takes the registers of dq and drops their values. With a plain use_acc=False the compiler
     would take others, and spill; it does not know that `zero` is 0.
     """
     k0, k1 = pieces(ks, i, zero, shared)
-    dq = warpgroup_mma(dss[0].index(stage), k0, dq, use_acc=zero > 0, is_async=True)
-    return warpgroup_mma(dss[1].index(stage), k1, dq, is_async=True)
+    dq = warpgroup_mma(dss[0].index(zero), k0, dq, use_acc=zero > 0, is_async=True)
+    return warpgroup_mma(dss[1].index(zero), k1, dq, is_async=True)
+
+
+@gluon.jit
+def send_dq(dq, dq_part, empty, phase, always, C: gl.constexpr):
+    """Give a part of dq to the writer, once its place is empty.
+
+    `always` is true, which the compiler does not know: without the branch it would copy dq while
+    the next product runs, and spill.
+    """
+    if always:
+        mbarrier.wait(empty, phase)
+        dq_part.store(register_order(dq))
+        fence_async_shared()
+        bar_arrive(DQ_FULL + C, 160)
 
 
 @gluon.jit
@@ -156,49 +174,41 @@ def store_ds(dp, delta, p, ds):
 @gluon.jit
 def scores_step(
     s, dv,
-    sums, semaphore, wait, before, ready,
-    ks, qs, dos, lses, pss, dss,
+    ks, qs, dos, lses, pss, dss, dq_part,
     first, last, row, m0, n0, Tq, keys_before, keys_after, scale_log2,
-    q_full, do_full,
+    q_full, do_full, dq_empty,
     it, zero, more,
-    shared: gl.constexpr, ORDERED: gl.constexpr,
+    shared: gl.constexpr,
 ):  # fmt: skip
-    """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dv.
-
-    dq is that of the tile before, if `ready`.
-    """
+    """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dv."""
     now, after = it & 1, (it + 1) & 1
+    one = it & zero  # 0
     # p = exp(s - lse)
     for i in gl.static_range(2):
         store_p(
-            s[i], lses.index(now), pss[i].index(now),
+            s[i], lses.index(now), pss[i].index(one),
             n0 + i * N, m0, first, last, row, Tq, keys_before, keys_after, scale_log2,
         )  # fmt: skip
     fence_async_shared()
-    bar_arrive(P_FULL + now, 256)
+    bar_arrive(P_FULL, 256)
     bar_sync(OWN, 128)
 
-    # dv += p·do, dq of the tile before
+    # dv += p·do
     mbarrier.wait(do_full.index(now), (it >> 1) & 1)
-    dv = start_sums(dv, dos, pss, now)
-    if ready:
-        bar_sync(DS_FULL + after, 256)
-    dq_async = start_dq(dss, after, ks, 0, zero_product(N), it & zero, shared)
-    dv = finish_sums(dv, 2)
+    dv = add_sums(dv, dos, pss, now, one)
+    bar_sync(DS_FULL, 256)
+    dq_async = start_dq(dss, ks, 0, zero_product(N), one, shared)
     bar_arrive(Q_DO_EMPTY + now, 288)
-    dq = warpgroup_mma_wait(0, deps=(dq_async,))
-    add_tile(dq, sums, semaphore, wait, before, ready, 0, ORDERED)
-    dq_async = start_dq(dss, after, ks, 1, dq, it & zero, shared)
 
-    # s of the next tile
+    # dq, s of the next tile
+    dq = warpgroup_mma_wait(0, deps=(dq_async,))
+    send_dq(dq, dq_part.index(one), dq_empty, 1, zero == 0, 0)
+    dq_async = start_dq(dss, ks, 1, dq, one, shared)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    s1 = start_scores(qs, after, ks, it & zero, shared, 1)
+    s1 = start_scores(qs, after, ks, one, shared, 1)
     dq = warpgroup_mma_wait(3, deps=(dq_async,))
-    add_tile(dq, sums, semaphore, wait, before, ready, N, ORDERED)
-    if ORDERED:  # noqa: SIM102, the first is known when compiling
-        if ready:
-            release_added(semaphore, before, OWN)
-    s0 = start_scores(qs, after, ks, it & zero, shared, 0)
+    send_dq(dq, dq_part.index(one), dq_empty, 0, zero == 0, 0)
+    s0 = start_scores(qs, after, ks, one, shared, 0)
     s = warpgroup_mma_wait(0, deps=(s0, s1))
     return s, dv
 
@@ -206,39 +216,73 @@ def scores_step(
 @gluon.jit
 def gradient_step(
     dp, dk,
-    sums, semaphore, wait, before,
-    ks, vs, qs, dos, deltas, pss, dss,
-    q_full, do_full,
+    ks, vs, qs, dos, deltas, pss, dss, dq_part,
+    q_full, do_full, dq_empty,
     it, zero, more,
-    shared: gl.constexpr, ORDERED: gl.constexpr,
+    shared: gl.constexpr,
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next tile's dp, and dk."""
     now, after = it & 1, (it + 1) & 1
+    one = it & zero  # 0
     # ds = p (dp - delta)
-    bar_sync(P_FULL + now, 256)
+    bar_sync(P_FULL, 256)
     for i in gl.static_range(2):
-        store_ds(dp[i], deltas.index(now), pss[i].index(now), dss[i].index(now))
+        store_ds(dp[i], deltas.index(now), pss[i].index(one), dss[i].index(one))
     fence_async_shared()
-    bar_arrive(DS_FULL + now, 256)
+    bar_arrive(DS_FULL, 256)
     bar_sync(OWN + 1, 128)
 
-    # dk += ds·q, dq
+    # dk += ds·q
     mbarrier.wait(q_full.index(now), (it >> 1) & 1)
-    dk = start_sums(dk, qs, dss, now)
-    dq_async = start_dq(dss, now, ks, 2, zero_product(N), it & zero, shared)
-    dk = finish_sums(dk, 2)
+    dk = add_sums(dk, qs, dss, now, one)
+    dq_async = start_dq(dss, ks, 2, zero_product(N), one, shared)
     bar_arrive(Q_DO_EMPTY + now, 288)
-    dq = warpgroup_mma_wait(0, deps=(dq_async,))
-    add_tile(dq, sums, semaphore, wait, before, True, 0, ORDERED)
-    if ORDERED:
-        release_added(semaphore, before, OWN + 1)
 
-    # dp of the next tile
+    # dq, dp of the next tile
+    dq = warpgroup_mma_wait(0, deps=(dq_async,))
     mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    dp1 = start_scores(dos, after, vs, it & zero, shared, 1)
-    dp0 = start_scores(dos, after, vs, it & zero, shared, 0)
+    dp0 = start_scores(dos, after, vs, one, shared, 0)
+    send_dq(dq, dq_part.index(one), dq_empty, (it & 1) ^ 1, zero == 0, 1)
+    dp1 = start_scores(dos, after, vs, one, shared, 1)
     dp = warpgroup_mma_wait(0, deps=(dp0, dp1))
     return dp, dk
+
+
+@gluon.jit
+def writer(
+    dq, dq_part, dq_empty, queue,
+    semaphores, qfirst, qlast, stride_ib,
+    Tq, Tk, Hq, tiles, heads, l2_heads,
+    GROUP: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Add the parts of dq of consumer C to memory: the first two, or the last."""
+    count = 0
+    t = pop(queue, count, 1)
+    while t >= 0:
+        b, hk, n0, down = key_tile(
+            t, tiles, qlast, stride_ib, Tk, Hq // GROUP, heads, l2_heads, KEYS, ORDERED
+        )
+        qfirst_b = qfirst + b * stride_ib
+        qlast_b = qlast + b * stride_ib
+        lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, KEYS)
+        from_query, to_query, before = predecessor(qfirst_b, qlast_b, n0, Tk, down, KEYS)
+        for x in range(n * GROUP):
+            m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
+            tile = (b * Hq + hk * GROUP + x % GROUP) * gl.cdiv(Tq, N) + m
+            semaphore = semaphores + 2 * tile + C
+            if ORDERED and ((m + 1) * N > from_query) & (m * N <= to_query):
+                # it need not acquire: sums are added in L2
+                while gl.load(semaphore, volatile=True) != before:
+                    pass
+            for i in gl.static_range(2 - C):
+                bar_sync(DQ_FULL + C, 160)
+                tma_add(dq, [tile * 48 + (2 * C + i) * 16, 0], dq_part.index(0))
+                tma.store_wait(0)
+                mbarrier.arrive(dq_empty, count=1)
+            if ORDERED:
+                release_sent(semaphore, before)
+        count += 1
+        t = pop(queue, count, 1)
 
 
 @gluon.jit
@@ -257,12 +301,12 @@ def store_tile(x_map, xs, x, scale, b, n0, h, shared: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    sums, out_map,
-    buffers, pss, dss,
-    loaded, queue,
-    semaphores, first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
+    out_map,
+    buffers, pss, dss, dq_part,
+    loaded, dq_empty, queue,
+    first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-    shared: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    shared: gl.constexpr, GROUP: gl.constexpr,
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: dv or dk of each tile, and its channels of dq at every step."""
@@ -279,7 +323,6 @@ def consumer(
         qfirst_b = qfirst + b * stride_ib
         qlast_b = qlast + b * stride_ib
         lo, n = query_tiles(qfirst_b, qlast_b, n0, Tk, N, KEYS)
-        from_query, to_query, before = predecessor(qfirst_b, qlast_b, n0, Tk, down, KEYS)
         # queries from last_first to first_last see all keys; none sees keys past the end
         last_first = gl.load(qfirst_b + gl.minimum(n0 + KEYS, Tk) - 1)
         first_last = gl.load(qlast_b + n0)
@@ -304,51 +347,27 @@ def consumer(
             s = warpgroup_mma_wait(0, deps=(s0, s1))
 
             # steady state
-            first_tile = (b * Hq + hk * GROUP) * gl.cdiv(Tq, N)
-            tile = first_tile
-            wait = False
             for x in range(n * GROUP):
-                tile_before, wait_before = tile, wait
-                m = query_tile(x, lo, n, down, GROUP, DIRECTIONS)
-                tile = first_tile + (x % GROUP) * gl.cdiv(Tq, N) + m
-                wait = ((m + 1) * N > from_query) & (m * N <= to_query)
+                m0 = query_tile(x, lo, n, down, GROUP, DIRECTIONS) * N
                 if C == 0:
                     s, out = scores_step(
                         s, out,
-                        sums + tile_before.to(gl.int64) * (N * D), semaphores + 2 * tile_before,
-                        wait_before, before, x > 0,
-                        ks, qs, dos, lses, pss, dss,
-                        first, last, b * stride_first, m * N, n0, Tq,
-                        m * N + N - 1 > first_last, m * N < last_first, scale_log2,
-                        q_full, do_full,
+                        ks, qs, dos, lses, pss, dss, dq_part,
+                        first, last, b * stride_first, m0, n0, Tq,
+                        m0 + N - 1 > first_last, m0 < last_first, scale_log2,
+                        q_full, do_full, dq_empty,
                         it, zero, x + 1 < n * GROUP,
-                        shared, ORDERED,
+                        shared,
                     )  # fmt: skip
                 else:
                     s, out = gradient_step(
                         s, out,
-                        sums + tile.to(gl.int64) * (N * D) + 2 * N * N, semaphores + 2 * tile + 1,
-                        wait, before,
-                        ks, vs, qs, dos, deltas, pss, dss,
-                        q_full, do_full,
+                        ks, vs, qs, dos, deltas, pss, dss, dq_part,
+                        q_full, do_full, dq_empty,
                         it, zero, x + 1 < n * GROUP,
-                        shared, ORDERED,
+                        shared,
                     )  # fmt: skip
                 it += 1
-            if C == 0:
-                # dq of the last tile
-                at = sums + tile.to(gl.int64) * (N * D)
-                semaphore = semaphores + 2 * tile
-                slot = (it + 1) & 1
-                bar_sync(DS_FULL + slot, 256)
-                dq_async = start_dq(dss, slot, ks, 0, zero_product(N), it & zero, shared)
-                dq = warpgroup_mma_wait(0, deps=(dq_async,))
-                add_tile(dq, at, semaphore, wait, before, True, 0, ORDERED)
-                dq_async = start_dq(dss, slot, ks, 1, dq, it & zero, shared)
-                dq = warpgroup_mma_wait(0, deps=(dq_async,))
-                add_tile(dq, at, semaphore, wait, before, True, N, ORDERED)
-                if ORDERED:
-                    release_added(semaphore, before, OWN)
 
         # epilogue: dv and dk leave from the places of v and k, once both consumers have read them
         bar_sync(WALKED, 256)
@@ -375,18 +394,18 @@ def parts(BOXES: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr, shared: 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
 def backward_192_kernel(
     lse2, delta,
-    q, k, v, do, dk, dv,
-    sums, semaphores, counter,
+    q, k, v, do, dk, dv, dq,
+    semaphores, counter,
     first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
     Tq, Tk, Hq, tiles, heads, l2_heads, zero,
     shared: gl.constexpr, ds_shared: gl.constexpr, row_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in sums, dq without the scale.
+    """dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, the sums of dq without the scale.
 
-    The first eight are tensor maps. `sums`: fp32, for each head, tile of 64 queries and 64 channels
-    16 rows of 256 (see `register_order`). `counter`: 0. `semaphores`, ordered: an int32, 0, for
-    each head, tile of queries and consumer.
+    The first nine are tensor maps. dq: fp32, for each head, tile of 64 queries and 64 channels 16
+    rows of 256 (see `register_order`). `counter`: 0. `semaphores`, ordered: an int32, 0, for each
+    head, tile of queries and consumer.
     """
     # shared memory
     dtype: gl.constexpr = q.dtype
@@ -395,34 +414,52 @@ def backward_192_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, N], row_shared)
     pss = (
-        gl.allocate_shared_memory(dtype, [2, N, N], shared),
-        gl.allocate_shared_memory(dtype, [2, N, BOX], ds_shared),
+        gl.allocate_shared_memory(dtype, [1, N, N], shared),
+        gl.allocate_shared_memory(dtype, [1, N, BOX], ds_shared),
     )
     dss = (
-        gl.allocate_shared_memory(dtype, [2, N, N], shared),
-        gl.allocate_shared_memory(dtype, [2, N, BOX], ds_shared),
+        gl.allocate_shared_memory(dtype, [1, N, N], shared),
+        gl.allocate_shared_memory(dtype, [1, N, BOX], ds_shared),
     )
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
-    loaded, queue = barriers(2)
+    dq_part0 = gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared)
+    dq_part1 = gl.allocate_shared_memory(gl.float32, [1, 16, 256], row_shared)
+    # consumers and writers pop the queue
+    loaded, queue = barriers(4)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(dq_empty.index(i), count=1)
 
     # warps
     # fmt: off
     gl.warp_specialize([
         (consumer, (
-            sums, dv,
-            buffers, pss, dss,
-            loaded, queue,
-            semaphores, first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
+            dv,
+            buffers, pss, dss, dq_part0,
+            loaded, dq_empty.index(0), queue,
+            first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
             Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            shared, GROUP, D, ORDERED, DIRECTIONS, 0,
+            shared, GROUP, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
-            sums, dk,
-            buffers, pss, dss,
-            loaded, queue,
-            semaphores, first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
+            dk,
+            buffers, pss, dss, dq_part1,
+            loaded, dq_empty.index(1), queue,
+            first, last, qfirst, qlast, stride_first, stride_ib, scale, scale_log2,
             Tq, Tk, Hq, tiles, heads, l2_heads, zero,
-            shared, GROUP, D, ORDERED, DIRECTIONS, 1,
+            shared, GROUP, ORDERED, DIRECTIONS, 1,
+        )),
+        (writer, (
+            dq, dq_part0, dq_empty.index(0), queue,
+            semaphores, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, ORDERED, DIRECTIONS, 0,
+        )),
+        (writer, (
+            dq, dq_part1, dq_empty.index(1), queue,
+            semaphores, qfirst, qlast, stride_ib,
+            Tq, Tk, Hq, tiles, heads, l2_heads,
+            GROUP, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
             (q, q, q), (k, k, k), (v, v, v), (do, do, do), lse2, delta,
@@ -431,5 +468,5 @@ def backward_192_kernel(
             Tq, Tk, Hq, tiles, heads, l2_heads,
             GROUP, D, 3, N, KEYS, ORDERED, DIRECTIONS,
         )),
-    ], [4, 1], [240, 24])
+    ], [4, 1, 1, 1], [240, 24, 24, 24])
     # fmt: on

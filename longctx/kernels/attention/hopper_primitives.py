@@ -252,6 +252,18 @@ def zero_product(N: gl.constexpr):
 
 
 @gluon.jit
+def register_order(x):
+    """x (64, N), a matrix product, as (N / 4, 256) in the order of registers.
+
+    16 bytes of each thread and 512 of each warp are side by side, so that no bank is asked twice.
+    """
+    # rows: warp, half of its rows, row; columns: group, thread, one of two
+    N: gl.constexpr = x.shape[1]
+    x = x.reshape([4, 2, 8, N // 8, 4, 2])
+    return x.permute((3, 0, 2, 4, 1, 5)).reshape([N // 4, 256])
+
+
+@gluon.jit
 def operand_of(a, acc):
     """a as the operand in registers of a product that acc accumulates."""
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
