@@ -133,8 +133,8 @@ def start_dq(dss, ks, i, dq, zero, shared: gl.constexpr):
 def send_dq(dq, dq_part, empty, phase, always, C: gl.constexpr):
     """Give a part of dq to the writer, once its place is empty.
 
-    `always` is true, which the compiler does not know: without the branch it would copy dq while
-    the next product runs, and spill.
+    `always` is true. While the next product runs the compiler must not know it: without the branch
+    it would copy dq, and spill.
     """
     if always:
         mbarrier.wait(empty, phase)
@@ -202,7 +202,7 @@ def scores_step(
 
     # dq, s of the next tile
     dq = warpgroup_mma_wait(0, deps=(dq_async,))
-    send_dq(dq, dq_part.index(one), dq_empty, 1, zero == 0, 0)
+    send_dq(dq, dq_part.index(one), dq_empty, 1, True, 0)
     dq_async = start_dq(dss, ks, 1, dq, one, shared)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
     s1 = start_scores(qs, after, ks, one, shared, 1)
