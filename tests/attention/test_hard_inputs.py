@@ -49,7 +49,7 @@ def test_random_lengths_are_as_exact_as_torchs_kernel(kernel):
         assert ratio <= 1, f"{name} of {case}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256] if ON_GPU else [16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256] if ON_GPU else [16])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_repeats_give_the_same_bits(kernel, head_dim):
     T = 1000 if ON_GPU else 40
