@@ -200,6 +200,7 @@ def test_a_file_that_cannot_be_mapped_is_no_memory(
         ["top_k=5", "temperature=0"],
         ["decode=triton"],
         ["out=answers.txt"],
+        ["out=b.jsonl", "prompts=b.jsonl"],
     ],
 )
 def test_mistakes_are_one_line(

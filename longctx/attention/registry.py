@@ -485,6 +485,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str, **factors: float
     if layout == "bthd" and 1 < qs[1] < qs[2] and ks[1] <= qs[1]:
         _warn_of_layout(tuple(qs))
     for name, factor in factors.items():
+        if isinstance(factor, Tensor):
+            raise ValueError(f"{name} is a tensor, which would get no gradient; give a number")
         if factor is not None and not 0 < factor < float("inf"):
             raise ValueError(f"{name}={factor} must be above 0, and finite")
 

@@ -196,13 +196,17 @@ def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[s
 def jobs(arguments: Iterable[str]) -> list[list[str]]:
     """Return the arguments of each job of a sweep: every combination of the listed values, the last
     key varying fastest.
+
+    ValueError names a list in which a value is missing.
     """
     file, texts, _ = read(TrainConfig, arguments, is_sweep=True)
     # Texts as typed, since each job parses them again
-    choices = [
-        [f"{name}={text}" for text in alternatives(keys(TrainConfig).get(name), listed)]
-        for name, listed in texts.items()
-    ]
+    choices = []
+    for name, listed in texts.items():
+        values = alternatives(keys(TrainConfig).get(name), listed)
+        if len(values) > 1 and "" in values:
+            raise ValueError(f"{name}={listed}: a value between commas is missing")
+        choices.append([f"{name}={text}" for text in values])
     return [[*file, *job] for job in itertools.product(*choices)]
 
 

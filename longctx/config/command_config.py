@@ -130,6 +130,10 @@ class GenerateConfig(SampleConfig):
                 f"out={out}: the folder {out.parent} is not there",
             ),
             (
+                self.out is not None and out.resolve() == file.resolve(),
+                f"out={out}: the answers would replace the prompts; give another file",
+            ),
+            (
                 self.prompts is not None and self.prompt is not None,
                 f"prompts={file}: prompt= is given too; leave one of them out",
             ),

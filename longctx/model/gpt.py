@@ -176,10 +176,12 @@ class GPT(nn.Module):
 
         Raises ValueError if tokens, targets or mask do not fit together.
         """
-        if tokens.ndim != 2 or (targets is not None and targets.shape != tokens.shape):
+        unequal = targets is not None and targets.shape != tokens.shape
+        if tokens.ndim != 2 or unequal or not tokens.numel():
             shapes = tuple(tokens.shape), None if targets is None else tuple(targets.shape)
             raise ValueError(
-                f"tokens and targets must both be (B, T), got {shapes[0]} and {shapes[1]}"
+                f"tokens and targets must both be (B, T), of at least one token, got {shapes[0]} "
+                f"and {shapes[1]}"
             )
         mask, (B, T), context = Mask.causal() if mask is None else mask, tokens.shape, self.context
         # Ranks take equal shares of a sequence, so T is padded to N, a multiple of their number

@@ -69,6 +69,7 @@ def test_every_backend_has_its_yaml():
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
         (lambda: attention(q, q, q, softcap=float("inf")), "softcap=inf must be"),
         (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
+        (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "scale is a tensor"),
         (lambda: Attention("flahs"), "attention=flahs"),
         (lambda: attention(q, q, q, backend="auto"), "for runs alone; choose one of .*flash"),
         (lambda: attention(q, q, q, is_causal=True), r"mask=Mask\.causal\(\)"),

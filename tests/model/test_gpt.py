@@ -89,7 +89,9 @@ def test_attention_options_reach_the_backend() -> None:
         GPT(CONFIG, AttentionConfig("naive", {"colour": "blue"}))(tokens(1, 4))
 
 
-@pytest.mark.parametrize("shapes", [((4,), None), ((2, 4), (2, 5)), ((2, 4), (4, 2))])
+@pytest.mark.parametrize(
+    "shapes", [((4,), None), ((2, 4), (2, 5)), ((2, 4), (4, 2)), ((1, 0), None)]
+)
 def test_shapes_that_do_not_fit_are_refused(shapes: tuple) -> None:
     x, y = (None if s is None else torch.zeros(s, dtype=torch.int64) for s in shapes)
     with pytest.raises(ValueError, match=r"tokens and targets must both be \(B, T\)"):
