@@ -283,13 +283,8 @@ class TrainConfig(Group):
         """Raise ValueError for what the objective does not go with."""
         traits, setting = self.objective.traits, f"objective={self.objective.name}"
         preferences = self.data.preferences
-        refuse(
-            (
-                preferences not in (None, traits.data),
-                f"data.preferences={preferences}: {setting} reads {traits.data or 'texts'}; leave "
-                "it out, the objective sets it",
-            ),
-        )
+        if preferences not in (None, traits.data):
+            raise ValueError(f"data.preferences={preferences}: {setting} sets it; leave it out")
         if traits.data is None:
             return
         reads = SOURCES[self.data.source].keys_of(self.data)

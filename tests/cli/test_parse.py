@@ -225,7 +225,7 @@ def test_a_sweep_is_every_combination_in_order() -> None:
     ]
     lists = cli.jobs(["betas=[0.9,0.95],[0.9,0.99]", "runs='a,b'"])
     assert lists == [["betas=[0.9,0.95]", "runs='a,b'"], ["betas=[0.9,0.99]", "runs='a,b'"]]
-    with pytest.raises(ValueError, match="lr=0.1,: a value between commas is missing"):
+    with pytest.raises(ValueError, match=r"lr=0\.1,: a value between commas is missing"):
         cli.jobs(["lr=0.1,"])
 
 

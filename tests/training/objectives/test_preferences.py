@@ -148,7 +148,7 @@ def test_conversations_and_parquet_are_read_as_texts_are(
         ({"init": None}, "objective=dpo: begins with trained weights"),
         ({"objective__reference": "step"}, "objective.reference=step: only LoRA"),
         ({"data__packing": "false"}, "objective=dpo with data.packing=false"),
-        ({"data__preferences": "labels"}, "data.preferences=labels: objective=dpo reads pairs"),
+        ({"data__preferences": "labels"}, "data.preferences=labels: objective=dpo"),
         ({"seq_len": 24}, "take"),
     ],
 )
