@@ -27,6 +27,10 @@ BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
 # Of a model that transformers computes
 LOST = "with our attention and loss; without fused kernels, torch.compile, fp8 and Muon"
+DROPOUTS = (
+    *("attention_dropout", "hidden_dropout", "residual_dropout"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+)
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -75,6 +79,8 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         init, model, tokenizer = read_run(init, folder, vocab_size)
     else:
         init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
+        if not model.transformers and (dropout := dropout_of(folder)):
+            source += f", without its {dropout}"
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
         model = with_balance(model, config.model.experts.balance, init)
@@ -82,6 +88,12 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         source += f", computed by transformers ({LOST})"
     data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
     return Pretrained(replace(config, init=init, data=data), model, name, source)
+
+
+def dropout_of(folder: Path) -> str:
+    """Return the dropout of `folder`/config.json, which our layers do not have; "" for none."""
+    settings = untrusted.read_settings(folder / "config.json")
+    return ", ".join(f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name))
 
 
 def with_balance(model: GPTConfig, balance: float, init: str) -> GPTConfig:
