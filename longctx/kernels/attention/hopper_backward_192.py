@@ -110,7 +110,11 @@ def start_sum(first, last, x, ps, zero):
 
 @gluon.jit
 def add_sums(sums, xs, ps, stage, zero):
-    """Return sums + xᵀ·p, of three parts of the channels and both pieces of the keys."""
+    """Return sums + xᵀ·p, of three parts of the channels and both pieces of the keys.
+
+    It waits for them at once: ptxas 12.8 may overwrite registers that a product still reads
+    (triton#9433), and with dq in flight too there would not be enough.
+    """
     s0, s1 = start_sum(sums[0], sums[1], xs[0].index(stage), ps, zero)
     s2, s3 = start_sum(sums[2], sums[3], xs[1].index(stage), ps, zero)
     s4, s5 = start_sum(sums[4], sums[5], xs[2].index(stage), ps, zero)
@@ -182,11 +186,11 @@ def scores_step(
 ):  # fmt: skip
     """Take one tile of queries in consumer 0, from its s: return the next tile's s, and dv."""
     now, after = it & 1, (it + 1) & 1
-    one = it & zero  # 0
+    slot = it & zero  # 0, the only one; the compiler does not know it
     # p = exp(s - lse)
     for i in gl.static_range(2):
         store_p(
-            s[i], lses.index(now), pss[i].index(one),
+            s[i], lses.index(now), pss[i].index(slot),
             n0 + i * N, m0, first, last, row, Tq, keys_before, keys_after, scale_log2,
         )  # fmt: skip
     fence_async_shared()
@@ -195,20 +199,20 @@ def scores_step(
 
     # dv += p·do
     mbarrier.wait(do_full.index(now), (it >> 1) & 1)
-    dv = add_sums(dv, dos, pss, now, one)
+    dv = add_sums(dv, dos, pss, now, slot)
     bar_sync(DS_FULL, 256)
-    dq_async = start_dq(dss, ks, 0, zero_product(N), one, shared)
+    dq_async = start_dq(dss, ks, 0, zero_product(N), slot, shared)
     bar_arrive(Q_DO_EMPTY + now, 288)
 
     # dq, s of the next tile
     dq = warpgroup_mma_wait(0, deps=(dq_async,))
-    send_dq(dq, dq_part.index(one), dq_empty, 1, True, 0)
-    dq_async = start_dq(dss, ks, 1, dq, one, shared)
+    send_dq(dq, dq_part.index(slot), dq_empty, 1, True, 0)
+    dq_async = start_dq(dss, ks, 1, dq, slot, shared)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    s1 = start_scores(qs, after, ks, one, shared, 1)
+    s1 = start_scores(qs, after, ks, slot, shared, 1)
     dq = warpgroup_mma_wait(3, deps=(dq_async,))
-    send_dq(dq, dq_part.index(one), dq_empty, 0, zero == 0, 0)
-    s0 = start_scores(qs, after, ks, one, shared, 0)
+    send_dq(dq, dq_part.index(slot), dq_empty, 0, zero == 0, 0)
+    s0 = start_scores(qs, after, ks, slot, shared, 0)
     s = warpgroup_mma_wait(0, deps=(s0, s1))
     return s, dv
 
@@ -223,27 +227,27 @@ def gradient_step(
 ):  # fmt: skip
     """Take one tile of queries in consumer 1, from its dp: return the next tile's dp, and dk."""
     now, after = it & 1, (it + 1) & 1
-    one = it & zero  # 0
+    slot = it & zero  # 0, the only one; the compiler does not know it
     # ds = p (dp - delta)
     bar_sync(P_FULL, 256)
     for i in gl.static_range(2):
-        store_ds(dp[i], deltas.index(now), pss[i].index(one), dss[i].index(one))
+        store_ds(dp[i], deltas.index(now), pss[i].index(slot), dss[i].index(slot))
     fence_async_shared()
     bar_arrive(DS_FULL, 256)
     bar_sync(OWN + 1, 128)
 
     # dk += ds·q
     mbarrier.wait(q_full.index(now), (it >> 1) & 1)
-    dk = add_sums(dk, qs, dss, now, one)
-    dq_async = start_dq(dss, ks, 2, zero_product(N), one, shared)
+    dk = add_sums(dk, qs, dss, now, slot)
+    dq_async = start_dq(dss, ks, 2, zero_product(N), slot, shared)
     bar_arrive(Q_DO_EMPTY + now, 288)
 
     # dq, dp of the next tile
     dq = warpgroup_mma_wait(0, deps=(dq_async,))
     mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    dp0 = start_scores(dos, after, vs, one, shared, 0)
-    send_dq(dq, dq_part.index(one), dq_empty, (it & 1) ^ 1, zero == 0, 1)
-    dp1 = start_scores(dos, after, vs, one, shared, 1)
+    dp0 = start_scores(dos, after, vs, slot, shared, 0)
+    send_dq(dq, dq_part.index(slot), dq_empty, (it & 1) ^ 1, zero == 0, 1)
+    dp1 = start_scores(dos, after, vs, slot, shared, 1)
     dp = warpgroup_mma_wait(0, deps=(dp0, dp1))
     return dp, dk
 
