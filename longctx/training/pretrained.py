@@ -79,7 +79,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         init, model, tokenizer = read_run(init, folder, vocab_size)
     else:
         init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
-        if not model.transformers and (dropout := dropout_of(folder)):
+        if dropout := dropout_of(folder):
             source += f", without its {dropout}"
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
@@ -91,7 +91,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
 
 
 def dropout_of(folder: Path) -> str:
-    """Return the dropout of `folder`/config.json, which our layers do not have; "" for none."""
+    """Return the dropout of `folder`/config.json, which is left out; "" for none."""
     settings = untrusted.read_settings(folder / "config.json")
     return ", ".join(f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name))
 
