@@ -238,7 +238,7 @@ def find_source(config: SampleConfig, device: str) -> Source:
     dtype = dtype_of(precision_of(config.precision, device))
     backend = AttentionConfig(**presets.read("attention", config.attention))
     trained = open_model(config.checkpoint)
-    required = trained.model.block(0).attention.required() | {"sinks": False}  # of training
+    required = trained.model.block(0).attention.required(trains=False)
     options = backend.options
     check(backend.backend, device=device, dtype=dtype, options=options, **required)
     return Source(trained, backend, dtype)

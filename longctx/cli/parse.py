@@ -357,8 +357,9 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return key → value for the `saved` keys that differ from the defaults, and in a group that is
-    nested, as in config.yaml, from its preset.
+    """Return key → value for the `saved` keys that differ from the defaults.
+
+    A group that is nested, as in config.yaml, is compared with its preset.
 
     The command line may choose another preset, which refuses the other keys. A model has all its
     keys, since config.yaml does not record its preset.

@@ -293,10 +293,13 @@ class Attention(Part):
         sizes: dict[str, tuple[int, ...]] = {"none": (), "head": head, "whole": whole}
         return sizes[self.model.qk_norm]
 
-    def required(self) -> dict[str, Any]:
-        """Return what its backend must be able to do, as arguments of `attention.check`."""
-        model = self.model
-        return {"head_dim": model.head_size, "softcap": model.softcap, "sinks": model.sinks}
+    def required(self, trains: bool = True) -> dict[str, Any]:
+        """Return what its backend must be able to do, as arguments of `attention.check`.
+
+        Sinks ask something of it only in training: a gradient of the lse.
+        """
+        model, sinks = self.model, trains and self.model.sinks
+        return {"head_dim": model.head_size, "softcap": model.softcap, "sinks": sinks}
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""

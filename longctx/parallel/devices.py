@@ -49,9 +49,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")
-    required = model.block(0).attention.required()
-    if isinstance(config, EvalConfig):
-        required["sinks"] = False  # only their gradients ask something of a backend
+    trains = isinstance(config, TrainConfig)
     attention.check(
         config.attention.backend,
         device=device,
@@ -59,7 +57,7 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
         mask=shard,
         options=config.attention.options,
         deterministic=isinstance(config, TrainConfig) and config.deterministic,
-        **required,
+        **model.block(0).attention.required(trains),
     )
 
 

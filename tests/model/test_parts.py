@@ -13,11 +13,15 @@ from torch import Tensor
 
 from longctx import cli
 from longctx.attention import Mask
+from longctx.attention.description import AttentionConfig
+from longctx.config.eval_config import EvalConfig
 from longctx.config.experts import ExpertsConfig
 from longctx.config.model_config import LoraConfig, Multipliers
+from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
 from longctx.model.export import architecture
+from longctx.parallel.devices import check_attention
 from longctx.planner.peak_memory import KEPT, _Step, predict
 from longctx.planner.workload import workload_of
 from tests.model.test_recompute import FEW
@@ -289,3 +293,10 @@ def test_a_backend_without_a_part_is_refused_at_the_door(
     error = capsys.readouterr().err
     assert feature.partition("=")[0] in error and "attention=flash" in error
     assert not any(tmp_path.iterdir())
+
+
+def test_sinks_ask_nothing_of_a_backend_that_does_not_train() -> None:
+    model = GPTConfig(sinks=True)
+    check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model, "cpu")
+    with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):
+        check_attention(TrainConfig(attention=AttentionConfig("sdpa")), model, "cpu")
