@@ -18,15 +18,24 @@ import torch
 
 from longctx import files
 from longctx.attention import kernels_run
-from longctx.attention.description import AUTO, AttentionConfig
-from longctx.config.eval_config import TOKENS_PER_BATCH, EvalConfig, default_lengths
+from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
+from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
+from longctx.config.layout_config import POLICIES
+from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.forward_memory import choose_strategy, largest_forward, text_lengths
-from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
+from longctx.evaluation.load import (
+    TrainedModel,
+    build_model,
+    documents_of,
+    open_model,
+    skeleton,
+)
+from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import stride_of
+from longctx.model.decoder import KVCache
 from longctx.parallel.devices import (
     check_attention,
     choose_attention,
@@ -36,7 +45,7 @@ from longctx.parallel.devices import (
     within_memory,
 )
 from longctx.parallel.launch import Launched
-from longctx.parallel.mesh import Parallel, parallel_of
+from longctx.parallel.mesh import Layout, Parallel, parallel_of
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
@@ -44,6 +53,7 @@ from longctx.runs import evaluations
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
 INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}
 INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
+USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
 
 @dataclass(frozen=True)
@@ -75,16 +85,6 @@ class Setup:
         if self.scores_own_split:
             return f"{self.config.split} split of the run's data"
         return asdict(self.config.data)
-
-
-class Layout(NamedTuple):
-    """How the devices of an evaluation share model and sequences; see `Parallel.init_mesh`."""
-
-    strategy: str  # none | ddp | fsdp
-    data_ranks: int  # groups of devices that take sequences of their own
-    context: int  # devices that share each sequence
-    context_method: str  # ulysses | allgather
-    attention: AttentionConfig
 
 
 def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
@@ -175,6 +175,88 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
             "positions beyond them"
         )
     return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy, packs)
+
+
+class Forward(NamedTuple):
+    """The largest forward of an evaluation, of `rows` sequences that `sharing` devices share."""
+
+    key: str  # the key that decides its length
+    rows: int
+    length: int  # tokens of a sequence
+    sharing: int
+    generates: bool  # from a cache of the keys and values; prompts are packed into one sequence
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each device."""
+        return -(-self.rows * self.length // self.sharing)
+
+
+def text_lengths(config: EvalConfig, context: int) -> list[int]:
+    """Return the tokens of the texts of pass keys or RULER; `context` for other evaluations."""
+    usual = default_lengths(context)
+    if config.passkey.enabled:
+        usual = [length for length in usual if length >= SHORTEST]
+        return config.passkey.lengths or usual or [context]
+    if config.ruler.enabled:
+        usual = [length for length in usual if length >= USUAL]
+        return sorted(config.ruler.lengths or usual or [context])
+    return [context]
+
+
+def largest_forward(config: EvalConfig, lengths: list[int], rows: int, device: str) -> Forward:
+    """Return the forward of the longest text, or of `rows` sequences of documents."""
+    sharing, longest = config.context.degree, max(lengths)
+    assert isinstance(sharing, int)
+    key = "seq_len"
+    for name, texts in (("passkey", config.passkey), ("ruler", config.ruler)):
+        if texts.enabled:
+            rows = max(1, TOKENS_TOGETHER[device] * sharing // longest)
+            key = "seq_len" if texts.lengths is None else f"{name}.lengths"
+    generates = config.ruler.enabled or (bool(config.tasks) and sharing == 1)
+    return Forward(key, rows, longest, sharing, generates)
+
+
+def bytes_of_copy(
+    config: EvalConfig, model: GPTConfig, dtype: torch.dtype, forward: Forward
+) -> float:
+    """Return the bytes that a device with a copy of the model needs for `forward`."""
+    whole = skeleton(model, config.attention, dtype)
+    weights = sum(weight.nbytes for weight in whole.parameters())
+    size, tokens = dtype.itemsize, forward.tokens
+    in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
+    activations: float = size * max(
+        block.forward_elements(tokens, in_mlp) for block in model.blocks()
+    )
+    # Scores twice in fp32, and the probabilities.
+    if config.attention.description.score_bytes is not None:
+        packed = forward.rows if forward.generates else 1
+        pairs = packed * forward.rows * forward.length**2 / forward.sharing
+        activations += model.heads * pairs * (2 * 4 + size)
+    cache = KVCache.bytes_of(model, forward.rows, forward.length, dtype)
+    return weights + activations + (cache if forward.generates else 0)
+
+
+def choose_strategy(
+    config: EvalConfig,
+    model: GPTConfig,
+    dtype: torch.dtype,
+    forward: Forward,
+    machine: Machine,
+    device: str,
+) -> str:
+    """Return the strategy of `config`; for auto, a copy per device, or slices if none has room."""
+    strategy = config.strategy.name
+    if strategy != "auto":
+        return strategy
+    if config.devices == 1:
+        return "none"
+    room = machine.host_memory / config.devices
+    if device != "cpu" and machine.gpu is not None:
+        room = machine.gpu.usable
+    # 5% stay free, as `longctx plan` has it
+    has_room = bytes_of_copy(config, model, dtype, forward) <= 0.95 * room
+    return "ddp" if has_room else "fsdp"
 
 
 def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
@@ -326,7 +408,10 @@ def explain(error: Exception, request: Request[EvalConfig], parallel: Parallel) 
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        advice = (
+        backend = DESCRIPTIONS.get(request.config.attention.backend)
+        has_scores = backend is not None and backend.score_bytes is not None
+        advice = "give attention=flash, " if has_scores else ""
+        advice += (
             "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
             if request.config.ruler.enabled
             else "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "

@@ -108,21 +108,6 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
     return file, folder, config
 
 
-def load_model(
-    path: str | Path,
-    device: torch.device | str = "cpu",
-    attention: AttentionConfig | str | None = None,
-) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Load the model, tokenizer and configuration of a run's folder or one checkpoint file.
-
-    `attention` replaces the backend of the run. Raises as `open_run`.
-    """
-    file, folder, config = open_run(Path(path))
-    backend = AttentionConfig(**config["attention"]) if attention is None else attention
-    backend = AttentionConfig(backend) if isinstance(backend, str) else backend
-    return build_model(file, backend, device), Tokenizer.load(folder), config
-
-
 def build_model(
     file: Path,
     attention: AttentionConfig,

@@ -73,7 +73,7 @@ def show_tasks(content: Content) -> None:
     """Print the scores of lm-evaluation-harness."""
     columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
     columns["± standard error"] = "{error:,.4f}"
-    rows = [score._asdict() for score in evaluations.task_scores(content["results"])]
+    rows = evaluations.task_scores(content["results"])
     tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
 
 

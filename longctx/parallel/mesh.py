@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from longctx.parallel.fabric import make_fabric
 from longctx.parallel.launch import EXIT, OWN, Launched, end_started, launched
 from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import precision_of
+from longctx.planner.workload import Workload, precision_of
 from longctx.system import exit_within
 
 T = TypeVar("T")
@@ -43,19 +43,14 @@ T = TypeVar("T")
 LAST_WEIGHTS = 16
 
 
-class Layout(Protocol):
-    """How the processes share sequences and weights, of a workload or an evaluation."""
+class Layout(NamedTuple):
+    """How the devices of an evaluation share model and sequences; a `Workload` says it itself."""
 
-    @property
-    def strategy(self) -> str: ...  # none | ddp | fsdp
-    @property
-    def data_ranks(self) -> int: ...  # groups of devices that take sequences of their own
-    @property
-    def context(self) -> int: ...  # devices that share each sequence
-    @property
-    def context_method(self) -> str: ...  # ulysses | allgather
-    @property
-    def attention(self) -> AttentionConfig: ...
+    strategy: str  # none | ddp | fsdp
+    data_ranks: int  # groups of devices that take sequences of their own
+    context: int  # devices that share each sequence
+    context_method: str  # ulysses | allgather
+    attention: AttentionConfig
 
 
 class Parallel:
@@ -126,7 +121,7 @@ class Parallel:
             )
         self.fabric.launch()
 
-    def init_mesh(self, layout: Layout, folder: Path | None = None) -> None:
+    def init_mesh(self, layout: Workload | Layout, folder: Path | None = None) -> None:
         """Form the mesh of the launched processes as `layout` shares sequences and weights.
 
         `folder` is that of the run, to tell how a run with a lost process continues.

@@ -326,7 +326,8 @@ def tasks(runs: list[Run]) -> Table:
         by_context: dict[int, dict[str, str]] = {}
         for score in run.evaluations.tasks:
             cell = f"{score['value']:,.4f}" + written(" ± {:,.4f}", score["error"])
-            by_context.setdefault(score["context"], {})[score["name"]] = cell
+            column = f"{score['task']} {score['metric']}"
+            by_context.setdefault(score["context"], {})[column] = cell
         rows += [([run.label, f"{context:,}"], cells) for context, cells in by_context.items()]
     return pivot("tasks", ["run", "context"], rows)
 

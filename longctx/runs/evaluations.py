@@ -27,15 +27,6 @@ Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and
 SCORES = ("perplexity", "word_perplexity", "bits_per_byte", "standard_error")
 
 
-class TaskScore(NamedTuple):
-    """One number of lm-evaluation-harness; `metric` names its filter too if there is one."""
-
-    task: str
-    metric: str
-    value: float
-    error: float | None  # standard error
-
-
 def stem(*parts: object) -> str:
     """Name the files of an evaluation by its decisive settings, such as
     val-step-00000900-16384-8192-flash.
@@ -95,7 +86,8 @@ def read_evaluations(folder: Path) -> Evaluations:
             elif "kinds" in content:
                 result.passkeys.extend(passkeys(content, path.name))
             elif "results" in content:
-                result.tasks.extend(tasks(content))
+                context = {"context": int(content["context"])}
+                result.tasks.extend(score | context for score in task_scores(content["results"]))
             else:
                 result.perplexities.append(perplexity(content, path.name))
         # Anybody can write such a file, and a report of many runs must not end for one of them.
@@ -173,22 +165,9 @@ def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
     return lengths, rows
 
 
-def tasks(content: Content) -> list[Row]:
-    """Return the scores of lm-evaluation-harness, one for each task and metric."""
-    context = int(content["context"])
-    return [
-        {
-            "name": f"{score.task} {score.metric}",
-            "value": score.value,
-            "error": score.error,
-            "context": context,
-        }
-        for score in task_scores(content["results"])
-    ]
-
-
-def task_scores(results: dict[str, Any]) -> list[TaskScore]:
-    """Return the scores in `results` of lm-evaluation-harness, in their order.
+def task_scores(results: dict[str, Any]) -> list[Row]:
+    """Return the scores in `results` of lm-evaluation-harness, in their order: task, metric (with
+    its filter, if there is one), value and standard error.
 
     Its keys are "metric,filter" with a number, "metric_stderr,filter" with the standard error, and
     others without a comma that are no scores.
@@ -205,5 +184,5 @@ def task_scores(results: dict[str, Any]) -> list[TaskScore]:
             error = values.get(f"{metric}_stderr,{filter_name}")
             error = float(error) if isinstance(error, int | float) else None
             name = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"
-            scores.append(TaskScore(task, name, float(value), error))
+            scores.append({"task": task, "metric": name, "value": float(value), "error": error})
     return scores

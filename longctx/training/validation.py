@@ -8,8 +8,7 @@ than near ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,12 @@ from torch import Tensor, nn
 from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
-from longctx.evaluation.positions import Filled, mean_losses, packed_buckets
+from longctx.evaluation.perplexity import Filled, mean_losses, packed_buckets
 from longctx.evaluation.score import Scorer
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
-from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
 from longctx.training.throughput import means
 
@@ -45,14 +43,8 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     nats, totals, pieces, of_sequences = sums.split(sizes)
-    # Small batches wait for the host unless their kernels are launched as a graph
-    losses_of: Callable[[MicroBatch], Tensor] = partial(
-        validation_losses, module, parallel=parallel
-    )
-    if run.workload.captured:
-        losses_of = ForwardGraph(losses_of)
     for micro in validation_batches(run, data, parallel):
-        losses = losses_of(micro.to(parallel.device)).double().flatten()
+        losses = validation_losses(module, micro.to(parallel.device), parallel).double().flatten()
         if not micro.scored:
             continue
         cells, positions, full = cells_of_targets(micro)

@@ -175,7 +175,8 @@ def test_local_tasks_run_without_a_network(
     folder, lm = write_tasks(tmp_path / "tasks"), harness(model, tokenizer)
     output = evaluate_tasks(lm, ["my_choice", "my_text", "my_answer"], tmp_path, folder)
     json.dumps(output, allow_nan=False)
-    rows = {(task, metric): value for task, metric, value, _ in task_scores(output["results"])}
+    scores = task_scores(output["results"])
+    rows = {(score["task"], score["metric"]): score["value"] for score in scores}
     prompt = tokenizer.encode("a rose is a")
     options = [ln_p(model, prompt, tokenizer.encode(x)) for x in (" rose", " violet")]
     best = int(options[1] > options[0])

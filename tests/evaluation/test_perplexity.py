@@ -15,8 +15,15 @@ from torch import Tensor
 
 from longctx.data.tokenizer import train
 from longctx.evaluation.load import round_matrices
-from longctx.evaluation.perplexity import error_of_ratio, perplexity
-from longctx.evaluation.positions import FEWEST, Filled, Positions, mean_losses, packed_buckets
+from longctx.evaluation.perplexity import (
+    FEWEST,
+    Filled,
+    Positions,
+    error_of_ratio,
+    mean_losses,
+    packed_buckets,
+    perplexity,
+)
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document, Window, batches, spans
 from longctx.model import GPT, GPTConfig

@@ -14,8 +14,7 @@ from longctx.config.eval_config import KINDS, EvalConfig
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.evaluate import decisive
 from longctx.evaluation.passkey import Cell
-from longctx.evaluation.perplexity import Contexts, Perplexity, Score
-from longctx.evaluation.positions import Positions
+from longctx.evaluation.perplexity import Contexts, Perplexity, Positions, Score
 from longctx.report import run_view
 from longctx.report.compare import rulers
 from longctx.runs import evaluations

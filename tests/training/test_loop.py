@@ -15,13 +15,13 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
+import longctx
 import train
 from longctx import cli
 from longctx.data import Data, DataConfig, SampleStream, load
-from longctx.evaluation.load import load_model
 from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
-from longctx.runs import metrics_file, run_folder
+from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
@@ -58,7 +58,7 @@ def test_a_run_leaves_what_others_read(
     assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
     val = load(DataConfig(**config["data"]), 64).val
     batch = micro_batch([val[i] for i in range(len(val))])
-    mean = load_model(folder)[0](batch.tokens, batch.targets, batch.mask)
+    mean = longctx.load(folder, "cpu")[0](batch.tokens, batch.targets, batch.mask)
     assert validations[-1]["val_loss"] == pytest.approx(mean.item(), rel=1e-5)
 
     printed = capsys.readouterr()
@@ -67,11 +67,11 @@ def test_a_run_leaves_what_others_read(
     assert "flash: " in printed.out
     assert "Tip" not in printed.err + printed.out
 
-    model, tokenizer, saved = load_model(folder)
-    assert saved == json.loads(json.dumps(config))
+    model, tokenizer = longctx.load(folder, "cpu")
+    assert checkpoints.read(last)["longctx"]["config"] == json.loads(json.dumps(config))
     assert model.config.layers == 1
     assert tokenizer.decode(tokenizer.encode("a long text")) == "a long text"
-    again, _, _ = load_model(last, attention="naive")
+    again, _ = longctx.load(last, "cpu", attention="naive")
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens), again(tokens))
 

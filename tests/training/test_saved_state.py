@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import longctx
 import train
-from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file
 from tests.training.sample_run import Refused, newest, replace_newest
 
@@ -69,7 +69,7 @@ def test_tensors_of_another_run_are_refused(
     assert metrics_file.read(two_steps) == rows
     if named == EMBEDDING:
         with pytest.raises(ValueError, match=EMBEDDING):
-            load_model(two_steps)
+            longctx.load(two_steps, "cpu")
 
 
 def test_optimizer_settings_come_from_the_run(

@@ -2,7 +2,7 @@
 
 A new one is a file that calls `register` with its description, see `Objective`. Loop, step and
 checkpoints know no objective by name. Cross entropy is here; preferences.py learns from answers
-that are preferred, by their log-probabilities (answers.py).
+that are preferred, by their log-probabilities.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ register(
 
 PAIRS = Objective(
     loss=partial(found_in, "preferences", "simpo"),
-    collate=partial(found_in, "answers", "collate"),
+    collate=partial(found_in, "preferences", "collate"),
     figures=(
         *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
         *("logps/chosen", "logps/rejected"),

@@ -25,7 +25,7 @@ from longctx.data.store import progress
 from longctx.model import huggingface
 from longctx.parallel.mesh import Parallel
 from longctx.training.batches import NO_WINDOW
-from longctx.training.objectives.answers import answers, collate
+from longctx.training.objectives.preferences import answers, collate
 from longctx.training.run import Run
 
 COPY = "reference.npz"  # in the run's folder

@@ -14,11 +14,11 @@ import yaml
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import eval as evaluate
+import longctx
 import train
 from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
-from longctx.evaluation.load import load_model
 from longctx.planner.schedule import default_learning_rate
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
@@ -55,7 +55,7 @@ def test_a_run_needs_the_folder_of_init_only_once(
     sizes = {"layers": 2, "channels": 32, "ffn": 48, "vocab_size": 320, "context": 96}
     expected = {**sizes, "tied": False}
     assert {key: config["model"][key] for key in expected} == expected
-    still, tokenizer, _ = load_model(tuned("still", max_steps=1, lr=0.0))
+    still, tokenizer = longctx.load(tuned("still", max_steps=1, lr=0.0), "cpu")
     tokens = torch.randint(320, (1, 50))
     torch.testing.assert_close(still(tokens), theirs(tokens).logits)
     assert tokenizer.vocab_size == 310
@@ -81,9 +81,9 @@ def test_a_run_begins_with_the_weights_of_another(
 
 def test_what_the_weights_leave_open_can_be_said(tuned: Trained) -> None:
     run = tuned(memory="balanced", memory__loss_chunk=50, model__vocab_size=384)
-    model, _, config = load_model(run)
-    assert model.config.vocab_size == 384
-    assert (config["memory"]["recompute"], config["memory"]["loss_chunk"]) == ("block", 50)
+    config = run_folder.read_config(run)
+    assert longctx.load(run, "cpu")[0].config.vocab_size == 384
+    assert (config["memory.recompute"], config["memory.loss_chunk"]) == ("block", 50)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     assert yaml.safe_load((run / "config.yaml").read_text())["init"] == f"me/small@{commit}"
     tokens = torch.randint(320, (1, 50))
     theirs = LlamaForCausalLM.from_pretrained(snapshot)
-    torch.testing.assert_close(load_model(run)[0](tokens), theirs(tokens).logits)
+    torch.testing.assert_close(longctx.load(run, "cpu")[0](tokens), theirs(tokens).logits)
 
     # the branch moves on, and a repetition does not
     (model / "refs" / "main").write_text("d" * 40)

@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import longctx
 from longctx import cli
 from longctx.config.parts import BASES
-from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
 from tests.processes import train_together
 from tests.training.initial.conftest import saved_model
@@ -60,7 +60,7 @@ def test_it_is_exported_on_the_weights_of_init(
         assert torch.equal(written.get_parameter(name), x.bfloat16().float())
         assert torch.equal(x, original[name]) == ("proj" not in name)
     # a model under evaluation is the one that was trained
-    trained, _, _ = load_model(run)
+    trained, _ = longctx.load(run, "cpu")
     rows = run_folder.checkpoints(run)[-1]
     assert rows.exists() and trained.embed.weight.dtype == torch.float32
     quantized = trained.blocks[0].attention.out.weight - written.get_parameter(

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import eval as evaluate
+import longctx
 import train
 from longctx.cli import main as export
-from longctx.evaluation.load import load_model
 from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, newest
 
 
@@ -28,7 +28,7 @@ def test_what_was_trained_opens_in_transformers(
     (folder / "generation_config.json").write_text(json.dumps(generation))
     run, out = tuned(lr=0.01), tmp_path / "out"
     assert export(["export", str(run), str(out)]) == 0
-    model, tokenizer, _ = load_model(run)
+    model, tokenizer = longctx.load(run, "cpu")
     theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     tokens = torch.randint(320, (2, 90))
     expected = model(tokens)
@@ -41,7 +41,7 @@ def test_what_was_trained_opens_in_transformers(
     assert opened.eos_token_id == tokenizer.eos_id == 0
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == [0, 5]
 
-    again, _, _ = load_model(tuned("again", init=out, max_steps=1, lr=0.0))
+    again, _ = longctx.load(tuned("again", init=out, max_steps=1, lr=0.0), "cpu")
     torch.testing.assert_close(again(tokens), expected)
 
 
@@ -51,8 +51,8 @@ def test_stretched_run_opens_stretched_in_transformers(
     run, out = tuned(lr=0.01, seq_len=384, rope="auto", data__documents=20), tmp_path / "out"
     assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
     assert export(["export", str(run), str(out)]) == 0
-    model, _, config = load_model(run)
-    assert config["model"]["rope_scaling"]["factor"] == 4.0
+    model, _ = longctx.load(run, "cpu")
+    assert model.config.rope_scaling["factor"] == 4.0
     theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     assert theirs.config.rope_parameters["rope_type"] == "yarn"
     assert theirs.config.max_position_embeddings == 384
@@ -81,7 +81,7 @@ def test_lora_from_start_to_export(
     assert len(saved["optimizer_states"][0]["state"]) == 2 * 4 * 2
 
     check_resumes_exactly(run)
-    model, _, _ = load_model(run)
+    model, _ = longctx.load(run, "cpu")
     tokens = torch.randint(320, (1, 150))
     expected = model(tokens)
     assert export(["export", str(run), str(out)]) == 0

@@ -11,8 +11,8 @@ import eval as evaluate
 import train
 from benchmarks.shapes import reference
 from longctx.cli import main as longctx
+from longctx.data import Tokenizer
 from longctx.data import tokenizer as bpe
-from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file
 from tests.processes import ROOT, finished, train_together
 from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, losses
@@ -48,7 +48,7 @@ def test_it_is_evaluated_samples_and_is_exported(
     assert longctx(["generate", str(run), "prompt=the row", *new]) == 0
     ours = capsys.readouterr().out
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    tokenizer = load_model(run)[1]
+    tokenizer = Tokenizer.load(run)
     ids = torch.tensor([tokenizer.encode_prompt("the row")])
     theirs = again.eval().generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert tokenizer.decode(theirs[0, ids.shape[1] :].tolist()).strip() in ours

@@ -21,7 +21,7 @@ from longctx.data import load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, huggingface
 from longctx.model.gpt import build
-from longctx.training.objectives.answers import AnswerBatch, answers, collate
+from longctx.training.objectives.preferences import AnswerBatch, answers, collate
 from longctx.training.throughput import means
 from tests.training.objectives.conftest import preferences
 
