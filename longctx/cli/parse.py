@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,7 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
     check(config)
-    overrides = {name: shown(value) for name, value in given.items()}
-    check_needed(config, overrides)
-    return Request(config, {}, overrides)
+    return Request(config, {}, {name: shown(value) for name, value in given.items()})
 
 
 def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
@@ -81,34 +78,12 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     with untrusted.named(path):
         filled(TrainConfig, values, {})
     values |= dict.fromkeys(replaced(given))
-    # A new policy replaces all values of the run's own
-    if "memory.policy" in given:
-        values["memory"] = {}
+    # A new policy replaces all values of the run's own, and passkey=false those of its group
+    for name, value in given.items():
+        if name == "memory.policy" or (value is False and name.endswith(".enabled")):
+            values[name.partition(".")[0]] = {}
     assign(values, given)
     return filled(TrainConfig, values, given)
-
-
-def check_needed(config: Any, overrides: Mapping[str, str]) -> None:
-    """Raise ValueError for a key that does nothing, because another one is not set."""
-    schema: Any = type(config)
-    known = keys(schema)
-    for name, text in overrides.items():
-        group, _, own = name.rpartition(".")
-        # The model of init= is not read yet, and decides
-        if group.startswith("model.") and getattr(config, "init", None) is not None:
-            continue
-        needed = known[name].needs if name in known else None
-        # Keys of passkey and ruler need the group's own switch
-        if f"{group}.enabled" in known and own != "enabled":
-            needed = "enabled"
-        # config.yaml of a run holds every key of the model, most with their default
-        if needed is None or attrgetter(name)(config) == known[name].default:
-            continue
-        switch, _, wanted = needed.partition("=")
-        is_set = attrgetter(f"{group}.{switch}".lstrip("."))(config)
-        if not (is_set == wanted if wanted else is_set and is_set != "none"):
-            needed = f"{group}=true" if switch == "enabled" else f"{group}.{needed}".lstrip(".")
-            raise ValueError(f"{name}={text}: does nothing without {needed}; give it too")
 
 
 # Arguments

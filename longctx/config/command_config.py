@@ -48,13 +48,17 @@ class SampleConfig(Group):
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
     top_k: int | None = positive(
-        None, "choose among the k likeliest tokens; null: among all", limit=2**31
+        None,
+        "choose among the k likeliest tokens; null: among all",
+        limit=2**31,
+        needs="temperature",
     )
     top_p: float | None = key(
         None,
         "choose among the likeliest that together have this probability; null: among all",
         above=0,
         between=(0, 1),
+        needs="temperature",
     )
     seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
     device: str = key(
@@ -70,15 +74,6 @@ class SampleConfig(Group):
     )
     attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
-
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
-        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
-            if self.temperature == 0 and value is not None:
-                raise ValueError(
-                    f"{name}={value}: does nothing with temperature=0, which takes the likeliest "
-                    "token; leave one of them out"
-                )
 
 
 @dataclass
@@ -117,7 +112,6 @@ class GenerateConfig(SampleConfig):
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other."""
-        super().check_together()
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         refuse(
             (

@@ -47,6 +47,7 @@ class DataConfig(Group):
         "conversations: the answers that are learned; all, those of the last turn, or (auto) all "
         "unless the template rewrites earlier turns, as Qwen3's does",
         choices=("auto", "all", "last"),
+        needs="chat",
     )
     errors: str = key(
         "strict",
@@ -89,11 +90,6 @@ class DataConfig(Group):
         """Raise ValueError for the first key that is wrong for every source; read nothing."""
         self.paths()
         self.data_files()
-        if self.turns != "auto" and not self.chat:
-            raise ValueError(
-                f"data.turns={self.turns}: only conversations have turns; leave it out, or give "
-                "data.chat=true"
-            )
         if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
             raise ValueError(
                 f"data.vocab_size={self.vocab_size}: not a vocabulary that can be trained; "

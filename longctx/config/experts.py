@@ -72,7 +72,6 @@ class ExpertsConfig(Group):
         0.0,
         "factor of the loss that balances experts (Switch, arXiv 2101.03961); 0: none",
         between=(0, 1e6),
-        needs="count",
     )
 
     def check_together(self) -> None:

@@ -41,7 +41,8 @@ class Key(NamedTuple):
     above, below: the number is beyond this bound, which itself is not allowed.
     choices: the names allowed, of each item if the field is a list. A registry may grow later.
     word: the only word that may replace the number, as in seq_len=max.
-    needs: the key of the same group that must be set too, or its value, as in "spike=skip".
+    needs: the key of the same group without which this one does nothing, or its value, as in
+        "spike=skip"; `enabled` if the group has it.
     positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     literal: the command line's text is the value, whatever characters it has.
@@ -125,7 +126,11 @@ def keys(schema: Any) -> dict[str, Key]:
         hint = hints[item.name]
         types_allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         declared = [allowed for allowed in types_allowed if allowed is not type(None)]
-        result[item.name] = item.metadata.get("key", Key())._replace(
+        rules = item.metadata.get("key", Key())
+        # All keys of passkey= and ruler= do nothing while these are off
+        if "enabled" in hints and item.name != "enabled":
+            rules = rules._replace(needs="enabled")
+        result[item.name] = rules._replace(
             default=item.default_factory() if callable(item.default_factory) else item.default,
             type=declared[0] if len(declared) == 1 else hint,
             optional=len(declared) < len(types_allowed) or hint is Any,
@@ -245,6 +250,9 @@ def check(config: Any, prefix: str = "") -> None:
             groups.append(value)
         else:
             _check_key(f"{prefix}{name}", value, declared)
+            # config.yaml of a run holds every key of the model, most with their default
+            if declared.needs is not None and value != declared.default:
+                _check_needed(config, name, declared.needs, prefix)
     # Inner groups first: the outer ones may rely on them
     for each in reversed(groups):
         if isinstance(each, Group):
@@ -264,6 +272,20 @@ def _check_key(name: str, value: Any, declared: Key) -> None:
             raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
         if item is not None:
             _check_value(name, item, declared)
+
+
+def _check_needed(config: Any, name: str, needs: str, prefix: str) -> None:
+    """Raise ValueError if the key `name` of `config` does nothing, because another is not set."""
+    switch, _, wanted = needs.partition("=")
+    switch = f"{name.rpartition('.')[0]}.{switch}".lstrip(".")
+    now = attrgetter(switch)(config)
+    if now != wanted if wanted else not now or now == "none":
+        wanted = "true" if now is False else wanted
+        remedy = f"{prefix}{switch}={wanted}" if wanted else f"another {prefix}{switch}"
+        raise ValueError(
+            f"{prefix}{name}={shown(attrgetter(name)(config))}: does nothing with "
+            f"{prefix}{switch}={shown(now)}; give {remedy}"
+        )
 
 
 def _check_value(name: str, value: Any, declared: Key) -> None:

@@ -56,6 +56,7 @@ class GPTConfig(Group):
         None,
         "base in layers that have the window, never scaled, as in Gemma 3; null: as all layers",
         above=0,
+        needs="window",
     )
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
     rotary_share: float = key(
@@ -73,7 +74,10 @@ class GPTConfig(Group):
         limit=2**31 - 1,
     )
     window_layers: list[int] | None = key(
-        None, "layers that have the window, the first is 0; null: all", between=(0, 4095)
+        None,
+        "layers that have the window, the first is 0; null: all",
+        between=(0, 4095),
+        needs="window",
     )
     norms: str = key(
         "pre",
@@ -307,9 +311,6 @@ class GPTConfig(Group):
             )
 
     def _validate_layers(self) -> None:
-        for name in ("window_layers", "window_rope_theta"):
-            if self.window is None and getattr(self, name) is not None:
-                raise ValueError(f"model.{name}={getattr(self, name)}: give model.window too")
         chosen = {
             "nope_layers": self.nope_layers,
             "window_layers": self.window_layers or [],

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import Group, check_own, key, refuse
+from longctx.config.fields import Group, check_own, key
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
@@ -43,7 +43,9 @@ class RopeConfig(Group):
         "tokens that the weights were trained for; null: as in their config.json",
         between=(2, 2**31 - 1),
     )
-    theta: float | None = key(None, "rope=abf: the new base of the frequencies", above=1)
+    theta: float | None = key(
+        None, "rope=abf: the new base of the frequencies", above=1, needs="type=abf"
+    )
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
     def check_together(self) -> None:
@@ -54,16 +56,10 @@ class RopeConfig(Group):
         needed, optional = KEYS.get(self.type, ((), ()))
         own = [option for option in (*needed, *optional) if option not in ("factor", ORIGINAL)]
         check_own({f"rope.options.{key}": self.options[key] for key in self.options}, own, name)
-        refuse(
-            (
-                self.type == "abf" and self.theta is None,
-                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000",
-            ),
-            (
-                self.type != "abf" and self.theta is not None,
-                f"rope={self.type} rope.theta={self.theta}: rope.theta goes with rope=abf",
-            ),
-        )
+        if self.type == "abf" and self.theta is None:
+            raise ValueError(
+                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
+            )
 
 
 def check_scaling(

@@ -233,6 +233,9 @@ class TrainConfig(Group):
         """Raise ValueError for keys that contradict each other on any machine, with any data."""
         self._check_schedules()
         self._check_objective()
+        # Else the model is known when init is read
+        if self.init is None:
+            self.check_experts(self.model)
         # With one a launcher may have started more
         if self.devices > 1:
             self.context.check_degree(self.devices)
@@ -352,6 +355,10 @@ class TrainConfig(Group):
         """Raise ValueError for what the experts of `model` cannot be trained with."""
         count, balance = model.experts.count, model.experts.balance
         refuse(
+            (
+                balance and count is None,
+                f"model.experts.balance={balance}: the model has no experts of ours; leave it out",
+            ),
             (
                 balance and self.objective.traits.data is not None,
                 f"model.experts.balance={balance}: objective={self.objective.name} does not train "

@@ -83,7 +83,8 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
             source += f", without its {dropout}"
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
-        model = with_balance(model, config.model.experts.balance, init)
+        experts = replace(model.experts, balance=config.model.experts.balance)
+        model = replace(model, experts=experts)
     if model.transformers:
         source += f", computed by transformers ({LOST})"
     data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
@@ -94,15 +95,6 @@ def dropout_of(folder: Path) -> str:
     """Return the dropout of `folder`/config.json, which is left out; "" for none."""
     settings = untrusted.read_settings(folder / "config.json")
     return ", ".join(f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name))
-
-
-def with_balance(model: GPTConfig, balance: float, init: str) -> GPTConfig:
-    """Return `model` with this factor of the loss that balances its experts."""
-    if model.experts.count is None:
-        raise ValueError(
-            f"{BALANCE}={balance}: the model of init={init} has no experts of ours; leave it out"
-        )
-    return replace(model, experts=replace(model.experts, balance=balance))
 
 
 def read_hugging_face(

@@ -123,7 +123,7 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
     (["sequence=4"], "sequence"),
     (["attention=best"], "attention=best"),
-    (["ruler.samples=3"], "ruler.samples=3: does nothing without ruler=true"),
+    (["ruler.samples=3"], "ruler.samples=3: does nothing with"),
     ([*VT, "ruler.lengths=[200]"], "ruler.lengths=[200]: vt needs"),
     ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
     (["ruler=true", "ruler.squad=nowhere.json"], "ruler.squad=nowhere.json"),

@@ -252,7 +252,7 @@ def test_the_balance_of_experts_can_be_given(tuned: Trained, folder: Path) -> No
         ({"model__layers": 3}, "model.layers=3: init="),
         ({"model__context": 3}, "model.context=3: init="),
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
-        ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model of init="),
+        ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model has no experts"),
         ({"init": ""}, "init="),
         ({"init": "."}, "config.json: no such file"),
         ({"data__tokenizer": "nowhere"}, "nowhere"),
