@@ -19,7 +19,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ __all__ = ["compose", "from_file", "jobs", "main", "names", "split_own", "with_m
 
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
+PLANNED = ("naive", "sdpa", "flash")  # backends of `plan`, unless attention= names one
 EVERYTHING = 10**6  # a range that ends above this is shown as open
 
 
@@ -267,15 +268,13 @@ def _resume(argv: list[str]) -> int:
     return _train([f"resume={compose(command_config.ResumeOptions, own).config.run}", *training])
 
 
-@contextmanager
-def _processes(config: TrainConfig | EvalConfig) -> Iterator[Launched]:
-    """Yield the processes of a run, which start while torch is imported."""
+def _processes(config: TrainConfig | EvalConfig) -> AbstractContextManager[Launched]:
+    """Return the processes of a run, which start while torch is imported."""
     processes = launched(config)
     # torch's warnings would bury the line that names a lost process
     if processes.ranks > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with started(processes) as processes:
-        yield processes
+    return started(processes)
 
 
 def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
@@ -340,7 +339,7 @@ def _plan(argv: list[str]) -> None:
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
     attention = request.overrides.get("attention")
-    backends = chosen.backends if attention in (None, AUTO) else (attention,)
+    backends = PLANNED if attention in (None, AUTO) else (attention,)
     from longctx.planner.overview import run
 
     run(chosen, {backend: with_backend(request, backend) for backend in backends})

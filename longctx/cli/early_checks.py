@@ -19,7 +19,6 @@ from longctx.data import sources
 from longctx.model.families import has_family, read_model
 from longctx.parallel.launch import launched, number_here
 from longctx.planner import hardware
-from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
 
 
@@ -33,10 +32,6 @@ def check_training(config: TrainConfig) -> None:
     for name in config.tracker:
         TRACKERS[name].check_installed(name)
     config.runs = str(Path(config.runs).expanduser())
-    if config.graphs == "true":
-        has_gpu = config.device != "cpu" and hardware.may_be_here()
-        step = replace(config, context=replace(config.context, degree=1))
-        workload_of(step, "cuda" if has_gpu else "cpu", seq_len=1).check_graphs()
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
         if config.lora.rank is not None and config.init is None:

@@ -157,17 +157,16 @@ class PlanOptions:
     gpu_bandwidth: float | None = key(
         None, "GB/s of its memory; null: by its name", between=(1e-3, 1e6)
     )
-    gpu_memory: str = key("auto", "GiB of it, such as 80, or 80GB of 10^9 bytes; auto: the usual")
-    host_memory: str = key(
-        "auto",
-        "host memory, as gpu_memory; auto: this machine's, or 128 GiB for each GPU if gpu= is not "
-        "here",
+    gpu_memory: float | None = key(
+        None, "GiB of it, such as 80; null: the usual", between=(1e-3, 2**20)
+    )
+    host_memory: float | None = key(
+        None,
+        "GiB of the host; null: this machine's, or 128 for each GPU if gpu= is not here",
+        between=(1e-3, 2**20),
     )
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
-    backends: tuple[str, ...] = key(
-        ("naive", "sdpa", "flash"), "attention backends", choices=DESCRIPTIONS
-    )
 
 
 @dataclass

@@ -23,40 +23,41 @@ class Card(NamedTuple):
     # them, else by PCI Express
     link: float
     memory: float  # GiB of the usual size, as CUDA reports it: less than the label says
+    # "hopper"; "ampere" for its mma.sync instructions and those of Ada and GeForce; or "other"
+    generation: str = "other"
+    fp8: bool = True  # torch has FP8 matrix products for it, on NVIDIA from sm_89
 
 
 # Words of the device's name → its figures, the most specific name first. From the vendors' data
 # sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
 # give products with fp32 sums; of the A10G from AWS, which has half the products of an A10.
 CHIPS = {
-    "H200 NVL": Card(835e12, 4.8e12, 450e9, 139.8),
-    "H200": Card(989e12, 4.8e12, 450e9, 139.8),
-    "GH200": Card(989e12, 4.0e12, 450e9, 94.5),
-    "H100 NVL": Card(835e12, 3.9e12, 300e9, 93.1),
-    "H100 PCIe": Card(756e12, 2.0e12, 64e9, 79.1),
-    "H100": Card(989e12, 3.35e12, 450e9, 79.1),
+    "H200 NVL": Card(835e12, 4.8e12, 450e9, 139.8, "hopper"),
+    "H200": Card(989e12, 4.8e12, 450e9, 139.8, "hopper"),
+    "GH200": Card(989e12, 4.0e12, 450e9, 94.5, "hopper"),
+    "H100 NVL": Card(835e12, 3.9e12, 300e9, 93.1, "hopper"),
+    "H100 PCIe": Card(756e12, 2.0e12, 64e9, 79.1, "hopper"),
+    "H100": Card(989e12, 3.35e12, 450e9, 79.1, "hopper"),
+    "H800": Card(989e12, 3.35e12, 200e9, 79.1, "hopper"),
+    "H20": Card(148e12, 4.0e12, 450e9, 95.6, "hopper"),
     "B200": Card(2250e12, 8.0e12, 900e9, 178.3),
-    "A100 40GB": Card(312e12, 1.555e12, 300e9, 39.4),
-    "A100": Card(312e12, 2.0e12, 300e9, 79.1),
-    "L40S": Card(362e12, 0.864e12, 32e9, 44.4),
-    "L4": Card(121e12, 0.3e12, 32e9, 22.0),
-    "A10G": Card(70e12, 0.6e12, 32e9, 22.0),
-    "A10": Card(125e12, 0.6e12, 32e9, 22.0),
-    "RTX 3090": Card(71e12, 0.936e12, 32e9, 23.7),
-    "RTX 4090": Card(165e12, 1.008e12, 32e9, 23.5),
-    "RTX 5090": Card(209.5e12, 1.792e12, 64e9, 31.4),
-    "RTX PRO 6000": Card(503.8e12, 1.792e12, 64e9, 95.0),
-    "MI300X": Card(1307e12, 5.3e12, 448e9, 191.7),
-    "T4": Card(65e12, 0.32e12, 16e9, 14.6),  # in fp16; it has no bf16
+    "A100 40GB": Card(312e12, 1.555e12, 300e9, 39.4, "ampere", fp8=False),
+    "A100": Card(312e12, 2.0e12, 300e9, 79.1, "ampere", fp8=False),
+    "L40S": Card(362e12, 0.864e12, 32e9, 44.4, "ampere"),
+    "L4": Card(121e12, 0.3e12, 32e9, 22.0, "ampere"),
+    "A10G": Card(70e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
+    "A10": Card(125e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
+    "RTX 3090": Card(71e12, 0.936e12, 32e9, 23.7, "ampere", fp8=False),
+    "RTX 4090": Card(165e12, 1.008e12, 32e9, 23.5, "ampere"),
+    "RTX 5090": Card(209.5e12, 1.792e12, 64e9, 31.4, "ampere"),
+    "RTX PRO 6000": Card(503.8e12, 1.792e12, 64e9, 95.0, "ampere"),
+    "MI300X": Card(1307e12, 5.3e12, 448e9, 191.7, fp8=False),
+    "T4": Card(65e12, 0.32e12, 16e9, 14.6, fp8=False),  # in fp16; it has no bf16
 }
 OTHERS = ("MIG", "LAPTOP", "MOBILE", "MAX")  # parts of a chip, and slower ones with its name
-NO_FP8 = ("A100", "A10G", "A10", "RTX 3090", "MI300X", "T4")  # for torch, on NVIDIA from sm_89
-# with mma.sync instructions, sm_80 to sm_89 and sm_120
-AMPERE = ("A100", "A10G", "A10", "L40S", "L4", "RTX 3090", "RTX 4090", "RTX 5090", "RTX PRO 6000")
 SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
-HOPPERS = {"H100", "H200", "GH200", "H800", "H20"}
 NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
 NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
@@ -81,7 +82,9 @@ CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU and its links; `flops` and `bandwidth` are None if its name is not known."""
+    """A GPU and its links; `flops` and `bandwidth` are None if its name is not known. Other fields
+    as in `Card`.
+    """
 
     name: str
     memory: float  # bytes
@@ -89,22 +92,8 @@ class Chip:
     bandwidth: float | None
     link: float  # bytes per second to GPUs of the same machine
     network: float = NETWORK  # and to those of others
-
-    @property
-    def hopper(self) -> bool:
-        """Return True for a Hopper, for which flash has kernels of its own."""
-        return not HOPPERS.isdisjoint(self.name.upper().replace("-", " ").split())
-
-    @property
-    def generation(self) -> str:
-        """Return "hopper", "ampere" for its products and those of Ada and GeForce, or "other"."""
-        is_ampere = any(is_named(self.name, of) for of in AMPERE)
-        return "hopper" if self.hopper else "ampere" if is_ampere else "other"
-
-    @property
-    def fp8(self) -> bool:
-        """Return True if it has FP8 matrix products, as far as its name tells."""
-        return not any(is_named(self.name, of) for of in NO_FP8)
+    generation: str = "other"
+    fp8: bool = True
 
     @property
     def usable(self) -> float:
@@ -155,12 +144,12 @@ def chip(name: str, memory: float | None = None) -> Chip:
     """
     # the most specific name comes first
     card = next((CHIPS[of] for of in CHIPS if is_named(name, of)), None)
-    usual = 0.0 if card is None else card.memory * GIB
-    flops, bandwidth = (None, None) if card is None else card[:2]
-    if any(is_named(name, word) for word in OTHERS):
-        flops = bandwidth = None
-    link = SLOWEST if card is None else card.link
-    return Chip(name, usual if memory is None else memory, flops, bandwidth, REACHED * link)
+    if card is None:
+        return Chip(name, memory or 0.0, None, None, REACHED * SLOWEST)
+    size, link = card.memory * GIB if memory is None else memory, REACHED * card.link
+    is_other = any(is_named(name, word) for word in OTHERS)
+    flops, bandwidth = (None, None) if is_other else card[:2]
+    return Chip(name, size, flops, bandwidth, link, generation=card.generation, fp8=card.fp8)
 
 
 def is_named(name: str, of: str) -> bool:

@@ -17,27 +17,13 @@ from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, layouts
 from longctx.planner.hardware import GIB, Chip, is_named
-from longctx.planner.peak_memory import (
-    ATTENTION,
-    GRADIENTS,
-    KEPT,
-    MLP,
-    PARAMETERS,
-    TERMS,
-    predict,
-)
+from longctx.planner.peak_memory import TERMS, predict
 from longctx.planner.schedule import drawn, schedule_of
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.tables import grid
 
+SIZES = ("GPU GiB", "host GiB", "fits")
 SPEED = ("s/step", "tokens/s", "MFU")
-SHORT = {
-    PARAMETERS: "weights",
-    GRADIENTS: "grads",
-    KEPT: "saved",
-    ATTENTION: "attention",
-    MLP: "MLP",
-}
 
 
 def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
@@ -58,11 +44,9 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         shown = requests.get(AttentionConfig().backend, request)
         print_layouts(shown, chip, host, per_machine)
 
-    terms = (SHORT.get(term, term) for term in TERMS)
-    sizes = ("GPU GiB", "host GiB")
     shared = ("layout",) if first.devices > 1 else ()
-    columns = ("backend", "memory", *shared, "sequences", *terms, *sizes, "fits", *SPEED)
-    rows = [row(backend, step, chip, host) for backend, step in steps]
+    columns = ("backend", "memory", *shared, "sequences", *map(heading, TERMS), *SIZES, *SPEED)
+    rows = [{"backend": backend} | figures(step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
 
@@ -70,8 +54,13 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
         name, reason = fitting.fastest_backend(first, list(requests), chip)
         print(f"attention=auto: {name}, {reason}\n")
 
-    columns = ("backend", "memory", *shared, "tokens", "sequences", *sizes, *SPEED)
-    rows = [longest(backend, step, chip, host) for backend, step in steps]
+    columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
+    rows = []
+    for backend, step in steps:
+        longest = fitting.longest(fitting.one_row(step), fitting.room(chip), host)
+        row = {"memory": step.memory.policy, "tokens": "none"}
+        row = row if longest is None else figures(longest, chip, host)
+        rows.append({"backend": backend} | row)
     grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
 
 
@@ -101,14 +90,14 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine)
     rows = [
-        layout_row(fitting.decide(step, chip, host, merge), chip, host)
-        | {"longest sequence": longest_tokens([step], chip, host)}
+        figures(fitting.decide(step, chip, host, merge), chip, host)
+        | {"longest": longest_tokens([step], chip, host)}
         for step in steps
     ]
     backend = request.attention.backend
-    title = f"Layouts on {request.devices:,} GPUs, attention={backend}"
-    columns = ("strategy", "context", "method", "memory", "GiB", "s/step", "tokens/s")
-    grid(title, (*columns, "longest sequence"), rows, keys=3)
+    columns = ("strategy", "context", "method", "memory", "GPU GiB", "fits", *SPEED[:2], "longest")
+    title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
+    grid(title, columns, rows, keys=3)
     chosen, reason = layouts.choose(steps, chip, host, merge)
     print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
 
@@ -116,11 +105,10 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     for devices in numbers_of_gpus(request):
         of_number = each_layout(replace(request, devices=devices), per_machine)
         chosen = layouts.choose(of_number, chip, host, merge).workload
-        tokens = longest_tokens(of_number, chip, host)
-        row = layout_row(chosen, chip, host)
-        rows.append({"GPUs": devices, **row, "longest in any layout": tokens})
-    title = f"The layout chosen by number of GPUs, attention={backend}"
-    grid(title, ("GPUs", *columns, "longest in any layout"), rows)
+        row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
+        rows.append(row | figures(chosen, chip, host))
+    title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
+    grid(title, ("GPUs", *columns), rows)
 
 
 def numbers_of_gpus(request: TrainConfig) -> list[int]:
@@ -130,27 +118,40 @@ def numbers_of_gpus(request: TrainConfig) -> list[int]:
     return [count for count in sorted({*doubling, request.devices}) if count % degree == 0]
 
 
-def layout_row(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """Return one line of the tables of layouts."""
-    row = {
-        "strategy": "" if step.strategy == "none" else step.strategy,
-        "context": step.context,
-        "method": step.context_method if step.context > 1 else "",
-        "memory": step.memory.policy,
-        "GiB": f"{predict(step).peak / GIB:.1f}",
-    }
-    if not fitting.fits(step, fitting.room(chip), host):
-        return row | {"s/step": "too much"}
-    time = fitting.seconds(step, chip)
-    if time is None:
-        return row
-    return row | {"s/step": time.total, "tokens/s": int(time.tokens / time.total)}
-
-
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
     """Return the tokens of the longest sequence that fits in one of the layouts of `steps`."""
     longest_step = layouts.longest([fitting.one_row(step) for step in steps], chip, host)
     return "none" if longest_step is None else longest_step.seq_len
+
+
+def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
+    """Return the cells of all tables for one step; no speed for an unknown chip."""
+    memory, time = predict(step), fitting.seconds(step, chip)
+    fit = "yes" if fitting.fits(step, fitting.room(chip), host) else "no"
+    if fit == "no" and fitting.fits(step, fitting.room(chip), math.inf):
+        fit = "no: host"
+    on_host = fitting.on_host(step, memory) + fitting.copy_on_host(step, host)
+    speed = () if time is None else (time.total, time.tokens / time.total, time.mfu)
+    formats = (",.2f", ",.0f", ".1%")
+    return {
+        "memory": step.memory.policy,
+        "layout": layouts.name_of(step),
+        "strategy": "" if step.strategy == "none" else step.strategy,
+        "context": step.context,
+        "method": step.context_method if step.context > 1 else "",
+        "tokens": step.seq_len,
+        "sequences": f"{step.batch_size} × {step.accumulate}",
+        **{heading(term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS},
+        "GPU GiB": f"{memory.peak / GIB:.1f}",
+        "host GiB": f"{on_host / GIB:.1f}",
+        "fits": fit,
+        **dict(zip(SPEED, map(format, speed, formats), strict=False)),
+    }
+
+
+def heading(term: str) -> str:
+    """Return the heading of a term of memory: its first word."""
+    return term.partition(" ")[0]
 
 
 def without_data(request: TrainConfig, device: str) -> Workload:
@@ -213,8 +214,8 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
         )
     if not base.memory:
         raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
-    if options.host_memory != "auto":
-        return base, bytes_of("host_memory", options.host_memory), ""
+    if options.host_memory is not None:
+        return base, options.host_memory * GIB, ""
     is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
     if is_here:
         return base, hardware.host_memory(), ", this machine: host_memory= says another"
@@ -226,72 +227,8 @@ def described(chip: Chip, options: PlanOptions) -> Chip:
     """Return `chip` with the figures that `options` give."""
     return replace(
         chip,
-        memory=chip.memory
-        if options.gpu_memory == "auto"
-        else bytes_of("gpu_memory", options.gpu_memory),
+        memory=chip.memory if options.gpu_memory is None else options.gpu_memory * GIB,
         flops=chip.flops if options.gpu_tflops is None else options.gpu_tflops * 1e12,
         bandwidth=chip.bandwidth if options.gpu_bandwidth is None else options.gpu_bandwidth * 1e9,
         network=options.network / 8 * 1e9,
     )
-
-
-def bytes_of(key: str, text: str) -> float:
-    """Return the bytes of a size, written 80 or 80GiB for GiB, and 80GB for 10^9 bytes."""
-    number, unit = text.strip().lower(), float(GIB)
-    if number.endswith("gb"):
-        number, unit = number.removesuffix("gb"), 1e9
-    try:
-        size = float(number.removesuffix("gib"))
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 2**20:
-        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80, 139.8GiB or 24GB")
-    return size * unit
-
-
-def row(backend: str, step: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """Return one line of the table of terms."""
-    memory = predict(step)
-    fit = "yes" if fitting.fits(step, fitting.room(chip), host) else "no"
-    if fit == "no" and fitting.fits(step, fitting.room(chip), math.inf):
-        fit = "no: host"
-    terms = {SHORT.get(term, term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS}
-    sizes = _sizes(step, host) | _speed(step, chip)
-    return _chosen(backend, step) | terms | {"fits": fit} | sizes
-
-
-def longest(backend: str, policy: Workload, chip: Chip, host: float) -> dict[str, Any]:
-    """Return one line of the table of longest contexts."""
-    step = fitting.longest(fitting.one_row(policy), fitting.room(chip), host)
-    if step is None:
-        return {"backend": backend, "memory": policy.memory.policy, "tokens": "none"}
-    tokens = {"tokens": step.seq_len}
-    return _chosen(backend, step) | tokens | _sizes(step, host) | _speed(step, chip)
-
-
-def _chosen(backend: str, step: Workload) -> dict[str, str]:
-    return {
-        "backend": backend,
-        "memory": step.memory.policy,
-        "layout": layouts.name_of(step),
-        "sequences": f"{step.batch_size} × {step.accumulate}",
-    }
-
-
-def _sizes(step: Workload, host: float) -> dict[str, str]:
-    on_host = fitting.on_host(step) + fitting.copy_on_host(step, host)
-    return {
-        "GPU GiB": f"{predict(step).peak / GIB:.1f}",
-        "host GiB": f"{on_host / GIB:.1f}",
-    }
-
-
-def _speed(step: Workload, chip: Chip) -> dict[str, str]:
-    time = fitting.seconds(step, chip)
-    if time is None:
-        return {}
-    return {
-        "s/step": f"{time.total:,.2f}",
-        "tokens/s": f"{time.tokens / time.total:,.0f}",
-        "MFU": f"{time.mfu:.1%}",
-    }

@@ -178,9 +178,8 @@ def test_a_driver_that_shows_a_gpu_is_not_asked(
     assert not hardware.may_be_here()
 
 
-@pytest.mark.parametrize("graphs", ["auto", "true"])
 def test_checks_of_a_run_do_not_start_the_driver(
-    graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked() -> None:
         raise AssertionError("the driver was asked")
@@ -189,4 +188,4 @@ def test_checks_of_a_run_do_not_start_the_driver(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(hardware, "CONTROL", tmp_path)
     monkeypatch.setattr(hardware, "here", asked)
-    early_checks.check_training(cli.compose("train", [f"graphs={graphs}"]).config)
+    early_checks.check_training(cli.compose("train", []).config)

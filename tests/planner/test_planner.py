@@ -183,11 +183,7 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
         for kernel in ((), ("attention.options.kernel=portable",))
     )
     assert ours < 0.7 * theirs
-    assert fitting.attention_seconds(config, replace(H200, name="B200")) == slow
-    assert all(
-        hardware.chip(f"NVIDIA {name}", GIB).hopper == ("H100" in name or "H200" in name)
-        for name in hardware.CHIPS
-    )
+    assert fitting.attention_seconds(config, replace(H200, generation="other")) == slow
 
 
 def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
