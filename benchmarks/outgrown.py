@@ -62,7 +62,8 @@ def run(options: Options, command: str) -> None:
     """Read rows, count, print, write `out`.json."""
     import torch
 
-    from longctx.evaluation.load import load_model
+    from longctx.attention.description import AttentionConfig
+    from longctx.evaluation.load import build_model, open_run
     from longctx.kernels import HAS_TRITON
     from longctx.kernels.attention import HOPPER_HEAD_SIZES
 
@@ -71,7 +72,8 @@ def run(options: Options, command: str) -> None:
     if not options.checkpoint:
         raise ValueError("checkpoint=: names nothing; give a run, such as checkpoint=runs/NAME")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _, config = load_model(options.checkpoint, device, "flash")
+    file, _, config = open_run(Path(options.checkpoint))
+    model = build_model(file, AttentionConfig("flash"), device)
     if model.config.head_size not in HOPPER_HEAD_SIZES:
         sizes = f"{HOPPER_HEAD_SIZES[0]} to {HOPPER_HEAD_SIZES[-1]} channels"
         raise ValueError(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from longctx import files
-from longctx.evaluation.load import load_model
+from longctx.evaluation.load import open_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
 from longctx.runs.checkpoint_index import delete, set_aside
 from longctx.runs.checkpoint_write import Sharded, Writers
@@ -159,13 +159,13 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"not a checkpoint", b"PK\x03\x04 torn"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"x\.ckpt"):
-            load_model(path)
+            open_model(str(path))
     path.unlink()
     state = {"random": checkpoints.random_state()}
     for about in ({}, {"format": 1}):
         write(checkpoints.saving(path, about, state, {"x": Sharded.whole(torch.zeros(3))}))
         with pytest.raises(ValueError, match="written in format"):
-            load_model(path)
+            open_model(str(path))
 
 
 @pytest.fixture

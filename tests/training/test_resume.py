@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
+import longctx
 import train
 from longctx import files
-from longctx.evaluation.load import load_model
 from longctx.runs import metrics_file, run_folder
 from longctx.training import life_cycle
 from tests.training.sample_run import (
@@ -164,7 +164,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(trained: Trained, capsys: Capt
     index = cut / "checkpoint.json"
     index.write_bytes(index.read_bytes()[:1000])
     with pytest.raises(ValueError, match="not a whole checkpoint"):
-        load_model(folder)
+        longctx.load(folder, "cpu")
     capsys.readouterr()
     assert train.main([f"resume={folder}"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "set aside" in line]
@@ -196,7 +196,7 @@ def test_no_checkpoint_goes_for_a_damaged_one(trained: Trained) -> None:
     assert (places / "last.ckpt").resolve().name == "step-00000004.ckpt"
     assert newest(folder)["steps_done"] == 4
     assert run_folder.checkpoint_of(folder).name == "step-00000004.ckpt"
-    load_model(folder)
+    longctx.load(folder, "cpu")
     assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4]
 
 
