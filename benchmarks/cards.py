@@ -18,7 +18,7 @@ from benchmarks.process_group import ROOT
 from benchmarks.words import training_run
 from longctx import files
 from longctx.config.fields import key
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import Workload
 
@@ -159,7 +159,7 @@ def longest_step(case: Case, gb: int) -> Workload | None:
     """Return the step of the longest sequence that is predicted to fit the card of `gb`."""
     chip = hardware.chip(CARDS[gb])
     at = fitting.one_row(run_of(case).workload)
-    return fitting.longest(at, fitting.room(chip), hardware.ASSUMED_HOST)
+    return fitting.longest([at], fitting.room(chip), hardware.ASSUMED_HOST)
 
 
 def longest_cell(case: Case, gb: int) -> str:
@@ -182,7 +182,7 @@ def speed_cell(case: Case, gb: int) -> str:
 
 def speed_of(step: Workload, gb: int) -> str:
     """Return its predicted tokens per second."""
-    time = fitting.seconds(step, hardware.chip(CARDS[gb]))
+    time = step_time.seconds(step, hardware.chip(CARDS[gb]))
     assert time is not None
     return f"{time.tokens / time.total:,.0f}"
 
@@ -217,7 +217,7 @@ def predicted(card: Row, row: Row) -> str:
     sizes = [f"seq_len={row['tokens']}", f"batch_size={row['batch']}", "accumulate=1"]
     given = [*card["overrides"], *sizes, f"attention={row['backend']}", f"memory={row['memory']}"]
     chip = hardware.chip(card["gpu"], card["memory_gib"] * GIB)
-    time = fitting.seconds(training_run(given, "cuda").workload, chip)
+    time = step_time.seconds(training_run(given, "cuda").workload, chip)
     return "unknown card" if time is None else f"{time.tokens / time.total:,.0f}"
 
 

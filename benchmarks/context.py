@@ -21,7 +21,7 @@ from benchmarks.words import decided, training_run
 from longctx.attention.description import DESCRIPTIONS
 from longctx.cli import check_unused
 from longctx.config.fields import key
-from longctx.planner import fitting
+from longctx.planner import fitting, step_time
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
@@ -162,7 +162,7 @@ def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     at, host = fitting.one_row(run.workload), this_machine().host_memory
 
     def predicted() -> int:
-        longest = fitting.longest(at, gpu().usable, host, MULTIPLE)
+        longest = fitting.longest([at], gpu().usable, host, MULTIPLE)
         return longest.seq_len if longest else 0
 
     def probe(work: Workload) -> DryRun:
@@ -209,7 +209,7 @@ def measure(run: Run, steps: int, end: float) -> dict[str, Any]:
     run = decided(run)
     work = run.workload
     steps = max(steps, least_steps(work))
-    expected = fitting.seconds(work, gpu())
+    expected = step_time.seconds(work, gpu())
     row: dict[str, Any] = {
         "backend": work.attention.backend,
         "tokens": work.seq_len,

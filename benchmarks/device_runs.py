@@ -23,7 +23,7 @@ from benchmarks.process_group import ROOT, ProcessGroup, group
 from benchmarks.words import training_run
 from longctx import files
 from longctx.config.data_config import DataConfig
-from longctx.planner import fitting
+from longctx.planner import fitting, step_time
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
@@ -145,7 +145,7 @@ def decided(overrides: Iterable[str], place: Place) -> Workload:
 
 def predicted(work: Workload, place: Place) -> dict[str, Any]:
     """Memory of a GPU, and seconds of a step of rows that are one document each."""
-    expected = fitting.seconds(work, place.chip)
+    expected = step_time.seconds(work, place.chip)
     return {
         "memory": str(work.memory),
         "strategy": work.strategy,
@@ -210,7 +210,7 @@ def longest(name: str, case: Case, place: Place) -> dict[str, Any]:
         shares += f" context={case.gpus} context.method=ulysses strategy=fsdp"
     base = decided(f"{case.overrides} {shares} memory=long seq_len=4096".split(), place)
     room, host = 0.97 * place.chip.usable, place.host * case.gpus
-    most = fitting.longest(lambda tokens: replace(base, seq_len=tokens), room, host, 2048)
+    most = fitting.longest([lambda tokens: replace(base, seq_len=tokens)], room, host, 2048)
     if most is None:
         return {"note": "no length is predicted to fit"}
     words = f"{case.overrides} {shares} memory=long seq_len={most.seq_len}"

@@ -22,7 +22,7 @@ from benchmarks.report import machine, save_figure, short, write_json
 from benchmarks.words import decided, training_run
 from longctx.cli import check_unused
 from longctx.config.fields import key
-from longctx.planner import fitting
+from longctx.planner import fitting, step_time
 from longctx.tables import grid
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def steps_of(run: Run, options: Options) -> tuple[int, int]:
     """
     work, chip = run.workload, gpu_of(run)
     typical = fitting.with_policy(work, "balanced") if work.memory.policy == "auto" else work
-    expected = fitting.seconds(typical, chip) if chip is not None else None
+    expected = step_time.seconds(typical, chip) if chip is not None else None
     each = expected.total if expected else 0.0
     timed = max(1, min(options.steps, int(TIMED_SECONDS / each))) if each else options.steps
     return (WARM if timed > 2 else 1), timed

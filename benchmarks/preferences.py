@@ -240,7 +240,7 @@ def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterat
     limit = 2048 if options.tiny else 2**24
     for share in SHARES:
         workload = fitting.longest(
-            lambda tokens: replace(run.workload, seq_len=tokens),
+            [lambda tokens: replace(run.workload, seq_len=tokens)],
             share * room(gib),
             options.host_gib * GIB,
             1024,

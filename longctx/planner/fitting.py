@@ -1,37 +1,32 @@
-"""Which configurations fit, and how long a step takes: `peak_memory` and a model of time. No torch.
+"""Which configurations fit and are fastest: memory policies, lengths, backends, layouts. No torch.
 
-A step's time is a sum: products at a share of the chip's peak, attention at the rate of its
-backend, elementwise kernels at a share of the bandwidth. Copies to the host count only beyond the
-computation that hides them.
+A layout is how the devices of a run share its model and its sequences: a strategy, a degree of
+context parallelism and its method. Open layouts have one order, the plainest first: fewer devices
+per sequence, ulysses before allgather, ddp before fsdp. A later one is chosen only if the earlier
+do not fit, are clearly slower, or need host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import lcm
+from typing import NamedTuple
 
 from longctx.attention.description import AttentionConfig, capturable_backends
-from longctx.config.layout_config import POLICIES
-from longctx.config.train_config import LONGEST_ROW
-from longctx.planner import links, optimizer_cost
+from longctx.config.layout_config import POLICIES, STRATEGIES, StrategyConfig
+from longctx.config.model_config import GPTConfig
+from longctx.config.train_config import LONGEST_ROW, TrainConfig
+from longctx.planner import step_time
 from longctx.planner.hardware import Chip
-from longctx.planner.peak_memory import KEPT, OPTIMIZER, Memory, predict
+from longctx.planner.peak_memory import Memory, predict
 from longctx.planner.workload import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 COPY_SHARE = 0.5  # of free host memory: limit of the copy from which a checkpoint is written
-IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are dealt out in chunks
-LINK = 55e9  # bytes per second between a GPU and pinned memory
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
-PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
-SMALL = 160
-# Of products in FP8, times C / (C + SMALL_FP8): 1.8 times bf16 at 2,048 channels. At 4,096, 1.95:
-# there power holds bf16 back.
-FP8 = 1.43
-SMALL_FP8 = 500
+SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
-STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
-EAGER = 3.1  # times as many bytes for each score, if torch.compile fuses nothing
 
 
 def with_policy(workload: Workload, policy: str) -> Workload:
@@ -113,23 +108,36 @@ def merged(workload: Workload) -> list[Workload]:
 
 
 def longest(
-    at: Callable[[int], Workload],
+    candidates: Sequence[Callable[[int], Workload]],
     gpu: float,
     host: float,
     multiple: int = 128,
     limit: int = LONGEST_ROW,
 ) -> Workload | None:
-    """Return at(seq_len) for the longest sequences that fit, with the fastest policy for them."""
+    """Return the step of the longest sequences that fit in one of `candidates`, or None, with the
+    fastest policy for them.
 
-    def is_fitting(units: int) -> bool:
-        # the smallest policy is the last
-        return any(fits(chosen, gpu, host) for chosen in reversed(policies(at(units * multiple))))
+    A candidate gives the step for a length. All devices that share a sequence hold the same number
+    of its tokens.
+    """
+    best: Workload | None = None
+    for at in reversed(candidates):  # the longest come last
+        unit = lcm(multiple, at(multiple).context)
+        low, high = 0 if best is None else best.seq_len // unit, limit // unit
+        # Most candidates are no longer: one unit more is tried first
+        if low == high or not is_possible(at((low + 1) * unit), gpu, host):
+            continue
+        while low < high:
+            middle = (low + high + 1) // 2
+            does_fit = is_possible(at(middle * unit), gpu, host)
+            low, high = (middle, high) if does_fit else (low, middle - 1)
+        best = first_that_fits(at(low * unit), gpu, host)
+    return best
 
-    low, high = 0, limit // multiple
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if is_fitting(middle) else (low, middle - 1)
-    return first_that_fits(at(low * multiple), gpu, host) if low else None
+
+def is_possible(workload: Workload, gpu: float, host: float) -> bool:
+    """Return True if `workload` fits with any of its policies; the smallest is the last."""
+    return any(fits(chosen, gpu, host) for chosen in reversed(policies(workload)))
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:
@@ -164,7 +172,7 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
             return f"memory={policy}"
     # shorter sequences with any policy
     any_policy = replace(workload, memory=type(workload.memory)("auto"))
-    shorter = longest(one_row(any_policy), gpu, host, limit=workload.seq_len)
+    shorter = longest([one_row(any_policy)], gpu, host, limit=workload.seq_len)
     if shorter is None:
         if sizes:
             return f"batch_size={sizes[0]} accumulate={sequences // sizes[0]}"
@@ -178,7 +186,7 @@ def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> s
     """Return a line that names the fastest of `backends` if it is predicted CLEARLY_FASTER than
     the backend of `workload`, else nothing.
     """
-    own = seconds(workload, chip)
+    own = step_time.seconds(workload, chip)
     if own is None:
         return ""
     times = backend_seconds(workload, backends, chip)
@@ -194,7 +202,7 @@ def backend_seconds(workload: Workload, backends: Iterable[str], chip: Chip) -> 
     return {
         name: time.total
         for name in backends
-        if (time := seconds(replace(workload, attention=AttentionConfig(name)), chip))
+        if (time := step_time.seconds(replace(workload, attention=AttentionConfig(name)), chip))
     }
 
 
@@ -215,113 +223,68 @@ def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> 
     return name, f"predicted {share:.0%} faster than {slower[0]} on {on}"
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
+class Choice(NamedTuple):
+    """A step with its layout decided, and the reason in a few words."""
 
-    parts: dict[str, float]
-    tokens: int
-    mfu: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
+    workload: Workload
+    reason: str
 
 
-def seconds(workload: Workload, chip: Chip) -> Seconds | None:
-    """Return the time of a step on `chip`, each sequence one document; None for an unknown chip."""
-    if chip.flops is None or chip.bandwidth is None:
-        return None
-    workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-    model, memory, e = workload.model, workload.memory, workload.activation_bytes
-    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, model.channels
-    N = -(-N // workload.context)  # of this device
-    # products: weights before and after attention, and weights of recomputed products
-    peak = chip.flops * (1.0 if e == 2 else 0.5)
-    blocks, L = workload.blocks, model.layers
-    before = sum(block.attention.linears[0].weights for block in blocks) / L
-    after = sum(block.multiplied for block in blocks) / L - before
-    inner = sum(block.mlp.moved for block in blocks) / L
-    again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
-    again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
-    rate = PRODUCTS * C / (C + SMALL) * peak
-    added = workload.added
-    each = 4 if added else 6  # frozen weights have no gradient
-    in_8_bits = workload.fp8_layers / model.layers
-    each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
-    products = (
-        N * model.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
-    )
-    loss = each * N * int(model.vocab_size or 0) * C / rate
-    # bytes of elementwise kernels
-    moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
-    # FP8: inputs and gradients of products, read for their scale, read again and written both ways
-    ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
-    # weights are read for their scale and for each copy
-    of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
-    of_weights /= workload.accumulate if workload.quantizes_once else 1
-    moved += workload.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
-    per_micro = {
-        "attention": attention_seconds(workload, chip),
-        "projections and MLP": products,
-        "loss": loss,
-        "norm, rope and copies": moved / (STREAM * chip.bandwidth),
-    }
-    # copies to the host and back, beyond the computation that hides them
-    away = predict(workload).host.get(KEPT, 0.0)
-    compute = sum(per_micro.values())
-    per_micro["waiting for the host"] = max(0.0, 2 * away / LINK - 0.8 * compute)
-    parts = {name: workload.accumulate * time for name, time in per_micro.items()}
-    parts[OPTIMIZER] = update_seconds(workload, chip)
-    if workload.devices > 1:
-        exchanged = workload.accumulate * links.attention_exchange(workload, chip)
-        weights = links.waiting_for_weights(workload, chip, compute)
-        parts["waiting for other devices"] = exchanged + weights
-    tokens = N * workload.accumulate
-    flops = tokens * model.flops_per_token(pairs_of_row(workload) / model.layers / T, added)
-    return Seconds(parts, tokens * workload.devices, flops / sum(parts.values()) / chip.flops)
+def each_layout(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
+    """Return `config` in every layout that it leaves open for `model`, the plainest first."""
+    name = config.strategy.name
+    shared = [name for name in STRATEGIES if name != "none"]
+    strategies = shared if name == "auto" and config.devices > 1 else [name]
+    takes_intervals = config.attention.description.takes_intervals
+    return [
+        replace(config, context=context, strategy=StrategyConfig(strategy))
+        for context in config.context.each(config.devices, model.heads, takes_intervals)
+        for strategy in strategies
+    ]
 
 
-def update_seconds(workload: Workload, chip: Chip) -> float:
-    """Return the time of the optimizer's update.
+def choose_layout(
+    candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False
+) -> Choice:
+    """Return the plainest candidate that fits and is about as fast as the fastest.
 
-    Its bytes pass through the GPU's memory, or its state comes from the host and goes back; and
-    Newton-Schulz multiplies in bf16.
+    Memory and, with `merge`, micro-batches are decided for each, see `decide`.
     """
-    assert chip.flops is not None and chip.bandwidth is not None
-    moving = optimizer_cost.bytes_moved(workload) / workload.slices / (STREAM * chip.bandwidth)
-    if workload.memory.optimizer_state == "host":
-        moving = 2 * optimizer_cost.state_on_host(workload) / workload.slices / LINK
-    products = optimizer_cost.products(workload)
-    return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in products)
+    decided = [decide(candidate, chip, host, merge) for candidate in candidates]
+    fit = [step for step in decided if fits(step, room(chip), host)]
+    if not fit:
+        # the run is still tried: a prediction is no proof
+        least = min(decided, key=lambda step: predict(step).peak)
+        return Choice(least, "takes least, though none is predicted to fit")
+    speeds = [tokens_per_second(step, chip) for step in fit]
+    as_fast = [number for number, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
+    # Candidates are in order: the plainest, unless a later one needs no host memory
+    chosen = min(as_fast, key=lambda number: on_host(fit[number]) > 0)
+    if len(fit) == 1:
+        reason = "nothing else fits"
+    elif not speeds[0]:
+        reason = "the first that fits"
+    elif chosen and 0 in as_fast:
+        reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
+    elif chosen:
+        reason = f"{speeds[chosen] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
+    elif fit[0] is not decided[0]:
+        reason = f"{name_of(decided[0])} does not fit"
+    else:
+        reason = f"no other is {1 - SURE:.0%} faster"
+    return Choice(fit[chosen], reason)
 
 
-def attention_seconds(workload: Workload, chip: Chip) -> float:
-    """Return the time of attention in one micro-batch, forward and backward, all layers."""
-    assert chip.flops is not None and chip.bandwidth is not None
-    model, description = workload.model, workload.attention.description
-    layer = workload.layer(workload.batch_size, workload.seq_len)
-    runs_again = layer.recompute == "block" and not description.has_backward
-    if description.score_bytes is not None:
-        heads = model.heads * model.layers
-        scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
-        forward, backward = description.score_bytes
-        is_fused = layer.is_compiled and layer.recompute == "none"
-        moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
-        return moved / (STREAM * chip.bandwidth)
-    forward_rate, backward_rate = description.rates_for(layer, chip.generation)
-    pairs = workload.batch_size * pairs_of_row(workload)
-    flops = 4 * pairs * model.heads * model.head_size / workload.context
-    if workload.context > 1 and workload.context_method == "allgather":
-        flops *= IMBALANCE
-    return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
+def tokens_per_second(workload: Workload, chip: Chip) -> float:
+    """Return the speed of all devices together; 0 for an unknown chip."""
+    time = step_time.seconds(workload, chip)
+    return time.tokens / time.total if time is not None else 0.0
 
 
-def pairs_of_row(workload: Workload) -> int:
-    """Count the visible pairs of a sequence of one document, summed over the layers."""
-    length, pairs = workload.seq_len, 0
-    for window, layers in workload.model.windows().items():
-        # The first `reach` queries see 1, 2, ... keys, all others `reach`
-        reach = min(length, window or length)
-        pairs += layers * (reach * (reach + 1) // 2 + (length - reach) * reach)
-    return pairs
+def name_of(workload: Workload) -> str:
+    """Return the layout as overrides of the command line; ulysses is the usual method."""
+    name, method = workload.strategy, workload.context_method
+    if workload.context == 1:
+        return name
+    name += f" context={workload.context}"
+    return name if method == "ulysses" else f"{name} context.method={method}"

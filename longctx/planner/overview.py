@@ -15,7 +15,7 @@ from typing import Any
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware, layouts
+from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB, Chip, is_named
 from longctx.planner.peak_memory import TERMS, predict
 from longctx.planner.schedule import drawn, schedule_of
@@ -57,7 +57,7 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
     for backend, step in steps:
-        longest = fitting.longest(fitting.one_row(step), fitting.room(chip), host)
+        longest = fitting.longest([fitting.one_row(step)], fitting.room(chip), host)
         row = {"memory": step.memory.policy, "tokens": "none"}
         row = row if longest is None else figures(longest, chip, host)
         rows.append({"backend": backend} | row)
@@ -69,7 +69,7 @@ def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
     machines = -(-request.devices // per_machine)
     return [
         replace(without_data(config, "cuda"), machines=machines)
-        for config in layouts.each(request, request.model)
+        for config in fitting.each_layout(request, request.model)
     ]
 
 
@@ -80,8 +80,8 @@ def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int)
     """
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine)
-    chosen = layouts.choose(steps, chip, host, merge).workload
-    in_layout = next(step for step in steps if layouts.name_of(step) == layouts.name_of(chosen))
+    chosen = fitting.choose_layout(steps, chip, host, merge).workload
+    in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
     return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]
 
 
@@ -98,13 +98,13 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     columns = ("strategy", "context", "method", "memory", "GPU GiB", "fits", *SPEED[:2], "longest")
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
     grid(title, columns, rows, keys=3)
-    chosen, reason = layouts.choose(steps, chip, host, merge)
-    print(f"strategy=auto context=auto: {layouts.name_of(chosen)} ({reason})\n")
+    chosen, reason = fitting.choose_layout(steps, chip, host, merge)
+    print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
 
     rows = []
     for devices in numbers_of_gpus(request):
         of_number = each_layout(replace(request, devices=devices), per_machine)
-        chosen = layouts.choose(of_number, chip, host, merge).workload
+        chosen = fitting.choose_layout(of_number, chip, host, merge).workload
         row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
         rows.append(row | figures(chosen, chip, host))
     title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
@@ -120,13 +120,14 @@ def numbers_of_gpus(request: TrainConfig) -> list[int]:
 
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
     """Return the tokens of the longest sequence that fits in one of the layouts of `steps`."""
-    longest_step = layouts.longest([fitting.one_row(step) for step in steps], chip, host)
+    candidates = [fitting.one_row(step) for step in steps]
+    longest_step = fitting.longest(candidates, fitting.room(chip), host)
     return "none" if longest_step is None else longest_step.seq_len
 
 
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     """Return the cells of all tables for one step; no speed for an unknown chip."""
-    memory, time = predict(step), fitting.seconds(step, chip)
+    memory, time = predict(step), step_time.seconds(step, chip)
     fit = "yes" if fitting.fits(step, fitting.room(chip), host) else "no"
     if fit == "no" and fitting.fits(step, fitting.room(chip), math.inf):
         fit = "no: host"
@@ -135,7 +136,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     formats = (",.2f", ",.0f", ".1%")
     return {
         "memory": step.memory.policy,
-        "layout": layouts.name_of(step),
+        "layout": fitting.name_of(step),
         "strategy": "" if step.strategy == "none" else step.strategy,
         "context": step.context,
         "method": step.context_method if step.context > 1 else "",

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from longctx.config.block import Block
 from longctx.config.layout_config import kv_copies, tile_size
 from longctx.config.parts import FP32, Pass
-from longctx.planner import links, optimizer_cost
+from longctx.planner import optimizer_cost
 from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -265,7 +265,7 @@ class _Step:
         """Return the bytes sent and received at one time in a layer with this `window`."""
         ranks, attention = self.workload.context, self.blocks[0].attention
         heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size
-        if links.exchanges_halo(self.workload, window):
+        if self.workload.exchanges_halo(window):
             keys = self.N + self.B * ((window or 1) - 1)
             return 4.0 * self.e * kv * keys  # k and v with the neighbour's, dk and dv
         parts = self.workload.head_parts

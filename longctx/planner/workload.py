@@ -142,6 +142,15 @@ class Workload:
         tokens = self.batch_size * -(-self.seq_len // ranks)
         return ulysses_parts(model.kv_heads // ranks, tokens) if model.kv_heads % ranks == 0 else 1
 
+    def exchanges_halo(self, window: int | None) -> bool:
+        """Return True if a layer of this `window` needs only the end of the rank before.
+
+        The backend must take the free intervals that result.
+        """
+        tokens = -(-self.seq_len // self.context)
+        free = self.attention.description.takes_intervals
+        return self.context > 1 and window is not None and window - 1 <= tokens and free
+
     def layer(self, sequences: int, length: int) -> Layer:
         """Return attention of one layer for so many sequences of `length` tokens."""
         return Layer(
@@ -209,8 +218,8 @@ def workload_of(
     """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens.
 
     Nulls get their defaults; the memory policy stays as requested. On a GPU `fitting.decide` may
-    make fewer, larger micro-batches of the same step. `longctx.planner.layouts` has decided
-    context=auto before.
+    make fewer, larger micro-batches of the same step. `fitting.choose_layout` has
+    decided context=auto before.
     """
     degree = config.context.degree
     assert isinstance(degree, int)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from longctx.planner import fitting, layouts
+from longctx.planner import fitting
 from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
@@ -68,7 +68,7 @@ def find(
     tried: list[int] = []
     scale = 1.0  # of measured to predicted memory
     while len(tried) < PROBES:
-        workload = fitting.longest(at, room / scale, host_memory, MULTIPLE)
+        workload = fitting.longest([at], room / scale, host_memory, MULTIPLE)
         if workload is None or longest >= CLOSE * workload.seq_len:
             break
         tried.append(workload.seq_len)
@@ -107,7 +107,7 @@ def predicted(
     """Return the most tokens per sequence that are predicted to fit in one of the `candidates`, a
     part of the GPU left free; ValueError if none.
     """
-    workload = layouts.longest(candidates, gpu, host_memory, MULTIPLE)
+    workload = fitting.longest(candidates, fitting.room(gpu), host_memory, MULTIPLE)
     if workload is None:
         raise ValueError(
             f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a smaller "

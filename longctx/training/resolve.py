@@ -29,7 +29,7 @@ from longctx.parallel.devices import (
     choose_attention,
 )
 from longctx.parallel.launch import launched
-from longctx.planner import fitting, hardware, layouts
+from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
@@ -148,7 +148,7 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
         config = replace(config, attention=chosen)
         say(line)
     check_attention(config, model, device)
-    open_layouts = layouts.each(config, model)
+    open_layouts = fitting.each_layout(config, model)
     if config.resume:
         open_layouts = resume.with_steps_of_run(open_layouts, overrides)
     return Choice(config, device, model, name, source, open_layouts)
@@ -218,12 +218,13 @@ def choose_workload(
     merge = config.batch_size is None and config.accumulate is None
     workload, reason = candidates[0], "nothing is predicted on a CPU"
     if choice.device == "cuda" and (merge or several or config.memory.policy == "auto"):
-        assert machine.gpu is not None
-        workload, reason = layouts.choose(candidates, machine.gpu, machine.host_memory, merge)
+        gpu, host = machine.gpu, machine.host_memory
+        assert gpu is not None
+        workload, reason = fitting.choose_layout(candidates, gpu, host, merge)
     elif choice.device == "cuda":
         workload = fitting.with_policy(workload, config.memory.policy)
     workload.check_graphs()
-    return workload, f"{layouts.name_of(workload)} (auto: {reason})" if several else ""
+    return workload, f"{fitting.name_of(workload)} (auto: {reason})" if several else ""
 
 
 def check_schedule(run: Run) -> None:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from longctx import attention
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
-from longctx.planner import fitting
+from longctx.planner import step_time
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
@@ -203,7 +203,7 @@ def prediction(run: Run, machine: Machine) -> list[str]:
     total = machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory
     advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
     lines = [f"predicted  {peak / GIB:.2f} of {total / GIB:.1f} GiB of memory{advice}"]
-    step = fitting.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
+    step = step_time.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
     if step is not None:
         whole = duration((run.max_steps - run.steps_done) * step.total)
         speed = step.tokens / step.total

@@ -25,7 +25,7 @@ from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Descrip
 from longctx.attention.naive import Naive
 from longctx.config.train_config import TrainConfig
 from longctx.kernels.attention import tiled
-from longctx.planner import layouts
+from longctx.planner import fitting
 from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import with_vocabulary, workload_of
@@ -131,7 +131,7 @@ def test_register_adds_a_description(mine):
     with pytest.raises(ValueError, match="factor=4"):
         AttentionConfig("mine", {"factor": 4}).validate()
     config = TrainConfig(attention=AttentionConfig("mine"), devices=4)
-    methods = {layout.context.method for layout in layouts.each(config, config.model)}
+    methods = {layout.context.method for layout in fitting.each_layout(config, config.model)}
     assert "allgather" not in methods
     step = with_policy(with_vocabulary(workload_of(config, "cuda", 4096), 512), "fast")
     fused = replace(step, attention=AttentionConfig("sdpa"))

@@ -6,7 +6,7 @@ import pytest
 
 from longctx import cli
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware, layouts
+from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 
@@ -26,7 +26,7 @@ def steps(config: TrainConfig) -> list[Workload]:
     assert isinstance(config.seq_len, int)
     return [
         with_vocabulary(workload_of(one, "cuda", config.seq_len), 128256)
-        for one in layouts.each(config, config.model)
+        for one in fitting.each_layout(config, config.model)
     ]
 
 
@@ -57,7 +57,8 @@ def test_layouts_follow_devices_heads_and_backend() -> None:
 
 def test_short_rows_are_not_shared() -> None:
     for words in (("seq_len=4096",), ("seq_len=65536", "model=124m")):
-        chosen, _ = layouts.choose(steps(request("devices=8", *words)), H200, HOST, merge=True)
+        each = steps(request("devices=8", *words))
+        chosen, _ = fitting.choose_layout(each, H200, HOST, merge=True)
         assert (chosen.strategy, chosen.context) == ("ddp", 1)
 
 
@@ -69,15 +70,15 @@ def test_the_choice_fits_and_is_about_the_fastest() -> None:
         ["seq_len=262144", "model=8b"],
     ):
         each = steps(request("devices=8", *words))
-        chosen, reason = layouts.choose(each, H200, HOST)
+        chosen, reason = fitting.choose_layout(each, H200, HOST)
         decided = [fitting.decide(work, H200, HOST) for work in each]
         fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
-        fastest = max(layouts.tokens_per_second(work, H200) for work in fit)
+        fastest = max(fitting.tokens_per_second(work, H200) for work in fit)
         assert chosen in fit
-        assert layouts.tokens_per_second(chosen, H200) >= layouts.SURE * fastest
+        assert fitting.tokens_per_second(chosen, H200) >= fitting.SURE * fastest
         plainer = fit[: fit.index(chosen)]
         assert all(
-            layouts.tokens_per_second(work, H200) < layouts.SURE * fastest
+            fitting.tokens_per_second(work, H200) < fitting.SURE * fastest
             or (fitting.on_host(work) and not fitting.on_host(chosen))
             for work in plainer
         )
@@ -86,18 +87,18 @@ def test_the_choice_fits_and_is_about_the_fastest() -> None:
 
 def test_a_row_that_one_gpu_cannot_hold_is_shared() -> None:
     config = request("devices=8", "seq_len=4194304", "strategy.name=fsdp", "memory=balanced")
-    chosen, reason = layouts.choose(steps(config), H200, HOST)
+    chosen, reason = fitting.choose_layout(steps(config), H200, HOST)
     assert chosen.context == 8
     assert reason == "fsdp does not fit"
 
 
 def test_choice_if_nothing_fits_or_gpu_is_unknown() -> None:
     each = steps(request("devices=8", "seq_len=16777216"))
-    chosen, reason = layouts.choose(each, replace(H200, memory=8 * GIB), HOST)
+    chosen, reason = fitting.choose_layout(each, replace(H200, memory=8 * GIB), HOST)
     assert chosen.context == 8 and chosen.strategy == "fsdp"
     assert "none is predicted to fit" in reason
     unknown = hardware.chip("Toaster", 139.8 * GIB)
-    chosen, _ = layouts.choose(steps(request("devices=8", "seq_len=65536")), unknown, HOST)
+    chosen, _ = fitting.choose_layout(steps(request("devices=8", "seq_len=65536")), unknown, HOST)
     assert chosen.context == 1
 
 
@@ -105,7 +106,7 @@ def test_ulysses_wins_a_tie() -> None:
     for method in ("auto", "ulysses", "allgather"):
         config = request("devices=8", "seq_len=1048576", f"context.method={method}")
         config = replace(config, context=replace(config.context, degree=8))
-        chosen, _ = layouts.choose(steps(config), H200, HOST)
+        chosen, _ = fitting.choose_layout(steps(config), H200, HOST)
         assert chosen.context_method == ("ulysses" if method == "auto" else method)
 
 
@@ -114,13 +115,16 @@ def test_the_longest_sequence_of_all_layouts_fits(words: tuple[str, ...]) -> Non
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)
     ats = [
         lambda tokens, one=one: with_vocabulary(workload_of(one, "cuda", tokens), 128256)
-        for one in layouts.each(config, config.model)
+        for one in fitting.each_layout(config, config.model)
     ]
-    work = layouts.longest(ats, H200, HOST, 512)
+    work = fitting.longest(ats, fitting.room(H200), HOST, 512)
     assert work is not None
     assert work.seq_len % (512 * 1) == 0 and work.seq_len % work.context == 0
     assert fitting.fits(work, fitting.room(H200), HOST)
     for at in ats:
         longer = at(work.seq_len + 4096)
         assert fitting.first_that_fits(longer, fitting.room(H200), HOST) is None
-    assert layouts.longest(ats, replace(H200, memory=GIB), HOST, 512) is None
+    assert fitting.longest(ats, GIB / 2, HOST, 512) is None
+    # The plainest layouts cannot hold the limit that the last one holds
+    limited = fitting.longest(ats, fitting.room(H200), HOST, limit=2**20)
+    assert limited is not None and limited.seq_len == 2**20

@@ -14,7 +14,7 @@ from longctx import cli as command_line
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import (
     ATTENTION,
@@ -118,7 +118,7 @@ def test_models_take_measured_memory_and_time(
     )
     config = replace(config, validates=False)
     assert predict(config).peak / GIB == pytest.approx(gib, rel=0.03)
-    time = fitting.seconds(config, H200)
+    time = step_time.seconds(config, H200)
     assert time is not None
     assert time.tokens / time.total == pytest.approx(speed, rel=0.1)
 
@@ -175,15 +175,15 @@ def test_hoppers_sums_of_dq_are_counted() -> None:
 def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
     config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "fast")
     portable = replace(config, attention=replace(config.attention, options={"kernel": "portable"}))
-    slow = fitting.attention_seconds(portable, H200)
-    assert fitting.attention_seconds(config, H200) < 0.9 * slow
+    slow = step_time.attention_seconds(portable, H200)
+    assert step_time.attention_seconds(config, H200) < 0.9 * slow
     wide = ("model.head_dim=256", "model.heads=8", "model.kv_heads=4")
     ours, theirs = (
-        fitting.attention_seconds(one_b(*wide, *kernel, seq_len=65536, batch_size=1), H200)
+        step_time.attention_seconds(one_b(*wide, *kernel, seq_len=65536, batch_size=1), H200)
         for kernel in ((), ("attention.options.kernel=portable",))
     )
     assert ours < 0.7 * theirs
-    assert fitting.attention_seconds(config, replace(H200, generation="other")) == slow
+    assert step_time.attention_seconds(config, replace(H200, generation="other")) == slow
 
 
 def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
@@ -250,12 +250,12 @@ def test_a_step_has_few_micro_batches() -> None:
 def test_the_longest_row_fits_and_the_next_does_not() -> None:
     for backend in ("naive", "flash"):
         config = one_b(f"attention={backend}")
-        longest = fitting.longest(fitting.one_row(config), H200.usable, 128 * GIB)
+        longest = fitting.longest([fitting.one_row(config)], H200.usable, 128 * GIB)
         assert longest is not None
         assert fitting.fits(longest, H200.usable, 128 * GIB)
         longer = fitting.one_row(config)(longest.seq_len + 128)
         assert fitting.first_that_fits(longer, H200.usable, 128 * GIB) is None
-    assert fitting.longest(fitting.one_row(config), GIB, GIB) is None
+    assert fitting.longest([fitting.one_row(config)], GIB, GIB) is None
 
 
 def test_the_smallest_change_fits() -> None:
@@ -276,13 +276,13 @@ def test_the_smallest_change_fits() -> None:
 
 def test_seconds_add_up_and_follow_the_work() -> None:
     config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "balanced")
-    short, long = (fitting.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
+    short, long = (step_time.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
     assert short is not None
     assert long is not None
     assert short.total == pytest.approx(sum(short.parts.values()))
     assert long.parts["attention"] == pytest.approx(4 * short.parts["attention"], rel=0.01)
     assert 0.2 < short.mfu < 0.7
-    assert fitting.seconds(config, hardware.chip("Unknown", 8 * GIB)) is None
+    assert step_time.seconds(config, hardware.chip("Unknown", 8 * GIB)) is None
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_fp8_takes_measured_time_and_memory() -> None:
     for model, tokens, seconds, peak in shapes:
         sizes = {"seq_len": tokens, "batch_size": 1, "accumulate": 1}
         fp8 = replace(workload(*model, "memory=fast", "precision=fp8", **sizes), validates=False)
-        predicted = fitting.seconds(fp8, H200)
+        predicted = step_time.seconds(fp8, H200)
         assert predicted is not None and predicted.total == pytest.approx(seconds, rel=0.03)
         assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
 
@@ -383,7 +383,7 @@ def test_fp8_holds_weights_for_micro_batches() -> None:
     bf16 = replace(fp8, precision="bf16")
     peaks = [predict(work).peak for work in (fp8, mixed, bf16)]
     assert peaks == sorted(peaks)
-    times = [fitting.seconds(work, H200) for work in (fp8, mixed, bf16)]
+    times = [step_time.seconds(work, H200) for work in (fp8, mixed, bf16)]
     totals = [time.total for time in times if time is not None]
     assert len(totals) == 3 and totals == sorted(totals)
     # no copies of weights, two norms in half the bytes, attention's output in FP8 too

@@ -14,7 +14,7 @@ import pytest
 import train
 from longctx import cli
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware, layouts
+from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
@@ -85,7 +85,7 @@ def test_longest_length_is_confirmed_near_the_limit(factor: float) -> None:
     card, lines = Card(factor), list[str]()
     request = requested("memory=balanced")
     length = longest.find(request, card, GPU, HOST, lines.append)
-    limit = fitting.longest(request, GPU.usable / factor, HOST, longest.MULTIPLE)
+    limit = fitting.longest([request], GPU.usable / factor, HOST, longest.MULTIPLE)
     assert limit is not None
     assert length in card.probed
     assert len(card.probed) <= 3
@@ -110,7 +110,7 @@ def test_another_failure_of_a_probe_is_an_error() -> None:
 def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
     """The tokens of seq_len=max on a machine, with a tokenizer of 128 tokens; it adds to lines."""
     choice = resolve.Choice(
-        config, device, config.model, "", "", layouts.each(config, config.model)
+        config, device, config.model, "", "", fitting.each_layout(config, config.model)
     )
     data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
     with patch("longctx.training.resolve.load", lambda *_: data):
@@ -275,7 +275,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
         config = cli.from_file(tmp_path / "config.yaml", words).config
         config.resume = str(tmp_path)
         given = [word.partition("=")[0] for word in overrides]
-        each = resume.with_steps_of_run(layouts.each(config, config.model), given)
+        each = resume.with_steps_of_run(fitting.each_layout(config, config.model), given)
         return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
 
     assert layouts_of() == [(4, 1)]

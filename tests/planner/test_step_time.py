@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from longctx import cli
-from longctx.planner import fitting, hardware, links
+from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import _Step, predict
+from longctx.planner.step_time import attention_exchange, waiting_for_weights
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
@@ -42,7 +43,7 @@ MEASURED = [
 def test_two_gpus_take_predicted_time_and_memory(
     work: Workload, seconds: float, gib: float
 ) -> None:
-    time = fitting.seconds(work, H200)
+    time = step_time.seconds(work, H200)
     assert time is not None
     assert time.total == pytest.approx(seconds, rel=0.03)
     assert predict(work).peak / GIB == pytest.approx(gib, rel=0.02)
@@ -50,16 +51,16 @@ def test_two_gpus_take_predicted_time_and_memory(
 
 def test_one_device_waits_for_nobody() -> None:
     alone = step("fast", "seq_len=65536")
-    assert links.attention_exchange(alone, H200) == 0
-    assert links.waiting_for_weights(alone, H200, 1.0) == 0
+    assert attention_exchange(alone, H200) == 0
+    assert waiting_for_weights(alone, H200, 1.0) == 0
 
 
 def test_bytes_of_each_method_go_over_the_link() -> None:
     chip, n = replace(H200, link=1.0), 262144 // 4
     q, kv, layers = 32 * 64, 2 * 8 * 64, 16
-    ulysses = links.attention_exchange(shared(4), chip)
+    ulysses = attention_exchange(shared(4), chip)
     assert ulysses == 3 / 4 * n * (2 * q + kv + 4 * q + 2 * kv) * 2 * layers
-    gathered = links.attention_exchange(shared(4, "allgather"), chip)
+    gathered = attention_exchange(shared(4, "allgather"), chip)
     # K and V of the three others, twice in bf16; parts of dK and dV in fp32
     assert gathered == pytest.approx(3 * n * kv * (2 * 2 + 4) * layers, rel=1e-6)
 
@@ -67,42 +68,40 @@ def test_bytes_of_each_method_go_over_the_link() -> None:
 def test_a_window_needs_the_end_of_the_neighbour_only() -> None:
     chip = replace(H200, link=1.0)
     work = shared(4, model=replace(shared(4).model, window=1025))
-    assert links.attention_exchange(work, chip) == 3 * 1024 * 2 * (2 * 8 * 64) * 16
+    assert attention_exchange(work, chip) == 3 * 1024 * 2 * (2 * 8 * 64) * 16
     wide = shared(4, model=replace(work.model, window=65538))  # more than a rank has
-    assert links.attention_exchange(wide, chip) == links.attention_exchange(shared(4), chip)
+    assert attention_exchange(wide, chip) == attention_exchange(shared(4), chip)
     sdpa = shared(4, model=work.model, attention=replace(work.attention, backend="sdpa"))
-    assert links.attention_exchange(sdpa, chip) == links.attention_exchange(shared(4), chip)
+    assert attention_exchange(sdpa, chip) == attention_exchange(shared(4), chip)
 
 
 def test_one_machine_does_not_use_the_network() -> None:
     slow = replace(H200, network=1e9)
     row = replace(shared(8), devices=16, machines=2)
-    assert links.attention_exchange(row, slow) == links.attention_exchange(row, H200)
+    assert attention_exchange(row, slow) == attention_exchange(row, H200)
     for method in ("ulysses", "allgather"):
         wide = replace(shared(16, method), machines=2)
         inside = replace(wide, machines=1)
-        assert links.attention_exchange(wide, slow) > links.attention_exchange(wide, H200)
-        assert links.attention_exchange(wide, H200) > links.attention_exchange(inside, H200)
+        assert attention_exchange(wide, slow) > attention_exchange(wide, H200)
+        assert attention_exchange(wide, H200) > attention_exchange(inside, H200)
 
 
 def test_weights_travel_behind_computing_blocks() -> None:
     work = replace(shared(16), machines=2)
-    times = [links.waiting_for_weights(work, H200, compute) for compute in (0.0, 0.01, 10.0)]
+    times = [waiting_for_weights(work, H200, compute) for compute in (0.0, 0.01, 10.0)]
     assert times[0] > times[1] > times[2] > 0  # what comes first and last is never hidden
     slow = replace(H200, network=1e9)
-    assert links.waiting_for_weights(work, slow, 0.01) > times[1]
+    assert waiting_for_weights(work, slow, 0.01) > times[1]
     copies = replace(work, strategy="ddp")
-    assert links.waiting_for_weights(copies, slow, 0.01) > links.waiting_for_weights(
-        copies, H200, 0.01
-    )
+    assert waiting_for_weights(copies, slow, 0.01) > waiting_for_weights(copies, H200, 0.01)
     thousand = replace(work, devices=1024, machines=128)
-    assert links.waiting_for_weights(thousand, H200, 0.0) > times[0]
+    assert waiting_for_weights(thousand, H200, 0.0) > times[0]
 
 
 def test_lora_shares_the_gradients_of_what_it_trains() -> None:
     full = shared(2)
     thin = replace(full, lora=replace(full.lora, rank=8))
-    assert links.waiting_for_weights(thin, H200, 0.0) < links.waiting_for_weights(full, H200, 0.0)
+    assert waiting_for_weights(thin, H200, 0.0) < waiting_for_weights(full, H200, 0.0)
 
 
 def test_host_memory_is_that_of_each_machine() -> None:

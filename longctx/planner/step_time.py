@@ -1,0 +1,246 @@
+"""How long a step takes: a model of time. No torch.
+
+It is a sum: products at a share of the chip's peak, attention at the rate of its backend,
+elementwise kernels at a share of the bandwidth, and waiting for other devices. Copies to the host
+count only beyond the computation that hides them.
+
+Ranks that share a sequence are neighbours, so they use the link of one machine alone if they fit on
+it. Between machines every device has a network adapter of its own:
+
+    all-to-all        a device sends a part to each other one, by its adapter if that is elsewhere
+    gather, reduce    rings (NCCL): each passes on the part received last, and a machine's rings
+                      leave it by all its adapters together
+
+Letters of exchanges: P ranks of a sequence of N tokens, n = N/P; H and Hkv heads of D channels; e
+bytes of an activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from longctx.config.layout_config import allgather_group, kv_copies
+from longctx.config.parts import FP32
+from longctx.planner import optimizer_cost
+from longctx.planner.hardware import Chip
+from longctx.planner.peak_memory import KEPT, OPTIMIZER, predict
+from longctx.planner.workload import Workload
+
+LINK = 55e9  # bytes per second between a GPU and pinned memory
+PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
+SMALL = 160
+# Of products in FP8, times C / (C + SMALL_FP8): 1.8 times bf16 at 2,048 channels. At 4,096, 1.95:
+# there power holds bf16 back.
+FP8 = 1.43
+SMALL_FP8 = 500
+STREAM = 0.8  # share of the bandwidth that elementwise kernels reach
+EAGER = 3.1  # times as many bytes for each score, if torch.compile fuses nothing
+IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are dealt out in chunks
+# Seconds from one rank of a ring to the next, inside a machine and to another, as NCCL assumes to
+# choose an algorithm (its tuning.cc, ring, simple protocol)
+HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
+BEHIND = 0.8  # share of computing time that hides communication
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
+
+    parts: dict[str, float]
+    tokens: int
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def seconds(workload: Workload, chip: Chip) -> Seconds | None:
+    """Return the time of a step on `chip`, each sequence one document; None for an unknown chip."""
+    if chip.flops is None or chip.bandwidth is None:
+        return None
+    workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
+    model, memory, e = workload.model, workload.memory, workload.activation_bytes
+    N, T, C = workload.batch_size * workload.seq_len, workload.seq_len, model.channels
+    N = -(-N // workload.context)  # of this device
+    # products: weights before and after attention, and weights of recomputed products
+    peak = chip.flops * (1.0 if e == 2 else 0.5)
+    blocks, L = workload.blocks, model.layers
+    before = sum(block.attention.linears[0].weights for block in blocks) / L
+    after = sum(block.multiplied for block in blocks) / L - before
+    inner = sum(block.mlp.moved for block in blocks) / L
+    again: float = {"none": 0, "mlp": after, "block": before + after}[memory.recompute or "none"]
+    again += after * (1 - 1 / (memory.keep_every or 1)) if memory.recompute == "block" else 0
+    rate = PRODUCTS * C / (C + SMALL) * peak
+    added = workload.added
+    each = 4 if added else 6  # frozen weights have no gradient
+    in_8_bits = workload.fp8_layers / model.layers
+    each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
+    products = (
+        N * model.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
+    )
+    loss = each * N * int(model.vocab_size or 0) * C / rate
+    # bytes of elementwise kernels
+    moved = e * N * model.layers * (32 * C + 9 * inner) * (1.3 if again else 1)
+    # FP8: inputs and gradients of products, read for their scale, read again and written both ways
+    ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
+    # weights are read for their scale and for each copy
+    of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
+    of_weights /= workload.accumulate if workload.quantizes_once else 1
+    moved += workload.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
+    per_micro = {
+        "attention": attention_seconds(workload, chip),
+        "projections and MLP": products,
+        "loss": loss,
+        "norm, rope and copies": moved / (STREAM * chip.bandwidth),
+    }
+    # copies to the host and back, beyond the computation that hides them
+    away = predict(workload).host.get(KEPT, 0.0)
+    compute = sum(per_micro.values())
+    per_micro["waiting for the host"] = max(0.0, 2 * away / LINK - 0.8 * compute)
+    parts = {name: workload.accumulate * time for name, time in per_micro.items()}
+    parts[OPTIMIZER] = update_seconds(workload, chip)
+    if workload.devices > 1:
+        exchanged = workload.accumulate * attention_exchange(workload, chip)
+        weights = waiting_for_weights(workload, chip, compute)
+        parts["waiting for other devices"] = exchanged + weights
+    tokens = N * workload.accumulate
+    flops = tokens * model.flops_per_token(pairs_of_row(workload) / model.layers / T, added)
+    return Seconds(parts, tokens * workload.devices, flops / sum(parts.values()) / chip.flops)
+
+
+def update_seconds(workload: Workload, chip: Chip) -> float:
+    """Return the time of the optimizer's update.
+
+    Its bytes pass through the GPU's memory, or its state comes from the host and goes back; and
+    Newton-Schulz multiplies in bf16.
+    """
+    assert chip.flops is not None and chip.bandwidth is not None
+    moving = optimizer_cost.bytes_moved(workload) / workload.slices / (STREAM * chip.bandwidth)
+    if workload.memory.optimizer_state == "host":
+        moving = 2 * optimizer_cost.state_on_host(workload) / workload.slices / LINK
+    products = optimizer_cost.products(workload)
+    return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in products)
+
+
+def attention_seconds(workload: Workload, chip: Chip) -> float:
+    """Return the time of attention in one micro-batch, forward and backward, all layers."""
+    assert chip.flops is not None and chip.bandwidth is not None
+    model, description = workload.model, workload.attention.description
+    layer = workload.layer(workload.batch_size, workload.seq_len)
+    runs_again = layer.recompute == "block" and not description.has_backward
+    if description.score_bytes is not None:
+        heads = model.heads * model.layers
+        scores = workload.batch_size * workload.seq_len**2 * heads / workload.context
+        forward, backward = description.score_bytes
+        is_fused = layer.is_compiled and layer.recompute == "none"
+        moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
+        return moved / (STREAM * chip.bandwidth)
+    forward_rate, backward_rate = description.rates_for(layer, chip.generation)
+    pairs = workload.batch_size * pairs_of_row(workload)
+    flops = 4 * pairs * model.heads * model.head_size / workload.context
+    if workload.context > 1 and workload.context_method == "allgather":
+        flops *= IMBALANCE
+    return flops * ((1 + runs_again) / forward_rate + 2.5 / backward_rate) / chip.flops
+
+
+def pairs_of_row(workload: Workload) -> int:
+    """Count the visible pairs of a sequence of one document, summed over the layers."""
+    length, pairs = workload.seq_len, 0
+    for window, layers in workload.model.windows().items():
+        # The first `reach` queries see 1, 2, ... keys, all others `reach`
+        reach = min(length, window or length)
+        pairs += layers * (reach * (reach + 1) // 2 + (length - reach) * reach)
+    return pairs
+
+
+def attention_exchange(workload: Workload, chip: Chip) -> float:
+    """Return the seconds per micro-batch in which attention waits for other ranks.
+
+    Blocks cannot compute meanwhile.
+    """
+    if workload.context == 1:
+        return 0.0
+    return sum(
+        layers * _exchange_of_layer(workload, window, chip)
+        for window, layers in workload.model.windows().items()
+    )
+
+
+def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> float:
+    model, ranks = workload.model, workload.context
+    e, rows = workload.activation_bytes, workload.batch_size
+    n = ceil(workload.seq_len / ranks)
+    q, kv = model.heads * model.head_size, 2 * model.kv_heads * model.head_size
+    if workload.exchanges_halo(window):
+        # keys and values, again in backward, and their gradients back
+        assert window is not None
+        sent = 3 * e * kv * (window - 1) * rows
+        inside = ranks <= workload.devices_per_machine
+        return sent / (chip.link if inside else chip.network)
+    if workload.context_method == "allgather":
+        # k and v in forward and in backward, group of heads by group; partial sums of their
+        # gradients in fp32
+        groups = -(-model.kv_heads // allgather_group(model.kv_heads, ranks))
+        gathered = 2 * ring(e * kv * n * ranks * rows, groups, ranks, workload, chip)
+        return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
+    # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
+    # q, k and v once more if they are computed again
+    kv *= kv_copies(model.heads, model.kv_heads, ranks)
+    again = workload.memory.recompute == "block"
+    each = 2 * q + kv + (4 * q + 2 * kv if again else 2 * q + kv)
+    return all_to_all(e * each * n * rows, workload, chip)
+
+
+def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:
+    """Return the seconds in which each rank sends `sent` bytes in equal parts to all ranks."""
+    ranks, here = workload.context, min(workload.context, workload.devices_per_machine)
+    # both networks work at the same time: the slower one counts
+    part = sent / ranks
+    return max((here - 1) * part / chip.link, (ranks - here) * part / chip.network)
+
+
+def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -> float:
+    """Return the seconds in which `ranks` devices all gather `size` bytes, or reduce-scatter them.
+
+    The pieces go one after another.
+    """
+    here = min(ranks, workload.devices_per_machine)
+    machines = -(-ranks // here)
+    outside = machines if machines > 1 else 0
+    slowest = min(chip.link, here * chip.network) if outside else chip.link
+    # a ring has a step for each other rank
+    hops = max(0, ranks - 1 - outside) * HOP + outside * HOP_OUTSIDE
+    return (1 - 1 / ranks) * size / slowest + pieces * hops
+
+
+def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float:
+    """Return the seconds of a step in which a device waits for weights and gradients of others.
+
+    A micro-batch computes for `compute` seconds. fsdp gathers a block's weights for forward and for
+    backward and sums its gradients while other blocks compute; ddp sums all gradients during the
+    last backward. Nothing hides fsdp's first gather, or the last gradient, the embedding's.
+    """
+    model, ranks = workload.model, workload.devices
+    if ranks == 1:
+        return 0.0
+    # embedding and lm_head are not part of a block
+    outside = int(model.vocab_size or 0) * model.channels * (1 if model.tied else 2)
+    blocks = workload.parameters - outside
+    added = workload.added
+    trained, trained_outside = (added, 0) if added else (blocks, outside)
+
+    def shared(size: float, pieces: int) -> float:
+        return ring(size, pieces, ranks, workload, chip)
+
+    if not workload.sharing.shards_weights:  # NCCL's trees keep a sum's hops few
+        last = 2 * shared(FP32 * trained_outside, 1)
+        backward = 2 / 3 * compute
+        return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)
+    e = workload.activation_bytes
+    gathered = workload.own_bytes - e * outside  # of blocks, packed perhaps
+    first = shared(e * outside + gathered / model.layers, 1)
+    last = shared(FP32 * trained_outside, 1)
+    hidden = 2 * shared(gathered, model.layers) + shared(FP32 * trained, model.layers)
+    return workload.accumulate * (first + last + max(0.0, hidden - BEHIND * compute))
