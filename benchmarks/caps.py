@@ -8,11 +8,10 @@ points run next to one another: unlike time, memory does not change with company
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import cards
 from benchmarks.memory import CONTEXT, DOCUMENT, Room, off
 from benchmarks.preferences import capped
+from benchmarks.process_group import in_child
 from benchmarks.report import machine, write_json
 from longctx.config.fields import key
 from longctx.planner import hardware
@@ -62,9 +62,12 @@ def run(options: Options, command: str) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
     rows: list[Row] = []
     # By a child: torch would take memory of the GPU for this process
-    with child() as pool:
-        about = pool.submit(machine).result()
-    result: Row = {"command": command, **about, "options": asdict(options), "rows": rows}
+    result: Row = {
+        "command": command,
+        **in_child(machine),
+        "options": asdict(options),
+        "rows": rows,
+    }
     end = time.monotonic() + 60 * options.minutes
     there = hardware.here()
     assert there is not None
@@ -108,9 +111,7 @@ def point(
         if began > end:
             print(f"left out: {case.name} under {cap} GB; give more minutes=", flush=True)
             return None
-        # A child process: compiled code of earlier points would keep memory of theirs
-        with child() as pool:
-            row = answered(pool, training, steps, gib)
+        row = answered(training, steps, gib)
     predicted = predict(step)
     measured = row["measured_gib"]
     row |= {
@@ -125,15 +126,10 @@ def point(
     return row
 
 
-def child() -> ProcessPoolExecutor:
-    """Return a process of its own, without anything of this one."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-
-
-def answered(pool: ProcessPoolExecutor, training: Run, steps: int, gib: float) -> Row:
-    """Return what the child measures, or why it fails."""
+def answered(training: Run, steps: int, gib: float) -> Row:
+    """Return what a child process measures, or why it fails."""
     try:
-        found = pool.submit(stepped_here, training, steps, gib).result()
+        found = in_child(stepped_here, training, steps, gib)
     except (BrokenProcessPool, ValueError, RuntimeError) as error:  # killed, or a kernel fails
         line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return {"measured_gib": None, "reserved_gib": None, "failed": line}

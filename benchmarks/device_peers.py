@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +32,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.trainers import random_model
+from longctx.attention.communication import Laps
 from longctx.config.model_config import GPTConfig
-from longctx.model.export import architecture
 from longctx.training.memory import measured
 
 Step = Callable[[], Tensor]
@@ -58,19 +58,10 @@ class Job:
 
 def llama(job: Job) -> nn.Module:
     """transformers' model with random fp32 weights, the same on every rank."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if liger(job):
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
-    described = architecture(GPTConfig.of_saved(job.model), job.tokens) | {"use_cache": False}
-    config = AutoConfig.for_model(**described)
     torch.manual_seed(1)
-    with torch.device(device_of(job)):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+    model: nn.Module = random_model(
+        job.model, job.tokens, device_of(job), torch.float32, liger(job)
+    )
     return model.train()
 
 
@@ -305,11 +296,12 @@ def measure(job: Job) -> dict[str, Any]:
     device = device_of(job)
     step, about = PEERS[job.peer](job)
     torch.manual_seed(3 if job.peer == "torch-context-parallel" else 3 + dist.get_rank())
-    clock, ms, losses = Clock(device), [], []
+    laps, ms, losses = Laps(device.type == "cuda"), [], []
     for number in range(job.steps):
-        clock.begin()
+        laps.begin()
         loss = step()
-        slowest = torch.tensor(clock.end(), device=device)
+        laps.end()
+        slowest = torch.tensor(laps.ms()[-1], device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(loss)
         ms.append(float(slowest))
@@ -324,24 +316,6 @@ def measure(job: Job) -> dict[str, Any]:
             versions[name] = "not installed"
     checked = {"checkpointing": job.checkpointing, "liger": liger(job), "versions": versions}
     return about | {"ms": ms, "loss": losses} | checked | measured(device)
-
-
-class Clock:
-    """Milliseconds between two moments at which the device has nothing to do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.begun = device, 0.0
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return 1000 * time.perf_counter()
-
-    def begin(self) -> None:
-        self.begun = self.now()
-
-    def end(self) -> float:
-        return self.now() - self.begun
 
 
 def main(argv: list[str]) -> None:

@@ -13,13 +13,12 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.process_group import in_child
 from benchmarks.report import machine, write_json
 from longctx.config.fields import key
 from longctx.tables import grid
@@ -129,12 +128,6 @@ def run(options: Options, command: str) -> None:
                     print(row, flush=True)
                     write_json(Path(f"{options.out}.json"), result)
     grid("Steps of models that people bring", SHOWN, rows)
-
-
-def in_child(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """Return function(*given), called in a process of its own: Liger changes transformers."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *given).result()
 
 
 def measured(

@@ -10,13 +10,11 @@ another folder.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_group import ROOT
+from benchmarks.process_group import train
 from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
 from longctx.cli import check_unused
@@ -92,12 +90,7 @@ def trained(options: Options, name: str, rate: float, overrides: list[str]) -> d
     folder = Path(options.runs) / f"{name}-lr{rate}"
     row: dict[str, Any] = {"optimizer": name, "lr": rate}
     if not validations(folder, options.steps):
-        command = [sys.executable, str(ROOT / "train.py"), *of_run(options, name, rate, overrides)]
-        print(f"\n$ python train.py {' '.join(command[2:])}", flush=True)
-        code = subprocess.run(command).returncode
-        if code in (2, 130):  # a mistake, which the child has told; Ctrl-C
-            raise ValueError(f"{folder}: its run ended with exit code {code}, see above")
-        if code:
+        if code := train(of_run(options, name, rate, overrides), may_fail=True):
             row["note"] = f"failed, exit code {code}"
     else:
         row["note"] = "was there already"

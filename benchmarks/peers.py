@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.report import machine, write_json
 from benchmarks.words import decided, training_run
 from longctx.cli import check_unused
 from longctx.config.fields import key
@@ -73,11 +73,11 @@ class Options:
     steps: int = key(5, "timed steps, after 3 warm ones; fewer where they take seconds")
     seconds: float = key(300.0, "a point is ended after that")
     minutes: float = key(60.0, "points not begun by then are left out")
-    out: str = key("results/peers", "writes .json and .png")
+    out: str = key("results/peers", "writes .json")
 
 
 def run(options: Options, command: str, overrides: list[str]) -> None:
-    """Measure every peer at every length, print, write `out`.json and `out`.png."""
+    """Measure every peer at every length, print, write `out`.json."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,8 +121,7 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
         percents,
     )
     write_json(Path(f"{options.out}.json"), result)
-    plot(result, Path(f"{options.out}.png"))
-    print(f"wrote {options.out}.json and {options.out}.png")
+    print(f"wrote {options.out}.json")
 
 
 def check(options: Options, overrides: list[str]) -> None:
@@ -390,48 +389,3 @@ def outcome(row: dict[str, Any]) -> str:
         if "ms" in row
         else str(row["how"])
     )
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Tokens/s and peak memory, a bar per peer in a group per length; over each bar how many times
-    as fast longctx is.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.6))
-    axes = figure.subplots(1, 2)
-    rows, lengths = result["rows"], list(result["options"]["lengths"])
-    peers = [
-        peer
-        for peer in result["options"]["peers"]
-        if any(r["peer"] == peer and "ms" in r for r in rows)
-    ]
-    for axis, column, label in (
-        (axes[0], "tokens_per_second", "tokens/s"),
-        (axes[1], "memory_peak_gib", "peak GiB"),
-    ):
-        for n, peer in enumerate(peers):
-            shown = [r for r in rows if r["peer"] == peer and "ms" in r and column in r]
-            places = [
-                lengths.index(r["tokens"]) + 0.8 * ((n + 0.5) / len(peers) - 0.5) for r in shown
-            ]
-            bars = axis.bar(places, [r[column] for r in shown], width=0.75 / len(peers), label=peer)
-            ratios = [
-                f"{r['longctx_over_it']:.2f}×" if "longctx_over_it" in r else "" for r in shown
-            ]
-            if column == "tokens_per_second":
-                axis.bar_label(bars, ratios, fontsize=7)
-        axis.set_xticks(range(len(lengths)), [short(tokens) for tokens in lengths])
-        axis.set_xlabel("tokens in a row")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3, axis="y")
-    if peers:
-        axes[0].legend(fontsize=8)
-    where = result["gpu"] if result["gpu"] != "none" else "a CPU"
-    figure.suptitle(
-        f"Training {result['parameters'] / 1e6:,.0f} million parameters on {where}; "
-        "over a bar: longctx's speed over it",
-        fontsize=11,
-    )
-    figure.tight_layout()
-    save_figure(figure, path)

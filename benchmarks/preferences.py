@@ -19,21 +19,17 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.families import SHAPES
-from benchmarks.process_group import ROOT
+from benchmarks.process_group import in_child, train
 from benchmarks.report import machine, write_json
 from benchmarks.words import training_run
 from longctx.config.doors import ObjectiveConfig
@@ -201,14 +197,9 @@ def fitted(workload: Workload, options: Options) -> Workload:
 
 
 def stepped(run: Run, workload: Workload, steps: int, case: str, gib: float) -> Row:
-    """Return what `steps` steps of `workload` take within `gib` GiB, the last one's speed.
-
-    A child process takes them: in one process compiled code of earlier runs keeps memory of theirs.
-    """
+    """Return what `steps` steps of `workload` take within `gib` GiB, the last one's speed."""
     run = replace(run, workload=workload)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        found = pool.submit(stepped_here, run, steps, gib).result()
+    found = in_child(stepped_here, run, steps, gib)
     row: Row = {
         "case": case,
         "side": workload.seq_len // (1 if run.config.objective.traits.data is None else 2),
@@ -450,11 +441,8 @@ def losses(options: Options) -> Iterator[Row]:
 def trained(options: Options, case: str, overrides: list[str], steps: int) -> Row:
     """Return the last losses of a run of train.py, in a child process."""
     own = [f"runs={options.runs}", "wandb.mode=disabled", f"val_every={steps}", "log_every=1"]
-    command = [sys.executable, str(ROOT / "train.py"), *overrides, *own]
-    print(f"\n$ python train.py {' '.join(command[2:])}", flush=True)
-    began, code = time.monotonic(), subprocess.run(command).returncode
-    if code:
-        raise ValueError(f"{case}: its run ended with exit code {code}, see above")
+    began = time.monotonic()
+    train([*overrides, *own])
     rows = metrics_file.read(Path(options.runs) / case)
     return {
         "case": case,

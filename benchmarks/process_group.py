@@ -1,15 +1,23 @@
-"""A command that a benchmark starts, and that leaves no process behind."""
+"""The processes that a benchmark starts: a command that leaves none behind, a run of train.py, a
+function in a process of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,3 +64,23 @@ def group(pgid: int) -> list[int]:
             if int(its) == pgid and state not in "ZX":
                 pids.append(int(path.parent.name))
     return pids
+
+
+def in_child(function: Callable[..., T], *arguments: Any) -> T:
+    """Return function(*arguments), called in a new process: compiled code of earlier points keeps
+    memory of theirs, and Liger changes transformers.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def train(overrides: list[str], may_fail: bool = False) -> int:
+    """Run train.py with `overrides`, after printing the command; return its exit code.
+
+    ValueError if it fails, unless it `may_fail`: then only for a mistake and Ctrl-C.
+    """
+    print(f"\n$ python train.py {shlex.join(overrides)}", flush=True)
+    code = subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides]).returncode
+    if code in (2, 130) or (code and not may_fail):
+        raise ValueError(f"a run ended with exit code {code}, see above")
+    return code

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.process_group import ROOT
+from benchmarks.process_group import ROOT, train
 from benchmarks.report import machine, save_figure, write_json
 from longctx import cli
 from longctx.config.fields import key
@@ -86,11 +84,8 @@ def jobs(recipe: Path, overrides: list[str]) -> dict[str, list[str]]:
 
 def trained(label: str, words: list[str]) -> dict[str, Any]:
     """What one run measured, in a child process; ValueError where it fails."""
-    print(f"\n$ python train.py {shlex.join(words)}", flush=True)
     begun = time.monotonic()
-    code = subprocess.run([sys.executable, str(ROOT / "train.py"), *words]).returncode
-    if code:
-        raise ValueError(f"{label}: its run ended with exit code {code}, see above")
+    train(words)
     minutes = (time.monotonic() - begun) / 60
     config = cli.compose("train", words).config
     rows = metrics_file.read(Path(config.runs) / config.name)

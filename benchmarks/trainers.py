@@ -76,9 +76,11 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)  # of longctx-bare: `Run.settings`
 
 
-def transformers(job: Job, liger: bool = False) -> Built:
-    """transformers' class for the model, random weights; with `liger` Liger's rope, RMSNorm, SwiGLU
-    and fused loss.
+def random_model(
+    shape: dict[str, Any], tokens: int, device: str | torch.device, dtype: torch.dtype, liger: bool
+) -> Any:
+    """transformers' class for a GPTConfig, random weights; with `liger` Liger's rope, RMSNorm,
+    SwiGLU and fused loss.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,11 +88,16 @@ def transformers(job: Job, liger: bool = False) -> Built:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    described = architecture(GPTConfig.of_saved(job.model), job.tokens) | {"use_cache": False}
+    described = architecture(GPTConfig.of_saved(shape), tokens) | {"use_cache": False}
     config = AutoConfig.for_model(**described)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+
+
+def transformers(job: Job, liger: bool = False) -> Built:
+    """transformers' class for the model, its weights in the dtype of the job."""
     dtype = torch.bfloat16 if job.bf16 else torch.float32
-    with torch.device(job.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = random_model(job.model, job.tokens, job.device, dtype, liger)
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if job.lora["rank"] is not None:

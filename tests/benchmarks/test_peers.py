@@ -94,7 +94,6 @@ def test_every_peer_is_a_row(
         assert rows["longctx-bare"][key] == rows["longctx"][key]
     if not torch.cuda.is_available():
         assert rows["transformers-liger"]["how"].startswith("skipped: ")
-    assert (tmp_path / "result.png").exists()
     assert "2 × 33 tokens, longctx: " in capsys.readouterr().out
 
 
