@@ -146,14 +146,6 @@ def by_step(path: Path) -> tuple[int, str]:
     return len(path.name), path.name
 
 
-def check_utf8(text: str, problem: str) -> None:
-    """Raise ValueError with `problem` for a name or an argument that is not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{ascii(text)[1:-1]}: {problem}") from error
-
-
 def printable(text: str) -> str:
     """Return text that moves no cursor and breaks no encoding: folder names are untrusted."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

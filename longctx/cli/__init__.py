@@ -105,8 +105,6 @@ def answer(
     system.let_segments_grow()
     with system.caught() as stop:
         try:
-            for argument in argv:
-                files.check_utf8(argument, "not text in UTF-8; give other characters, or rename it")
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import lcm
-from typing import NamedTuple
 
 from longctx.attention.description import AttentionConfig, capturable_backends
 from longctx.config.layout_config import POLICIES, STRATEGIES, StrategyConfig
@@ -223,13 +222,6 @@ def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> 
     return name, f"predicted {share:.0%} faster than {slower[0]} on {on}"
 
 
-class Choice(NamedTuple):
-    """A step with its layout decided, and the reason in a few words."""
-
-    workload: Workload
-    reason: str
-
-
 def each_layout(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
     """Return `config` in every layout that it leaves open for `model`, the plainest first."""
     name = config.strategy.name
@@ -245,8 +237,8 @@ def each_layout(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
 
 def choose_layout(
     candidates: Sequence[Workload], chip: Chip, host: float, merge: bool = False
-) -> Choice:
-    """Return the plainest candidate that fits and is about as fast as the fastest.
+) -> tuple[Workload, str]:
+    """Return the plainest candidate that fits and is about as fast as the fastest, and why.
 
     Memory and, with `merge`, micro-batches are decided for each, see `decide`.
     """
@@ -255,7 +247,7 @@ def choose_layout(
     if not fit:
         # the run is still tried: a prediction is no proof
         least = min(decided, key=lambda step: predict(step).peak)
-        return Choice(least, "takes least, though none is predicted to fit")
+        return least, "takes least, though none is predicted to fit"
     speeds = [tokens_per_second(step, chip) for step in fit]
     as_fast = [number for number, speed in enumerate(speeds) if speed >= SURE * max(speeds)]
     # Candidates are in order: the plainest, unless a later one needs no host memory
@@ -272,7 +264,7 @@ def choose_layout(
         reason = f"{name_of(decided[0])} does not fit"
     else:
         reason = f"no other is {1 - SURE:.0%} faster"
-    return Choice(fit[chosen], reason)
+    return fit[chosen], reason
 
 
 def tokens_per_second(workload: Workload, chip: Chip) -> float:

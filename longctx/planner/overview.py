@@ -80,7 +80,7 @@ def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int)
     """
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine)
-    chosen = fitting.choose_layout(steps, chip, host, merge).workload
+    chosen, _ = fitting.choose_layout(steps, chip, host, merge)
     in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
     return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]
 
@@ -104,7 +104,7 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
     rows = []
     for devices in numbers_of_gpus(request):
         of_number = each_layout(replace(request, devices=devices), per_machine)
-        chosen = fitting.choose_layout(of_number, chip, host, merge).workload
+        chosen, _ = fitting.choose_layout(of_number, chip, host, merge)
         row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
         rows.append(row | figures(chosen, chip, host))
     title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
