@@ -82,6 +82,15 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
     assert process.stderr.startswith("error: none")
 
 
+def test_a_traceback_is_printed_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGCTX_TRACEBACK", "1")
+    assert cli.main(["train", "seq_len=abc"]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.splitlines()[-1].startswith("error: seq_len=abc")
+
+
 def test_output_that_cannot_be_encoded_ends_nothing() -> None:
     code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
     process = finished("-c", [code], ROOT, PYTHONIOENCODING="latin-1")

@@ -288,13 +288,9 @@ def test_seconds_add_up_and_follow_the_work() -> None:
 @pytest.mark.parametrize(
     ("name", "flops", "bandwidth"),
     [
-        ("NVIDIA H200", 989e12, 4.8e12),
         ("NVIDIA H100 80GB HBM3", 989e12, 3.35e12),
         ("NVIDIA H100 PCIe", 756e12, 2e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 2e12),
-        ("NVIDIA L4", 121e12, 0.3e12),
         ("NVIDIA A100-PCIE-40GB", 312e12, 1.555e12),
-        ("rtx4090", 165e12, 1.008e12),
         ("4090", 165e12, 1.008e12),
         ("NVIDIA GeForce RTX 4090", 165e12, 1.008e12),
         ("NVIDIA A10G", 70e12, 0.6e12),
