@@ -13,7 +13,7 @@ from typing import Any
 
 from longctx.config.command_config import ChatConfig
 from longctx.data.chat import Template
-from longctx.generation import AnswerFile, Engine, Prompt, say, warn_of_length, write
+from longctx.generation import AnswerFile, Engine, Prompt, say, write
 
 Message = dict[str, Any]
 
@@ -25,7 +25,7 @@ def chat(config: ChatConfig) -> int:
     Raises ValueError or OSError, one line, if the model cannot chat.
     """
     engine = Engine(config)
-    template = Template(engine.source.trained.folder, today=datetime.now())
+    template = Template(engine.trained.folder, today=datetime.now())
     messages = [] if config.system is None else [message("system", config.system)]
     with engine.within_memory():
         engine.load()
@@ -38,7 +38,7 @@ def chat(config: ChatConfig) -> int:
                 say(f"error: {error}")
                 continue
             prompt = Prompt(engine.tokenizer.encode_question(text), asked)
-            warn_of_length(engine.source, len(prompt.ids) + config.max_new_tokens)
+            engine.warn_of_length(len(prompt.ids) + config.max_new_tokens)
             (answer,) = engine.write_batch([prompt], [0], AnswerFile(None))
             # The next prompt would be refused with a special token in it
             for token in template.special:

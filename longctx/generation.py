@@ -28,7 +28,7 @@ from longctx.config import presets
 from longctx.config.command_config import GenerateConfig, SampleConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
-from longctx.evaluation.load import TrainedModel, build_model, open_model
+from longctx.evaluation.load import build_model, open_model
 from longctx.model import GPT
 from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel.devices import (
@@ -42,14 +42,6 @@ from longctx.planner.workload import precision_of
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
-
-
-class Source(NamedTuple):
-    """A trained model before its weights are read, and how it is to compute."""
-
-    trained: TrainedModel
-    attention: AttentionConfig
-    dtype: torch.dtype  # of its matrices
 
 
 class Prompt(NamedTuple):
@@ -137,7 +129,7 @@ def run(config: GenerateConfig) -> int:
     engine = Engine(config)
     prompts = read_prompts(config, engine.tokenizer)
     length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    warn_of_length(engine.source, length)
+    engine.warn_of_length(length)
     with engine.within_memory(), closing(AnswerFile(config.out)) as answers:
         engine.load()
         for first in range(0, len(prompts), config.batch_size):
@@ -154,8 +146,18 @@ class Engine:
     def __init__(self, config: SampleConfig) -> None:
         self.config = config
         self.device = this_machine().device_for(config.device, config.precision)
-        self.source = find_source(config, self.device)
-        self.tokenizer = self.source.trained.tokenizer
+        self.dtype = dtype_of(precision_of(config.precision, self.device))  # of matrices
+        self.attention = AttentionConfig(**presets.read("attention", config.attention))
+        self.trained = open_model(config.checkpoint)
+        required = self.trained.model.block(0).attention.required(trains=False)
+        check(
+            self.attention.backend,
+            device=self.device,
+            dtype=self.dtype,
+            options=self.attention.options,
+            **required,
+        )
+        self.tokenizer = self.trained.tokenizer
         self.speed = Speed()
         self.exit_code = 0
         self.sequences = 0  # of the latest batch, 0 before the first
@@ -175,12 +177,20 @@ class Engine:
             say(str(self.speed))
 
     def load(self) -> None:
-        """Read the weights; matrices are in the precision of the source."""
-        source = self.source
-        self.model = build_model(source.trained.file, source.attention, self.device, source.dtype)
+        """Read the weights."""
+        self.model = build_model(self.trained.file, self.attention, self.device, self.dtype)
         for module in self.model.modules():  # norms stay in fp32, which they compute in
             if isinstance(module, nn.Linear | nn.Embedding):
-                module.to(source.dtype)
+                module.to(self.dtype)
+
+    def warn_of_length(self, length: int) -> None:
+        """Print a line if prompt and new tokens are longer than what the model was trained on."""
+        known = self.trained.seq_len
+        if length > known:
+            say(
+                f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
+                f"{known:,}"
+            )
 
     def write_batch(
         self, prompts: list[Prompt], numbers: Sequence[int], answers: AnswerFile
@@ -211,37 +221,16 @@ class Engine:
     def _too_little_memory(self) -> str:
         """Return a line: the weights, or a batch next to them, did not fit, and what helps."""
         problem = f"out of {'memory' if self.device == 'cpu' else 'GPU memory'}"
-        changes = ["precision=bf16"] if self.source.dtype == torch.float32 else []
+        changes = ["precision=bf16"] if self.dtype == torch.float32 else []
         if not self.sequences:
             problem += " while the model loads"
             changes.append("a smaller model")
         else:
-            has_scores = self.source.attention.description.score_bytes is not None
+            has_scores = self.attention.description.score_bytes is not None
             changes += ["attention=flash"] if has_scores else []
             changes += [f"batch_size={self.sequences // 2}"] if self.sequences > 1 else []
             changes += ["a smaller max_new_tokens", "shorter prompts"]
         return f"{problem}; give {' or '.join(changes)}"
-
-
-def warn_of_length(source: Source, length: int) -> None:
-    """Print a line if prompt and new tokens are longer than what the model was trained on."""
-    known = source.trained.seq_len
-    if length > known:
-        say(
-            f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
-            f"{known:,}"
-        )
-
-
-def find_source(config: SampleConfig, device: str) -> Source:
-    """Return the model of `config` with its tokenizer; none of its weights is read yet."""
-    dtype = dtype_of(precision_of(config.precision, device))
-    backend = AttentionConfig(**presets.read("attention", config.attention))
-    trained = open_model(config.checkpoint)
-    required = trained.model.block(0).attention.required(trains=False)
-    options = backend.options
-    check(backend.backend, device=device, dtype=dtype, options=options, **required)
-    return Source(trained, backend, dtype)
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
