@@ -53,7 +53,7 @@ SHOWN = (
 class Options:
     """What to measure, and where; keys of train.py may follow, and hold for every run of it."""
 
-    cases: tuple[str, ...] = key(tuple(CASES), "in this order")
+    cases: tuple[str, ...] = key(tuple(CASES), "in this order", choices=CASES)
     gpus: tuple[str, ...] = key(("all",), "their numbers, such as 0,1; all: every one that is here")
     host_memory: float = key(110.0, "GiB of host memory that a GPU may take for longest rows")
     minutes: float = key(60.0, "cases that would end after that are left out")
@@ -65,9 +65,6 @@ class Options:
 def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every case, print each, write `out`."""
     check_unused(overrides, TAKEN)
-    for name in options.cases:
-        if name not in CASES:
-            raise ValueError(f"cases={name}: choose from {', '.join(CASES)}")
     numbers, cuda = slots(options.gpus)
     for name in options.cases:
         if CASES[name].gpus > len(numbers):

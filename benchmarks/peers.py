@@ -41,6 +41,7 @@ OTHERWISE = {
 }
 TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "one is compared"}
 WARM = 3
+WAYS = {"always": [True], "never": [False], "auto": [False, True]}  # of checkpointing=
 # As many steps are timed as longctx is predicted to do in this time, `steps` at most.
 TIMED_SECONDS = 15.0
 SMALL = 500e6  # parameters; below, a step has 65,536 tokens, else 16,384
@@ -61,14 +62,14 @@ SHOWN = (
 class Options:
     """Whom to measure, and where; keys of train.py may follow, such as model=1b or lora.rank=16."""
 
-    peers: tuple[str, ...] = key(PEERS, "in this order at every length")
+    peers: tuple[str, ...] = key(PEERS, "in this order at every length", choices=PEERS)
     lengths: tuple[int, ...] = key((4096, 16384, 65536), "tokens in a row")
     step_tokens: str = key(
         "auto", "tokens in a step, one row at least; auto: 65536, 16384 for large models"
     )
     nanogpt: str = key("", "folder of nanoGPT's model.py, which is run as it is")
     checkpointing: str = key(
-        "auto", "transformers: always|never|auto: only where memory runs out without"
+        "auto", "transformers: auto: only where memory runs out without", choices=tuple(WAYS)
     )
     steps: int = key(5, "timed steps, after 3 warm ones; fewer where they take seconds")
     seconds: float = key(300.0, "a point is ended after that")
@@ -126,11 +127,6 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
 
 def check(options: Options, overrides: list[str]) -> None:
     """Raise ValueError for what no point could be measured with."""
-    for peer in options.peers:
-        if peer not in PEERS:
-            raise ValueError(f"peers={peer}: one or several of {', '.join(PEERS)}")
-    if options.checkpointing not in ("auto", "always", "never"):
-        raise ValueError(f"checkpointing={options.checkpointing}: one of auto, always, never")
     if options.step_tokens != "auto" and (
         not options.step_tokens.isdigit() or int(options.step_tokens) < 1
     ):
@@ -316,7 +312,7 @@ def of_other(
         folder=options.nanogpt,
         settings=run.settings() if bare else {},
     )
-    ways = {"always": [True], "never": [False], "auto": [False, True]}[options.checkpointing]
+    ways = WAYS[options.checkpointing]
     if bare or peer == "nanogpt":
         ways = [False]
     else:

@@ -44,7 +44,7 @@ class Options:
     )
     heads: int = key(32, "query heads; fewer where naive attention would not fit")
     head_size: int = key(128, "channels of a head")
-    mask: str = key("causal", "causal | full")
+    mask: str = key("causal", "of the rows", choices=("causal", "full"))
     ncu: str = key("ncu", "Nsight Compute's command")
     out: str = key("results/traffic", "writes .json")
 
@@ -75,8 +75,6 @@ def run(options: Options, command: str) -> None:
     """Print the closed forms, count, print and write `out`.json; ValueError where the counters
     cannot be read.
     """
-    if options.mask not in ("causal", "full"):
-        raise ValueError(f"mask={options.mask}: choose from causal, full")
     forms = [
         {"tokens": n, **closed_forms(n, options.head_size, options.heads)} for n in options.lengths
     ]
