@@ -8,7 +8,6 @@ when it runs, so `--help` and most mistakes are answered before torch is importe
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import gc
 import inspect
 import io
@@ -86,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     name, arguments = " ".join(argv[:words]), argv[words:]
     if name in COMMANDS:
         return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
-    return answer(argv or ["--help"], lambda: list_text(name), lambda _: refuse_name(name))
+    return answer(argv or ["--help"], list_text, lambda _: refuse_name(name))
 
 
 def answer(
@@ -161,10 +160,9 @@ def libraries() -> Iterator[None]:
 # Help
 
 
-def list_text(name: str) -> str:
-    """Return the commands that begin with the word `name`, or else all."""
-    chosen = [command for command in COMMANDS if command.split()[0] == name] or COMMANDS
-    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in chosen]
+def list_text() -> str:
+    """Return the commands, with a summary of each."""
+    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
     title = "Train GPTs on long documents, and see what runs show."
     more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
     return "\n".join([title, "", *lines, "", more])
@@ -201,16 +199,14 @@ def key_lines(schema: Any) -> Iterator[str]:
             yield from textwrap.wrap(f"{group}: {summary_of(known[group].type)}", WIDTH)
         for name, declared in known.items():
             if name.rpartition(".")[0] == group and not declared.is_group:
-                yield from lines_of_key(name, declared)
-
-
-def lines_of_key(name: str, declared: fields.Key) -> Iterator[str]:
-    """Yield a key with its default, and its meaning beside it, or below it if the key is long."""
-    head = name.upper() if declared.positional else f"{name}={fields.shown(declared.default)}"
-    lines = textwrap.wrap(meaning_of(declared), WIDTH - COLUMN, break_on_hyphens=False)
-    has_room = len(head) + 4 <= COLUMN
-    yield f"  {head:<{COLUMN - 2}}{lines.pop(0)}" if has_room else f"  {head}"
-    yield from (" " * COLUMN + line for line in lines)
+                shown = f"{name}={fields.shown(declared.default)}"
+                head = name.upper() if declared.positional else shown
+                yield from textwrap.wrap(
+                    f"  {head:<{COLUMN - 3}} {meaning_of(declared)}",
+                    WIDTH,
+                    subsequent_indent=" " * COLUMN,
+                    break_on_hyphens=False,
+                )
 
 
 def meaning_of(declared: fields.Key) -> str:
@@ -235,11 +231,8 @@ def summary_of(schema: type) -> str:
 
 def refuse_name(name: str) -> None:
     """Raise ValueError for a name that is no command, with the closest one."""
-    if inner := [command for command in COMMANDS if command.startswith(f"{name} ")]:
-        raise ValueError(f"{name}: not a command; did you mean {' or '.join(inner)}?")
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-    raise ValueError(f"{name}: not a command; {advice}")
+    advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+    raise ValueError(f"{name}: not a command{advice}")
 
 
 # Commands

@@ -7,7 +7,6 @@ A layout changes speed and memory, never the gradients beyond the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,19 +89,14 @@ class MemoryConfig(Group):
         self.policies()
 
     def __str__(self) -> str:
-        """Return the policy and its values that differ from fast, for a run's first lines."""
-        values = vars(self if self.policy == "auto" else self.filled(self.policy))
-        usual = POLICIES.get(self.policy, {})
-        if changed := self._changes(values, usual):
-            return f"{changed}, all else as {self.policy}"
-        beyond_fast = self._changes(values, NOTHING_TWICE | {"loss_chunk": None})
-        return f"{self.policy}, {beyond_fast}" if beyond_fast else self.policy
-
-    @staticmethod
-    def _changes(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-        """Return the `values` that are given and differ from the `usual` ones."""
-        differing = [name for name in usual if values[name] not in (None, usual[name])]
-        return ", ".join(f"{name}={values[name]}" for name in differing)
+        """Return the policy, and the given values that differ from it, for a run's first lines."""
+        usual = {"policy": self.policy} | POLICIES.get(self.policy, {})
+        changed = {
+            name: value
+            for name, value in vars(self).items()
+            if value not in (None, usual.get(name))
+        }
+        return ", ".join([self.policy, *(f"{name}={value}" for name, value in changed.items())])
 
     def policies(self) -> list[str]:
         """Return the possible policies, the fastest first: its own, or for auto all that allow

@@ -82,7 +82,7 @@ def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
 
 
 def test_a_changed_policy_is_not_called_by_its_name_alone() -> None:
-    assert str(MemoryConfig("balanced", recompute="none")) == "recompute=none, all else as balanced"
+    assert str(MemoryConfig("balanced", recompute="none")) == "balanced, recompute=none"
     assert str(MemoryConfig("fast")) == "fast"
-    assert str(MemoryConfig("balanced", loss_chunk=9)) == "balanced, recompute=block, loss_chunk=9"
+    assert str(MemoryConfig("balanced").filled("balanced")) == "balanced"
     assert str(MemoryConfig("auto", recompute="mlp")) == "auto, recompute=mlp"
