@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,17 +79,12 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
 
 
 def check_init(path: Path, by_transformers: str = "always") -> None:
-    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or has
-    the config.json of a Hugging Face folder. Its settings are checked here unless transformers
-    reads them, as transformers= says.
+    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or a
+    Hugging Face folder. Its settings are checked here unless transformers reads them, as
+    transformers= says.
     """
-    if run_folder.is_run(path) or not path.exists():
+    if not run_folder.is_hugging_face(path):
         run_folder.checkpoint_of(path, "init")
-    elif not os.path.lexists(path / "config.json"):
-        raise FileNotFoundError(
-            f"init={path}: {path / 'config.json'}: no such file; give a Hugging Face folder, or a "
-            "run, such as runs/NAME"
-        )
     elif by_transformers == "never" or (by_transformers == "auto" and has_family(path)):
         read_model(path)
 

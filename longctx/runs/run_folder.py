@@ -210,7 +210,9 @@ def is_hugging_face(path: Path) -> bool:
     nor an adapter.
     """
     adapter = (path / "adapter_config.json").exists() and not any(path.glob("model*.safetensors"))
-    return (path / "config.json").is_file() and not (path / "config.yaml").exists() and not adapter
+    # Also a link that leads nowhere, or no file: its reader says so
+    has_settings = os.path.lexists(path / "config.json")
+    return has_settings and not (path / "config.yaml").exists() and not adapter
 
 
 def is_run(path: Path) -> bool:
@@ -239,7 +241,7 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
     elif (path / "config.yaml").exists():
         why = "the run has no checkpoint yet; train it further"
     else:
-        why = "not the folder of a run; give one, such as runs/NAME"
+        why = "neither a run, such as runs/NAME, nor a Hugging Face folder with config.json"
     raise ValueError(f"{key}={path}: {why}")
 
 

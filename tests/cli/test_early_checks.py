@@ -75,7 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "data=text", "data.path=other.jsonl"], "other.jsonl:1: no field 'text'"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
         (["eval", "runs/dnoe"], "did you mean runs/done?"),
-        (["eval", "runs"], "checkpoint=runs: not the folder of a run"),
+        (["eval", "runs"], "checkpoint=runs: neither a run"),
         (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
         pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),

@@ -135,7 +135,7 @@ def test_an_export_of_numbers_not_finite_warns(
         (["export", "{run}"], "OUT is missing"),
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
-        (["export", "{run}/checkpoints", "{new}"], "not the folder of a run"),
+        (["export", "{run}/checkpoints", "{new}"], "neither a run"),
         (["export", "{run}/tokenizer.json", "{new}"], "not a whole checkpoint"),
     ],
 )

@@ -254,7 +254,7 @@ def test_the_balance_of_experts_can_be_given(tuned: Trained, folder: Path) -> No
         ({"model__vocab_size": 300}, "model.vocab_size=300: "),
         ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model has no experts"),
         ({"init": ""}, "init="),
-        ({"init": "."}, "config.json: no such file"),
+        ({"init": "."}, "neither a run"),
         ({"data__tokenizer": "nowhere"}, "nowhere"),
         ({"data__vocab_size": 300}, "data.vocab_size=300: init="),
     ],
