@@ -19,7 +19,6 @@ from typing import NamedTuple
 from longctx.config.block import Block
 from longctx.config.layout_config import kv_copies, tile_size
 from longctx.config.parts import FP32, Pass
-from longctx.planner import optimizer_cost
 from longctx.planner.workload import Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -34,6 +33,8 @@ TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
 Terms = dict[str, float]
 # Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 CUBLAS = 65 * 2**20
+SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
+STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class _Step:
             # is no graph of theirs comes on top.
             resting = max((terms for _, terms in passes), key=lambda terms: sum(terms.values()))
             gradients = {}
-        workspace = {OPTIMIZER: optimizer_cost.workspace(self.workload)}
+        workspace = {OPTIMIZER: update_workspace(self.workload)}
         yield "optimizer", _sum(resting, gradients, workspace)
         if not self.workload.validates:
             return
@@ -225,7 +226,7 @@ class _Step:
         rope = FP32 * self.N * sum(rope.numbers for rope in self.model.ropes())  # cos and sin
         return {
             PARAMETERS: self.weights() / self.slices + self.gathered(),
-            OPTIMIZER: optimizer_cost.state_on_gpu(self.workload) / self.slices,
+            OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
             BATCH: batch + mask + rope + self.libraries,
         }
 
@@ -237,9 +238,7 @@ class _Step:
 
     def saved(self) -> float:
         """Return the bytes of a checkpoint that this process writes."""
-        state = optimizer_cost.state_on_gpu(self.workload)
-        state += optimizer_cost.state_on_host(self.workload)
-        return (self.weights() + state) / self.slices
+        return (self.weights() + sum(optimizer_state(self.workload))) / self.slices
 
     def gathered(self) -> float:
         """Return the bytes that fsdp gathers.
@@ -281,8 +280,8 @@ class _Step:
     def host(self) -> Terms:
         """Return the pinned host memory: the optimizer's state, and offloaded activations."""
         away = self.saved_by_block[: self.away]
-        optimizer = optimizer_cost.state_on_host(self.workload) / self.slices
-        return {OPTIMIZER: optimizer, KEPT: float(sum(away))}
+        _, optimizer = optimizer_state(self.workload)
+        return {OPTIMIZER: optimizer / self.slices, KEPT: float(sum(away))}
 
     def saved_by(self, layer: int) -> float:
         """Return the bytes that block `layer`, from 0, saves for backward."""
@@ -336,3 +335,47 @@ def _sum(*parts: Terms) -> Terms:
         for term, size in part.items():
             total[term] = total.get(term, 0.0) + size
     return total
+
+
+def trained_weights(workload: Workload) -> tuple[int, int]:
+    """Count the trained weights: in matrices of the blocks, and all others, LoRA's among them."""
+    added = workload.added
+    if added:
+        return 0, added
+    matrices = sum(block.weights for block in workload.blocks)
+    return matrices, workload.parameters - matrices
+
+
+def optimizer_state(workload: Workload) -> tuple[float, float]:
+    """Return the bytes of the optimizer's state: on the GPU between updates, and in pinned host
+    memory.
+    """
+    traits, stored = workload.optimizer.traits, workload.memory.optimizer_state
+    matrices, others = trained_weights(workload)
+    in_fp32 = float(traits.matrix_bytes * matrices + traits.other_bytes * others)
+    if stored == "host":
+        return 0.0, in_fp32
+    return in_fp32 / 2 if stored == "bf16" else in_fp32, 0.0
+
+
+def update_workspace(workload: Workload) -> float:
+    """Return the bytes of an update on the GPU, its resting state apart.
+
+    They hold state that comes from the host, and the matrices of Newton-Schulz.
+    """
+    model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
+    added = workload.added
+    embedding = int(model.vocab_size or 0) * model.channels
+    linears = [linear for block in workload.blocks for linear in block.linears.values()]
+    linear = max(linear.weights for linear in linears)
+    largest = added / model.layers if added else max(embedding, 0 if orthogonalizes else linear)
+    slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
+    if not orthogonalizes:
+        return slices
+    # A batch in bf16 before and after an iteration, with two square matrices no larger than it.
+    # While it is filled: itself, the same in fp32, and its momentum unless that changes in place.
+    each = 8 if workload.memory.optimizer_state in (None, "fp32") else 10
+    largest_matrix = max(max(linear.rows) * linear.columns for linear in linears)
+    if workload.sharing.shards_weights:  # one matrix at a time, next to its whole weight in bf16
+        return max(slices, *(2.0 * x.weights + 8.0 * max(x.rows) * x.columns for x in linears))
+    return max(slices, float(each * min(max(STACK, largest_matrix), trained_weights(workload)[0])))

@@ -17,14 +17,22 @@ bytes of an activation.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
+from longctx.config.block import Block
 from longctx.config.layout_config import allgather_group, kv_copies
 from longctx.config.parts import FP32
-from longctx.planner import optimizer_cost
 from longctx.planner.hardware import Chip
-from longctx.planner.peak_memory import KEPT, OPTIMIZER, predict
+from longctx.planner.peak_memory import (
+    KEPT,
+    OPTIMIZER,
+    optimizer_state,
+    predict,
+    trained_weights,
+)
 from longctx.planner.workload import Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
@@ -113,15 +121,40 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
 def update_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of the optimizer's update.
 
-    Its bytes pass through the GPU's memory, or its state comes from the host and goes back; and
-    Newton-Schulz multiplies in bf16.
+    Weights and state are read and written, gradients read twice, once for their norm; or the state
+    comes from the host and goes back. Newton-Schulz moves 36 bytes more, and multiplies in bf16.
     """
     assert chip.flops is not None and chip.bandwidth is not None
-    moving = optimizer_cost.bytes_moved(workload) / workload.slices / (STREAM * chip.bandwidth)
-    if workload.memory.optimizer_state == "host":
-        moving = 2 * optimizer_cost.state_on_host(workload) / workload.slices / LINK
-    products = optimizer_cost.products(workload)
+    matrices, others = trained_weights(workload)
+    on_gpu, on_host = optimizer_state(workload)
+    moved = 16 * (matrices + others) + 2 * on_gpu
+    moved += 36 * matrices if workload.optimizer.traits.orthogonalizes else 0
+    moving = moved / workload.slices / (STREAM * chip.bandwidth)
+    if on_host:
+        moving = 2 * on_host / workload.slices / LINK
+    products = update_products(workload)
     return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in products)
+
+
+def block_matrices(blocks: Iterable[Block]) -> Counter[tuple[int, int]]:
+    """Count the matrices of `blocks` by rows and columns, those of fused weights apart."""
+    linears = (linear for block in blocks for linear in block.linears.values())
+    return Counter((rows, linear.columns) for linear in linears for rows in linear.rows)
+
+
+def update_products(workload: Workload) -> list[tuple[int, float]]:
+    """Return the narrow side and FLOPs of Newton-Schulz for the matrices of each shape.
+
+    X Xᵀ and its product with X take 2 m² n each, its square 2 m³, for m <= n.
+    """
+    if not workload.optimizer.traits.orthogonalizes:
+        return []
+    iterations = workload.optimizer.filled().iterations or 0
+    by_shape: list[tuple[int, float]] = []
+    for shape, count in block_matrices(workload.blocks).items():
+        m, n = sorted(shape)
+        by_shape.append((m, iterations * count * (4.0 * m * m * n + 2.0 * m**3)))
+    return by_shape
 
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:

@@ -11,7 +11,7 @@ from longctx.config.doors import OptimizerConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig
-from longctx.planner import optimizer_cost
+from longctx.planner import peak_memory, step_time
 from longctx.training.module import clip_gradients
 from longctx.training.optimizers import build, muon
 from longctx.training.run import Run
@@ -170,8 +170,8 @@ def test_the_planner_knows_the_state(name: str, stored: str) -> None:
     give_gradients(model, 0)
     optimizer.step()
     tensors = [x for state in optimizer.state.values() for k, x in state.items() if k != "step"]
-    assert sum(x.nbytes for x in tensors) == optimizer_cost.state_on_gpu(run.workload)
-    parts = list(optimizer_cost.block_matrices(ODD.blocks()).elements())
+    assert sum(x.nbytes for x in tensors) == peak_memory.optimizer_state(run.workload)[0]
+    parts = list(step_time.block_matrices(ODD.blocks()).elements())
     if isinstance(optimizer, muon.Muon):
         rows = [(n, p.shape[1]) for p, sizes in optimizer.parts.items() for n in sizes]
         assert sorted(rows) == sorted(parts)
@@ -195,7 +195,7 @@ def two_updates(device: str, preset: str, stored: str) -> Iterator[Run]:
 def live_bytes(preset: str, stored: str) -> tuple[float, int]:
     """Return the predicted workspace of an update, and the most live bytes of one."""
     updates = two_updates("meta", preset, stored)
-    predicted = optimizer_cost.workspace(next(updates).workload)
+    predicted = peak_memory.update_workspace(next(updates).workload)
     with LiveMemory() as live:
         next(updates, None)
     return predicted, live.peak
@@ -220,7 +220,7 @@ def test_an_updates_memory_is_predicted() -> None:
 @pytest.mark.parametrize("preset", ["124m", "1b"])
 def test_an_updates_memory_on_a_gpu_is_predicted(preset: str) -> None:
     updates = two_updates("cuda", preset, "fp32")
-    predicted = optimizer_cost.workspace(next(updates).workload)
+    predicted = peak_memory.update_workspace(next(updates).workload)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     next(updates, None)
