@@ -286,24 +286,31 @@ def lost_worker(error: BaseException) -> str | None:
 
 
 def validation_batches(run: Run, data: Data, parallel: Parallel) -> Iterator[MicroBatch]:
-    """Yield this rank's part of `val_rows` sequences (0: all), spread evenly over the data set.
-
-    Every rank gets the same number of batches, since sharded weights are gathered for each. A rank
-    without sequences left gets a batch without a target.
+    """Yield this rank's part of `val_rows` sequences (0: all), spread evenly over the data set; a
+    batch without a target if the rank has no sequences left, see `dealt`.
     """
     collate = run.config.objective.traits.collate or micro_batch
-    available, size = len(data.val), run.workload.batch_size
+    available = len(data.val)
     total = min(run.val_rows or available, available)
-    mine = range(parallel.data_rank, total, parallel.data_ranks)
-    per_rank = -(-total // parallel.data_ranks)  # at most
-    for start in range(0, per_rank, size):
-        numbers = mine[start : start + size]
-        spread = [data.val[number * available // total] for number in numbers or [0]]
-        batch = collate(spread, NO_WINDOW)
-        if not numbers:
+    for numbers, is_new in dealt(total, run.workload.batch_size, parallel):
+        batch = collate([data.val[number * available // total] for number in numbers], NO_WINDOW)
+        if not is_new:
             batch.targets.fill_(IGNORED)
             batch.scored = 0
         yield batch
+
+
+def dealt(count: int, size: int, parallel: Parallel) -> Iterator[tuple[Sequence[int], bool]]:
+    """Yield this rank's part of the numbers below `count`, at most `size` at a time.
+
+    Every rank gets equally many groups, since sharded weights are gathered for each. A rank without
+    numbers left gets [0], and False: it is not new.
+    """
+    mine = range(parallel.data_rank, count, parallel.data_ranks)
+    per_rank = -(-count // parallel.data_ranks)  # at most
+    for start in range(0, per_rank, size):
+        numbers = mine[start : start + size]
+        yield numbers or [0], bool(numbers)
 
 
 def _begin_worker(worker: int) -> None:

@@ -13,12 +13,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-import torch
-
 from longctx.config.doors import Door
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data
-from longctx.evaluation.score import in_eval_mode
 from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
@@ -27,6 +24,7 @@ from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.throughput import Meter
 from longctx.training.train_step import TrainState
+from longctx.training.validation import scoring
 
 PROMPT_TOKENS = 16  # tokens of a document that serve as a prompt
 SAMPLE_TOKENS = 64
@@ -248,13 +246,7 @@ class Samples(Callback):
         tokenizer, prompt = self.parts.data.tokenizer, self.prompt()
         choose = Sampler([0], TEMPERATURE, seed=self.config.seed)
         module = self.parts.state.module
-        # Eagerly: compiled blocks would be compiled again for each length
-        with (
-            in_eval_mode(module),
-            sharding.unsharded(module.model),
-            self.parts.parallel.autocast(),
-            torch.compiler.set_stance("force_eager"),
-        ):
+        with scoring(module, self.parts.parallel), sharding.unsharded(module.model):
             decoder = decoder_of(
                 module.model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False
             )

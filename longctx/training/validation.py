@@ -8,7 +8,8 @@ than near ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.perplexity import Filled, mean_losses, packed_buckets
-from longctx.evaluation.score import Scorer
+from longctx.evaluation.score import Scorer, in_eval_mode
 from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
@@ -70,16 +71,13 @@ def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> 
     objective = run.config.objective.traits
     size = 2 + 2 * len(objective.figures)  # loss, how many are scored, sums, counts
     sums = torch.zeros(size, dtype=torch.float64, device=parallel.device)
-    module.eval()
-    # Compiled blocks would be compiled a second time
-    with torch.no_grad(), parallel.autocast(), torch.compiler.set_stance("force_eager"):
+    with scoring(module, parallel):
         for micro in validation_batches(run, data, parallel):
             micro.weight = torch.ones(())
             loss, figures = module.loss(micro.to(parallel.device))
             sums[0] += loss * module.model.context.ranks.count
             sums[1] += micro.scored
             sums[2:] += figures.flatten()
-    module.train()
     total, scored, *figures = parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1))).tolist()
     if not scored:
         return {}
@@ -90,15 +88,25 @@ def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> 
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
-    """Return the (B, T) loss of each target, 0 if not scored, in the precision of the run.
+    """Return the (B, T) loss of each target, 0 if not scored."""
+    with scoring(module, parallel):
+        losses: Tensor = module.validation_step(micro)
+    return losses
+
+
+@contextmanager
+def scoring(module: nn.Module, parallel: Parallel) -> Iterator[None]:
+    """Compute without gradients inside, in eval mode and in the precision of the run.
 
     Nothing is compiled: torch.compile would compile everything a second time.
     """
-    module.eval()
-    with parallel.autocast(), torch.compiler.set_stance("force_eager"):
-        losses: Tensor = module.validation_step(micro)
-    module.train()
-    return losses
+    with (
+        in_eval_mode(module),
+        torch.no_grad(),
+        parallel.autocast(),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
 
 
 def sequence_sums(losses: Tensor, targets: Tensor) -> Tensor:

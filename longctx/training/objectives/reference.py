@@ -24,9 +24,10 @@ from longctx.data.preferences import SIDES
 from longctx.data.store import progress
 from longctx.model import huggingface
 from longctx.parallel.mesh import Parallel
-from longctx.training.batches import NO_WINDOW
+from longctx.training.batches import NO_WINDOW, dealt
 from longctx.training.objectives.preferences import answers, collate
 from longctx.training.run import Run
+from longctx.training.validation import scoring
 
 COPY = "reference.npz"  # in the run's folder
 TABLE = "log_p.npy"  # in the cache
@@ -88,24 +89,19 @@ def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarra
 def log_ps(
     run: Run, part: Part, split: str, module: Any, parallel: Parallel
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield documents (n,) and their log p (n, SIDES) of this rank's sequences, and whether they
-    are new: every rank computes equally often, since sharded weights are gathered each time.
+    """Yield documents (n,) and their log p (n, SIDES) of this rank's sequences, and True if they
+    are new, see `dealt`.
     """
-    rows, size = part.rows(split), run.workload.batch_size
-    mine = range(parallel.data_rank, len(rows), parallel.data_ranks)
-    per_rank = -(-len(rows) // parallel.data_ranks)
-    module.eval()
-    for start in range(0, per_rank, size):
-        numbers = mine[start : start + size]
-        sequences = [rows[number] for number in numbers or [0]]
+    rows = part.rows(split)
+    for numbers, is_new in dealt(len(rows), run.workload.batch_size, parallel):
+        sequences = [rows[number] for number in numbers]
         batch = collate(sequences, NO_WINDOW).to(parallel.device)
-        with torch.no_grad(), parallel.autocast(), torch.compiler.set_stance("force_eager"):
+        with scoring(module, parallel):
             policy = answers(module.model, batch)  # type: ignore[arg-type]
         counts = [len(sequence["documents"]) for sequence in sequences]
         log_p = torch.cat([row[:count] for row, count in zip(policy.logp, counts, strict=True)])
         documents = torch.cat([sequence["documents"] for sequence in sequences])
-        yield documents.to(parallel.device), log_p.double(), bool(numbers)
-    module.train()
+        yield documents.to(parallel.device), log_p.double(), is_new
 
 
 def compare(
@@ -115,7 +111,6 @@ def compare(
     the model.
     """
     documents, log_p, _ = next(log_ps(run, part, "train", module, parallel))
-    module.train()
     cached_log_p = torch.from_numpy(table).to(parallel.device)[documents]
     off = (cached_log_p - log_p).abs().max() / part.seq_len
     differs = f"{folder}: not the log-probabilities of this model by {off:.2g} nats a token"
