@@ -10,14 +10,15 @@ step of each, beside the other's:
 
     consumer 0                               consumer 1
     p = exp(s - lse) to shared memory        ds = p (dp - delta) to shared memory
-    dv += p·do; release q and do             dk += ds·q; release q and do
-    128 channels of dq                       64 channels of dq
+    dv += p·do; release q and do             64 channels of dq
+    128 channels of dq                       dk += ds·q; release q and do
     s of the next tile of queries            dp of the next tile of queries
 
 Sides of tensors are powers of two, so the keys come in two pieces, of 64 and of 32, and the
 channels in three parts of 64. dk and dv are transposed: their rows, of which a product has 64, are
 channels. Products of so few columns ask for their operands in shared memory as fast as it can give
-them. So qᵀ and doᵀ of dk and dv, which two products share, are read once, into registers.
+them. So qᵀ and doᵀ of dk and dv, which two products share, are read once, into registers, and ds
+of consumer 1's part of dq does not leave them.
 
 Each consumer has a writer warp that adds its parts of dq, in fp32, to sums in global memory by TMA,
 as in hopper_backward.py. Adding them from registers held up the loads and stores of p and ds.
@@ -98,9 +99,20 @@ def start_scores(xs, stage, ys, zero, shared: gl.constexpr, PIECE: gl.constexpr)
 
 
 @gluon.jit
-def start_sum(first, last, x, ps, zero):
-    """Issue sums += xᵀ·p, of a part of the channels and both pieces of the keys."""
-    x = x.permute((1, 0)).load(gl.DotOperandLayout(0, first.type.layout, 2))
+def transposed(xs, i, stage):
+    """Return part i of the channels of q or do, transposed, in registers."""
+    sums: gl.constexpr = zero_product(N).type.layout
+    return xs[i].index(stage).permute((1, 0)).load(gl.DotOperandLayout(0, sums, 2))
+
+
+@gluon.jit
+def start_sum(sums, i: gl.constexpr, x, ps, zero):
+    """Issue sums += x·p, of part i of the channels and both pieces of the keys.
+
+    Wait for all three parts before dq comes: ptxas 12.8 may overwrite registers that a product
+    still reads (triton#9433), and there would not be enough.
+    """
+    first, last = sums[2 * i], sums[2 * i + 1]
     same: gl.constexpr = gl.DotOperandLayout(0, last.type.layout, 2)
     return (
         warpgroup_mma(x, ps[0].index(zero), first, is_async=True),
@@ -109,28 +121,15 @@ def start_sum(first, last, x, ps, zero):
 
 
 @gluon.jit
-def add_sums(sums, xs, ps, stage, zero):
-    """Return sums + xᵀ·p, of three parts of the channels and both pieces of the keys.
-
-    It waits for them at once: ptxas 12.8 may overwrite registers that a product still reads
-    (triton#9433), and with dq in flight too there would not be enough.
-    """
-    s0, s1 = start_sum(sums[0], sums[1], xs[0].index(stage), ps, zero)
-    s2, s3 = start_sum(sums[2], sums[3], xs[1].index(stage), ps, zero)
-    s4, s5 = start_sum(sums[4], sums[5], xs[2].index(stage), ps, zero)
-    return warpgroup_mma_wait(0, deps=(s0, s1, s2, s3, s4, s5))
-
-
-@gluon.jit
-def start_dq(dss, ks, i, dq, zero, shared: gl.constexpr):
+def start_dq(ds, ks, i, dq, zero, shared: gl.constexpr):
     """Issue ds·k for part i of the channels, a product for each piece of the keys.
 
     It takes the registers of dq and drops their values. With a plain use_acc=False the compiler
     would take others, and spill; it does not know that `zero` is 0.
     """
     k0, k1 = pieces(ks, i, zero, shared)
-    dq = warpgroup_mma(dss[0].index(zero), k0, dq, use_acc=zero > 0, is_async=True)
-    return warpgroup_mma(dss[1].index(zero), k1, dq, is_async=True)
+    dq = warpgroup_mma(ds[0], k0, dq, use_acc=zero > 0, is_async=True)
+    return warpgroup_mma(ds[1], k1, dq, is_async=True)
 
 
 @gluon.jit
@@ -169,10 +168,12 @@ def store_p(
 
 @gluon.jit
 def store_ds(dp, delta, p, ds):
-    """ds = p (dp - delta), of a piece of the keys."""
-    layout: gl.constexpr = dp.type.layout
-    x = p.load(layout).to(gl.float32) * (dp - delta.permute((1, 0)).load(layout))
-    ds.store(x.to(ds.dtype))
+    """ds = p (dp - delta), of a piece of the keys. Return it as an operand of dq."""
+    x = p.to(gl.float32) * (dp - delta.permute((1, 0)).load(dp.type.layout))
+    x = x.to(ds.dtype)
+    ds.store(x)
+    dq: gl.constexpr = zero_product(N).type.layout
+    return gl.convert_layout(x, gl.DotOperandLayout(0, dq, 2))
 
 
 @gluon.jit
@@ -199,15 +200,19 @@ def scores_step(
 
     # dv += p·do
     mbarrier.wait(do_full.index(now), (it >> 1) & 1)
-    dv = add_sums(dv, dos, pss, now, slot)
-    bar_sync(DS_FULL, 256)
-    dq_async = start_dq(dss, ks, 0, zero_product(N), slot, shared)
+    s0, s1 = start_sum(dv, 0, transposed(dos, 0, now), pss, slot)
+    s2, s3 = start_sum(dv, 1, transposed(dos, 1, now), pss, slot)
+    s4, s5 = start_sum(dv, 2, transposed(dos, 2, now), pss, slot)
+    dv = warpgroup_mma_wait(0, deps=(s0, s1, s2, s3, s4, s5))
     bar_arrive(Q_DO_EMPTY + now, 288)
 
     # dq, s of the next tile
+    bar_sync(DS_FULL, 256)
+    ds = (dss[0].index(slot), dss[1].index(slot))
+    dq_async = start_dq(ds, ks, 0, zero_product(N), slot, shared)
     dq = warpgroup_mma_wait(0, deps=(dq_async,))
     send_dq(dq, dq_part.index(slot), dq_empty, 1, True, 0)
-    dq_async = start_dq(dss, ks, 1, dq, slot, shared)
+    dq_async = start_dq(ds, ks, 1, dq, slot, shared)
     mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
     s1 = start_scores(qs, after, ks, slot, shared, 1)
     dq = warpgroup_mma_wait(3, deps=(dq_async,))
@@ -230,23 +235,31 @@ def gradient_step(
     slot = it & zero  # 0, the only one; the compiler does not know it
     # ds = p (dp - delta)
     bar_sync(P_FULL, 256)
-    for i in gl.static_range(2):
-        store_ds(dp[i], deltas.index(now), pss[i].index(slot), dss[i].index(slot))
+    p0 = pss[0].index(slot).load(dp[0].type.layout)
+    p1 = pss[1].index(slot).load(dp[1].type.layout)
+    ds0 = store_ds(dp[0], deltas.index(now), p0, dss[0].index(slot))
+    ds1 = store_ds(dp[1], deltas.index(now), p1, dss[1].index(slot))
     fence_async_shared()
     bar_arrive(DS_FULL, 256)
-    bar_sync(OWN + 1, 128)
+
+    # dq
+    dq_async = start_dq((ds0, ds1), ks, 2, zero_product(N), slot, shared)
+    dq, ds0, ds1 = warpgroup_mma_wait(0, deps=(dq_async, ds0, ds1))
 
     # dk += ds·q
     mbarrier.wait(q_full.index(now), (it >> 1) & 1)
-    dk = add_sums(dk, qs, dss, now, slot)
-    dq_async = start_dq(dss, ks, 2, zero_product(N), slot, shared)
+    x = transposed(qs, 0, now)
+    bar_sync(OWN + 1, 128)
+    s0, s1 = start_sum(dk, 0, x, dss, slot)
+    send_dq(dq, dq_part.index(slot), dq_empty, (it & 1) ^ 1, zero == 0, 1)
+    s2, s3 = start_sum(dk, 1, transposed(qs, 1, now), dss, slot)
+    s4, s5 = start_sum(dk, 2, transposed(qs, 2, now), dss, slot)
+    dk = warpgroup_mma_wait(0, deps=(s0, s1, s2, s3, s4, s5))
     bar_arrive(Q_DO_EMPTY + now, 288)
 
-    # dq, dp of the next tile
-    dq = warpgroup_mma_wait(0, deps=(dq_async,))
+    # dp of the next tile
     mbarrier.wait(do_full.index(after), ((it + 1) >> 1) & 1, pred=more)
     dp0 = start_scores(dos, after, vs, slot, shared, 0)
-    send_dq(dq, dq_part.index(slot), dq_empty, (it & 1) ^ 1, zero == 0, 1)
     dp1 = start_scores(dos, after, vs, slot, shared, 1)
     dp = warpgroup_mma_wait(0, deps=(dp0, dp1))
     return dp, dk
