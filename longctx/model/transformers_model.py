@@ -4,7 +4,7 @@ Kept: interval masks, windows, sinks, packing and every attention backend; ranks
 sequences; the loss in chunks; recomputation that saves attention's output, on the host if asked;
 LoRA, checkpoints, evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon,
 tiles.
-Predictions are those of a GPT of its sizes.
+Times are predicted as those of a GPT of its sizes, memory from measured layers.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from longctx.attention.description import Description
 from longctx.config.block import Block
 from longctx.config.layout_config import kv_copies, tile_size
 from longctx.config.parts import FP32, Pass
-from longctx.planner.workload import Workload
+from longctx.planner.workload import MeasuredLayer, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -86,6 +87,8 @@ class _Step:
         self.workload, self.model, self.memory = workload, model, workload.memory
         self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
         self.blocks = workload.blocks
+        self.measured = workload.measured.get(self.memory.recompute or "none")
+        self.weights_by_block = [block.weights for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
         self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
@@ -108,7 +111,7 @@ class _Step:
         pairs = zip(self.blocks, self.in_8_bits, strict=True)
         held = 2.0 * sum(block.weights for block, in_8_bits in pairs if in_8_bits)
         self.held = held if workload.quantizes_once else 0.0
-        self.kernels = device == "cuda" and self.e < FP32
+        self.kernels = device == "cuda" and self.e < FP32 and not model.transformers
         self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
         self.exchanged = self.exchange()
         # Blocks that are alike have one object
@@ -118,6 +121,8 @@ class _Step:
             for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
         }
         self.costs = [by_kind[kind] for kind in kinds]
+        if self.measured:
+            self.costs = [self.measured_costs(layer) for layer in self.measured]
         # Bytes that the first 0, 1, ... blocks save on the GPU
         self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
         # The first layers keep theirs on the host
@@ -155,6 +160,17 @@ class _Step:
             freed=block.freed_after_mlp(through) if self.memory.recompute == "none" else 0,
         )
 
+    def measured_costs(self, layer: MeasuredLayer) -> _Costs:
+        """Return the bytes of a layer that transformers computes, as if attention's workspace were
+        there at the peak.
+        """
+        saved, peak = layer.saved.slope * self.N, layer.peak.slope * self.N + layer.peak.intercept
+        if self.memory.recompute == "none":
+            # Scores, if the backend has them in memory
+            saved += max(0.0, self.backend.saved(self.layer) - Description().saved(self.layer))
+        attention = peak + self.exchanged + self.backend.workspace(self.layer)
+        return _Costs(saved, saved_without_input=saved, mlp=peak, attention=attention, freed=0)
+
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
         always = _sum(self.always(), {PARAMETERS: self.held})
@@ -163,7 +179,7 @@ class _Step:
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
         added = FP32 * self.added / self.L / self.slices
         # Bytes of the gradients of the first 0, 1, ... blocks
-        of_first = [0.0, *accumulate(kept * block.weights + added for block in self.blocks)]
+        of_first = [0.0, *accumulate(kept * weights + added for weights in self.weights_by_block)]
         tied = self.model.tied
         # From the second micro-batch on every gradient is there all the time, and always where DDP
         # keeps them in its buckets.
@@ -224,8 +240,9 @@ class _Step:
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         rope = FP32 * self.N * sum(rope.numbers for rope in self.model.ropes())  # cos and sin
+        copies = 0.0 if self.sharded else sum(x.saved.intercept for x in self.measured or ())
         return {
-            PARAMETERS: self.weights() / self.slices + self.gathered(),
+            PARAMETERS: self.weights() / self.slices + self.gathered() + copies,
             OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
             BATCH: batch + mask + rope + self.libraries,
         }
@@ -248,10 +265,11 @@ class _Step:
         if not self.sharded:
             return 0.0
         outside = (1 if self.model.tied else 2) * self.V * self.C
-        block = max(block.weights for block in self.blocks)
+        block = max(self.weights_by_block)
         added = 0 if self.added else FP32 * block
         base = self.workload.lora.base
         gathered = max(block.weight_bytes(base, self.e) for block in self.blocks)
+        gathered = self.e * block if self.measured else gathered
         return float(self.e * outside + 2 * gathered + added)
 
     def exchange(self) -> float:

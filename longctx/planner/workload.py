@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import LinearRegression
+from typing import NamedTuple
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
 from longctx.config.block import Block
@@ -25,6 +28,17 @@ PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 # FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
 # as an H200 computes: 5 to 7 ms.
 HOST_BOUND = 3e12
+
+
+class MeasuredLayer(NamedTuple):
+    """A layer that transformers computes, with bytes as lines over the tokens."""
+
+    weights: int  # of its matrices
+    saved: LinearRegression  # for no tokens: copies of weights, which autocast holds for a step
+    peak: LinearRegression  # of backward
+
+
+Measured = Mapping[str, Sequence[MeasuredLayer]]  # by memory.recompute
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,7 @@ class Workload:
     machines: int = 1  # with equal numbers of devices; ranks of a sequence are neighbours
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
     passkey_length: int = 0  # the longest of passkey.lengths; 0: none given
+    measured: Measured = field(default_factory=dict)  # layers that transformers computes
 
     @cached_property
     def blocks(self) -> list[Block]:

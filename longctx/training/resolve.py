@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +31,11 @@ from longctx.parallel.devices import (
 from longctx.parallel.launch import launched
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.planner.workload import Measured, Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
 from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
 from longctx.training.batches import data_config
+from longctx.training.layer_memory import measured_layers
 from longctx.training.memory import check_fits
 from longctx.training.run import Run, scheduled
 from longctx.training.sweep import VARIED_VARIABLE
@@ -54,11 +55,13 @@ class Choice:
     model_name: str  # for the name of the folder
     source: str  # such as "tiny (model=auto)" or "weights of FOLDER"
     layouts: Sequence[TrainConfig]
+    measured: Measured = field(default_factory=dict)  # layers that transformers computes
 
     def workload(self, layout: TrainConfig, seq_len: int, tokens: int) -> Workload:
         """Return the step of `layout`, with sequences of `seq_len` and a vocabulary of `tokens`."""
         workload = workload_of(layout, self.device, seq_len, self.model)
-        return replace(with_vocabulary(workload, tokens), machines=launched(layout).nodes)
+        workload = replace(workload, machines=launched(layout).nodes, measured=self.measured)
+        return with_vocabulary(workload, tokens)
 
     def workloads(self, seq_len: int, tokens: int) -> list[Workload]:
         """Return the step of every open layout."""
@@ -151,7 +154,11 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     open_layouts = fitting.each_layout(config, model)
     if config.resume:
         open_layouts = resume.with_steps_of_run(open_layouts, overrides)
-    return Choice(config, device, model, name, source, open_layouts)
+    choice = Choice(config, device, model, name, source, open_layouts)
+    if model.transformers:
+        step = choice.workload(open_layouts[0], length, tokens=1)
+        choice = replace(choice, measured=measured_layers(step, say))
+    return choice
 
 
 def choose_length(choice: Choice, machine: Machine, say: Say) -> int:

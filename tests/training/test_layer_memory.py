@@ -1,0 +1,66 @@
+"""The memory of layers that transformers computes: predicted as torch allocates it."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.shapes import settings_of
+from longctx.attention import Mask
+from longctx.config.layout_config import MemoryConfig
+from longctx.config.train_config import TrainConfig
+from longctx.model.gpt import build
+from longctx.model.transformers_model import described
+from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
+from longctx.planner.workload import Workload, workload_of
+from longctx.training.layer_memory import Alive, measured_layers
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "moe_intermediate_size": 128}
+
+
+@functools.cache
+def measured(kind: str) -> Workload:
+    """Return a step in bf16 with the measured layers of a model of `kind`."""
+    model = described(settings_of(kind) | SIZES | {"num_hidden_layers": 6})
+    config = TrainConfig(model=model, precision="bf16", batch_size=2, accumulate=1)
+    step = workload_of(config, "cpu", 256)
+    return replace(step, validates=False, measured=measured_layers(step, print))
+
+
+def allocated(step: Workload) -> tuple[int, int]:
+    """Return the bytes that the layers of a real step save, and its peak without weights."""
+    with torch.device("meta"):
+        model = build(step.model, step.attention, step.memory)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    alive, at = Alive([*model.parameters(), *model.buffers()]), []
+    last = [name for name, _ in model.backbone.named_children() if "norm" in name][-1]
+    for module in (model.blocks[0], model.backbone.get_submodule(last)):
+        module.register_forward_pre_hook(lambda *_: at.append(alive.now))
+    tokens: Tensor = torch.randint(301, (step.batch_size, step.seq_len))
+    with alive, torch.autocast("cpu", torch.bfloat16):
+        model.train()(tokens, tokens, Mask.causal()).backward()
+    return at[1] - at[0], alive.peak
+
+
+@pytest.mark.parametrize("seq_len", [256, 512])
+@pytest.mark.parametrize("policy", ["fast", "balanced"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
+def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> None:
+    memory = MemoryConfig(policy).filled(policy)
+    step = replace(measured(kind), memory=memory, seq_len=seq_len)
+    saved, peak = allocated(step)
+    predicted, layers = predict(step), step.measured[memory.recompute or ""]
+    copies = sum(layer.saved.intercept for layer in layers)
+    assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.03)
+    beside = 4 * step.parameters + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
+    assert predicted.peak - beside == pytest.approx(peak, rel=0.05)
+
+
+def test_layers_that_cannot_be_measured_are_named() -> None:
+    said: list[str] = []
+    step = workload_of(TrainConfig(model=described(settings_of("dbrx"))), "cpu", 256)
+    assert measured_layers(step, said.append) == {}
+    assert "memory" in said[0] and "nonzero" in said[0]
