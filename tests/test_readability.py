@@ -5,8 +5,8 @@ import pytest
 from tests.readability import figures, sources
 
 LIMITS = {
-    "files": 185,
-    "lines": 40747,
+    "files": 186,
+    "lines": 40921,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
-TEST_LINES = 25772
+TEST_LINES = 25859
 
 
 @pytest.fixture(scope="module")

@@ -38,11 +38,10 @@ def measured_layers(workload: Workload, say: Callable[[str], None]) -> Measured:
     A model's own code may raise anything, for example if its shapes depend on values. Then `say`
     tells that a GPT of its sizes is predicted.
     """
-    policies = {"none": "fast", "block": "balanced"}
     try:
         return {
             recompute: layers_of(replace(workload, memory=MemoryConfig(name).filled(name)))
-            for recompute, name in policies.items()
+            for recompute, name in {"none": "fast", "block": "balanced"}.items()
         }
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
