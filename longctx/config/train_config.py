@@ -380,21 +380,12 @@ class TrainConfig(Group):
         """Raise ValueError if the matrices of `model` have no FP8 products as asked for."""
         if self.precision != "fp8":
             return
-        query_size, key_size = model.heads * model.head_size, model.kv_heads * model.head_size
-        sizes = {
-            "channels": model.channels,
-            "ffn": model.ffn,
-            "heads × head size": query_size,
-            "(heads + 2 · kv_heads) × head size": query_size + 2 * key_size,
-        }
-        if model.attention_gate == "head":
-            sizes["heads"] = model.heads
-        # torch._scaled_mm takes no other sizes
-        for name, size in sizes.items():
-            if size % 16:
+        # torch._scaled_mm takes no other sizes; all layers are alike in them
+        for name, linear in model.block(0).linears.items():
+            if linear.outputs % 16 or linear.columns % 16:
                 raise ValueError(
-                    f"precision=fp8: model.{name}={size} is not a multiple of 16, as FP8 products "
-                    "need; use precision=bf16"
+                    f"precision=fp8: the matrix of {name} is {linear.outputs} × {linear.columns}, "
+                    "and FP8 products need multiples of 16; change model, or use precision=bf16"
                 )
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
         distinct = len({layer % layers for layer in self.bf16_layers})

@@ -157,7 +157,7 @@ def test_device_is_what_there_is_or_a_mistake(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.ffn=100"], "precision=fp8: model.ffn=100 is not a multiple of 16"),
+        (["model.ffn=100"], "precision=fp8: the matrix of mlp.gate_up is 200 × 128"),
         (["bf16_layers=[0,4]"], "bf16_layers=[0, 4]: layers from 0 to 3"),
         (["bf16_layers=[0,1,2,-1]"], "bf16_layers=[0, 1, 2, -1]: leaves no layer in FP8"),
         (["bf16_layers=[0,-1]"], None),
