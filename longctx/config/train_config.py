@@ -177,6 +177,7 @@ class TrainConfig(Group):
         "auto",
         "auto: transformers computes a model of init= that has no family here | always | never",
         choices=("auto", "always", "never"),
+        needs="init",
     )
     resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
     dry_run: bool = key(False, "print the run and its predicted memory and time; train nothing")
@@ -263,10 +264,6 @@ class TrainConfig(Group):
                 self.rope.type != "keep" and self.init is None,
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; "
                 "leave rope out",
-            ),
-            (
-                self.transformers != "auto" and self.init is None,
-                f"transformers={self.transformers}: init= names no model; leave it out",
             ),
             (
                 # 16 bits lose a change of less than 1/256, so the average would stand still.

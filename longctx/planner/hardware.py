@@ -156,16 +156,12 @@ def is_named(name: str, of: str) -> bool:
     """Return True if every word of `of` is one of `name`, or `name` is `of` without spaces, or
     without RTX.
     """
+    words, wanted = (set(text.upper().replace("-", " ").split()) for text in (name, of))
     joined = of.upper().replace(" ", "")
-    return words(of) <= words(name) or "".join(name.split()).upper() in (
+    return wanted <= words or "".join(name.split()).upper() in (
         joined,
         joined.removeprefix("RTX"),
     )
-
-
-def words(name: str) -> set[str]:
-    """Return the words of a GPU's name, in capitals."""
-    return set(name.upper().replace("-", " ").split())
 
 
 def here() -> Chip | None:
