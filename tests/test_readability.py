@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 186,
-    "lines": 40935,
+    "lines": 40919,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
