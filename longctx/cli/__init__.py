@@ -18,7 +18,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
+from longctx.planner import hardware
 from longctx.runs import run_folder
 
 __all__ = ["compose", "from_file", "jobs", "main", "names", "split_own", "with_model"]
@@ -248,7 +249,8 @@ def _train(argv: list[str]) -> int:
         return sweep(sweep_jobs)
     request = _resumed(arguments) or parse.compose("train", arguments)
     early_checks.check_training(request.config)
-    with _processes(request.config) as processes:
+    # The length "max" is found by processes of their own
+    with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
         with libraries():
             from longctx.training.life_cycle import train
         return train(request, processes)
@@ -259,13 +261,17 @@ def _resume(argv: list[str]) -> int:
     return _train([f"resume={compose(command_config.ResumeOptions, own).config.run}", *training])
 
 
-def _processes(config: TrainConfig | EvalConfig) -> AbstractContextManager[Launched]:
-    """Return the processes of a run, which start while torch is imported."""
+@contextmanager
+def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
+    """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
     processes = launched(config)
     # torch's warnings would bury the line that names a lost process
     if processes.ranks > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return started(processes)
+    with started(processes) as processes:
+        if config.device != "cpu" and uses_gpu:
+            hardware.start_gpu(processes.local_rank)
+        yield processes
 
 
 def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
@@ -354,6 +360,8 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
 
 def _prepare_generation(config: command_config.SampleConfig) -> None:
     config.checkpoint = early_checks.with_commit(config.checkpoint, config.plugins)
+    if config.device != "cpu":
+        hardware.start_gpu(0)
 
 
 def _check_export(config: command_config.ExportOptions) -> None:

@@ -157,13 +157,13 @@ class PlanOptions:
     gpu_bandwidth: float | None = key(
         None, "GB/s of its memory; null: by its name", between=(1e-3, 1e6)
     )
-    gpu_memory: float | None = key(
-        None, "GiB of it, such as 80; null: the usual", between=(1e-3, 2**20)
+    gpu_memory: str | None = key(
+        None, "GiB of it, such as 80, or 80GB of 10^9 bytes; null: the usual"
     )
-    host_memory: float | None = key(
+    host_memory: str | None = key(
         None,
-        "GiB of the host; null: this machine's, or 128 for each GPU if gpu= is not here",
-        between=(1e-3, 2**20),
+        "of the host, as gpu_memory; null: this machine's, or 128 GiB for each GPU if gpu= is not "
+        "here",
     )
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))

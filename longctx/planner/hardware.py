@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,26 @@ def may_be_here() -> bool:
     # an empty list hides all GPUs from CUDA
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     return (CONTROL.exists() and not hidden) or here() is not None
+
+
+def start_gpu(number: int) -> None:
+    """Start GPU `number` of this machine and make torch's context on it, in the background.
+
+    CUDA's driver does that without Python, so torch is imported meanwhile: 0.3 s of 4.4 on an H100.
+    """
+    if not CONTROL.exists():
+        return
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, before the context
+
+    def start() -> None:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        with suppress(OSError):
+            driver = ctypes.CDLL("libcuda.so.1")  # releases the interpreter in every call
+            if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    # no daemon: a process that ends meanwhile waits, since a driver half started can crash its exit
+    threading.Thread(target=start, name="start GPU").start()
 
 
 def cores() -> int:

@@ -216,7 +216,7 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     if not base.memory:
         raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
     if options.host_memory is not None:
-        return base, options.host_memory * GIB, ""
+        return base, bytes_of("host_memory", options.host_memory), ""
     is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
     if is_here:
         return base, hardware.host_memory(), ", this machine: host_memory= says another"
@@ -228,8 +228,24 @@ def described(chip: Chip, options: PlanOptions) -> Chip:
     """Return `chip` with the figures that `options` give."""
     return replace(
         chip,
-        memory=chip.memory if options.gpu_memory is None else options.gpu_memory * GIB,
+        memory=chip.memory
+        if options.gpu_memory is None
+        else bytes_of("gpu_memory", options.gpu_memory),
         flops=chip.flops if options.gpu_tflops is None else options.gpu_tflops * 1e12,
         bandwidth=chip.bandwidth if options.gpu_bandwidth is None else options.gpu_bandwidth * 1e9,
         network=options.network / 8 * 1e9,
     )
+
+
+def bytes_of(key: str, text: str) -> float:
+    """Return the bytes of a size, written 80 or 80GiB for GiB, and 80GB for 10^9 bytes."""
+    number, unit = text.strip().lower(), float(GIB)
+    if number.endswith("gb"):
+        number, unit = number.removesuffix("gb"), 1e9
+    try:
+        size = float(number.removesuffix("gib"))
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 2**20:
+        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80, 139.8GiB or 24GB")
+    return size * unit

@@ -169,3 +169,13 @@ def test_checks_of_a_run_do_not_start_the_driver(
     monkeypatch.setattr(hardware, "CONTROL", tmp_path)
     monkeypatch.setattr(hardware, "here", asked)
     early_checks.check_training(cli.compose("train", []).config)
+
+
+@pytest.mark.gpu
+def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses() -> None:
+    code = (
+        "import threading; from longctx.planner import hardware; hardware.start_gpu(0);"
+        "[t.join() for t in threading.enumerate() if t is not threading.main_thread()];"
+        "import torch; assert torch._C._cuda_hasPrimaryContext(0); torch.ones(1, device='cuda')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
