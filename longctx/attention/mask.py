@@ -60,6 +60,16 @@ class Mask:
         return Mask("full")
 
     @staticmethod
+    def of(mask: Mask | None) -> Mask:
+        """Return `mask`, causal if it is None; ValueError for something else."""
+        if mask is not None and not isinstance(mask, Mask):
+            raise ValueError(
+                f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
+                "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
+            )
+        return Mask("causal") if mask is None else mask
+
+    @staticmethod
     def documents(doc_ids: Tensor, window: int | None = None) -> Mask:
         """Return causal attention inside packed documents: `doc_ids` (B, T) integers that do not
         decrease along a row.
@@ -67,7 +77,7 @@ class Mask:
         Give them on the CPU if you can: then counting pairs and offsets waits for no device. Raises
         ValueError unless ids are integers of two dimensions and do not decrease.
         """
-        if doc_ids.ndim != 2 or doc_ids.is_floating_point():
+        if doc_ids.ndim != 2 or doc_ids.is_floating_point() or doc_ids.dtype == torch.bool:
             raise ValueError(
                 f"doc_ids must be integers of shape (B, T), got {doc_ids.dtype} "
                 f"of shape {tuple(doc_ids.shape)}"
@@ -261,7 +271,7 @@ def _checked(window: int | None) -> int | None:
     """Return the window, no longer than any row; ValueError unless it is a number of keys."""
     if window is None:
         return None
-    if not isinstance(window, Integral) or window < 1:
+    if not isinstance(window, Integral) or isinstance(window, bool) or window < 1:
         raise ValueError(
             f"window={window} must be at least 1 key, the query's own, and a whole number; "
             "leave it out for no window"

@@ -357,13 +357,7 @@ def attention(
     if layout == "bhtd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     _check_inputs(q, k, v, layout, scale=scale, softcap=softcap)
-    if mask is None:
-        mask = Mask.causal()
-    elif not isinstance(mask, Mask):
-        raise ValueError(
-            f"mask is a {type(mask).__name__}; give a longctx.attention.Mask, such as "
-            "Mask.causal(), Mask.documents(doc_ids) or Mask.intervals(first, last)"
-        )
+    mask = Mask.of(mask)
     # calls without options share an Attention and its answers
     if options or torch.compiler.is_compiling() or backend not in _backends:
         caller = Attention(backend, options, scale, softcap)

@@ -41,7 +41,8 @@ def check_training(config: TrainConfig) -> None:
         # Other ranks may find the folder that rank 0 has made
         if number_here() == 0:
             run_folder.check_root(Path(config.runs))
-            run_folder.check_free(Path(config.runs), config.name)
+            # A dry run makes no folder
+            run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
             check_init(Path(config.init).expanduser(), config.transformers)

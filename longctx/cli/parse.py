@@ -53,6 +53,12 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     for name in positional(schema):
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
+    if schema is EvalConfig and "data" not in given and any(x.startswith("data.") for x in given):
+        # Its keys are those of the run's own source
+        folder = Path(str(given["checkpoint"])).expanduser()
+        folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
+        if (folder / "config.yaml").is_file():
+            given["data"] = run_folder.read_config(folder)["data.source"]
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})

@@ -32,6 +32,13 @@ class DescribeConfig(Group):
     )
     data: DataConfig = group(DataConfig)
 
+    def check_together(self) -> None:
+        """Raise ValueError for answers that the objective does not read."""
+        own, given = OBJECTIVES[self.objective].data, self.data.preferences
+        if own is not None and given not in (None, own):
+            setting = f"objective={self.objective}"
+            raise ValueError(f"data.preferences={given}: {setting} sets it; leave it out")
+
 
 @dataclass
 class SampleConfig(Group):

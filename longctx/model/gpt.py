@@ -183,7 +183,7 @@ class GPT(nn.Module):
                 f"tokens and targets must both be (B, T), of at least one token, got {shapes[0]} "
                 f"and {shapes[1]}"
             )
-        mask, (B, T), context = Mask.causal() if mask is None else mask, tokens.shape, self.context
+        mask, (B, T), context = Mask.of(mask), tokens.shape, self.context
         # Ranks take equal shares of a sequence, so T is padded to N, a multiple of their number
         N = context.padded(T)
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)

@@ -201,7 +201,8 @@ def open_data(choice: Choice, seq_len: int) -> Data:
     config, model = choice.config, choice.model
     data = load(data_config(config), seq_len)
     tokens = data.tokenizer.vocab_size
-    if model.vocab_size is not None and model.vocab_size < tokens:
+    # A resumed run tells of its documents if they are others
+    if not config.resume and model.vocab_size is not None and model.vocab_size < tokens:
         raise ValueError(
             f"model.vocab_size={model.vocab_size}: the tokenizer has {tokens:,} tokens; "
             "use at least that, or null to follow it"

@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "done"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\n")
+    (run / "config.yaml").write_text("max_steps: 7\nseq_len: 64\ndata: {source: text}\n")
     write_checkpoint(run, 7)
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
@@ -57,6 +57,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "resume=."], "it has no config.yaml"),
         (["train", "resume=runs/nothing"], "resume=runs/nothing: no such folder"),
         (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
+        (["data", "objective=dpo", "data.preferences=labels"], "objective=dpo sets it"),
         (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),
         (["train", "plugins=no.py"], "plugins=no.py: no such file"),
         (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
@@ -77,6 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["eval", "runs/dnoe"], "did you mean runs/done?"),
         (["eval", "runs"], "checkpoint=runs: neither a run"),
         (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
+        (["eval", "runs/done", "data.path=no"], "data.path=no: no such"),
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
         pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),
         pytest.param(["train", "attention.options.kernel=hopper"], "Hopper GPU", marks=NO_GPU),

@@ -96,6 +96,8 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple) -> None:
     x, y = (None if s is None else torch.zeros(s, dtype=torch.int64) for s in shapes)
     with pytest.raises(ValueError, match=r"tokens and targets must both be \(B, T\)"):
         make()(x, y)
+    with pytest.raises(ValueError, match=r"mask is a Tensor; give a longctx"):
+        make()(tokens(1, 4), mask=torch.ones(4, 4))
 
 
 @pytest.mark.parametrize("attention", ["naive", "flash"])

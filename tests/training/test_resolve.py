@@ -341,6 +341,8 @@ def test_a_dry_run_is_printed_and_leaves_no_folder(
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "GiB of memory" in printed
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs" / "planned").mkdir(parents=True)
+    assert train.main(overrides(dry_run="true", name="planned")) == 0
 
 
 def test_a_dry_run_of_a_resume_changes_nothing(two_steps: Path, capsys: Captured) -> None:

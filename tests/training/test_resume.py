@@ -143,6 +143,7 @@ def test_resume_refuses_other_data_and_other_models(two_steps: Path, capsys: Cap
     text = (folder / "config.yaml").read_text()
     for group, key, value, message in (
         ("data", "documents", 30, "no longer those that the run began with"),
+        ("data", "vocab_size", 500, "no longer those that the run began with"),
         ("model", "window", 7, "model.window=7, but the run began with None"),
         (None, "weight_decay", 0.5, "weight_decay=0.5, but the run began with 0.1"),
     ):
