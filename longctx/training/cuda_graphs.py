@@ -167,31 +167,64 @@ class StepGraphs(StepParts):
         return End(clip, norm, optimizer.factor, update, launch)
 
     def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Return a graph of the kernels of `function`, and its result, which a replay computes
-        again. Raises CaptureFailed.
-        """
-        graph, failure = torch.cuda.CUDAGraph(), list[BaseException]()
-        # cuBLAS allocates a workspace for each stream: it goes into the graph's memory, once
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        # thread_local: meanwhile the loader's thread pins memory, which no graph needs
-        try:
-            with (
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
-                uncached(self.parallel.device.type),
-            ):
-                try:
-                    result = function()
-                except BaseException as error:
-                    failure.append(error)  # the end of the capture may fail after it, and hide it
-                    raise
-        except RuntimeError as error:
-            cause = failure[0] if failure else error
-            if is_out_of_memory(cause) or not isinstance(cause, RuntimeError):
-                raise cause from None
-            raise CaptureFailed(cause) from error
-        torch._C._cuda_clearCublasWorkspaces()
-        return graph, result
+        return capture(function, self.parallel.device.type, self.pool)
+
+
+class ForwardGraph:
+    """`function` of micro-batches without gradients, as a graph from the second of a shape on. The
+    next call overwrites its result.
+    """
+
+    def __init__(self, function: Callable[[MicroBatch], Tensor]) -> None:
+        self.function = function
+        self.inputs: StaticBatch | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Tensor | None = None
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        if self.inputs is None:
+            self.inputs = StaticBatch(micro)
+            return self.function(micro)
+        if not self.inputs.fits(micro):  # the last rows of a data set: the graph's memory is theirs
+            self.graph = self.result = None
+            return self.function(micro)
+        self.inputs.fill(micro)
+        if self.graph is None:
+            batch, pool = self.inputs.micro, torch.cuda.graph_pool_handle()
+            self.graph, self.result = capture(
+                lambda: self.function(batch), micro.tokens.device.type, pool
+            )
+        self.graph.replay()
+        assert self.result is not None
+        return self.result
+
+
+def capture(function: Callable[[], T], device: str, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of the kernels of `function` in the memory `pool`, and its result, which a
+    replay computes again. Raises CaptureFailed.
+    """
+    graph, failure = torch.cuda.CUDAGraph(), list[BaseException]()
+    # cuBLAS allocates a workspace for each stream: it goes into the graph's memory, once
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    # thread_local: meanwhile the loader's thread pins memory, which no graph needs
+    try:
+        with (
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            uncached(device),
+        ):
+            try:
+                result = function()
+            except BaseException as error:
+                failure.append(error)  # the end of the capture may fail after it, and hide it
+                raise
+    except RuntimeError as error:
+        cause = failure[0] if failure else error
+        if is_out_of_memory(cause) or not isinstance(cause, RuntimeError):
+            raise cause from None
+        raise CaptureFailed(cause) from error
+    torch._C._cuda_clearCublasWorkspaces()
+    return graph, result
 
 
 def uncached(device: str) -> torch.autocast:

@@ -8,8 +8,9 @@ than near ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
 from longctx.training.batches import MicroBatch, validation_batches
+from longctx.training.cuda_graphs import ForwardGraph
 from longctx.training.run import Run
 from longctx.training.throughput import means
 
@@ -44,8 +46,14 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
     nats, totals, pieces, of_sequences = sums.split(sizes)
+    # Small batches wait for the host unless their kernels are launched as a graph
+    losses_of: Callable[[MicroBatch], Tensor] = partial(
+        validation_losses, module, parallel=parallel
+    )
+    if run.workload.captured:
+        losses_of = ForwardGraph(losses_of)
     for micro in validation_batches(run, data, parallel):
-        losses = validation_losses(module, micro.to(parallel.device), parallel).double().flatten()
+        losses = losses_of(micro.to(parallel.device)).double().flatten()
         if not micro.scored:
             continue
         cells, positions, full = cells_of_targets(micro)
