@@ -96,6 +96,7 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
     machine = this_machine()
     parallel = parallel_of(request.config, machine, processes)
     device = parallel.device.type
+    setup: Setup | None = None
     try:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
         setup = resolve(request, device, machine) if parallel.is_first else None
@@ -115,7 +116,7 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
         parallel.fail("stopped by a signal", code=128 + signal.SIGINT)
         raise
     except Exception as error:
-        problem = explain(error, request, parallel)
+        problem = explain(error, request.config, setup, parallel)
         if problem is not None and parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)
         parallel.fail(problem or str(error), files.exit_code(error))
@@ -404,19 +405,28 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
 
 
-def explain(error: Exception, request: Request[EvalConfig], parallel: Parallel) -> str | None:
+def explain(
+    error: Exception, config: EvalConfig, setup: Setup | None, parallel: Parallel
+) -> str | None:
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        backend = DESCRIPTIONS.get(request.config.attention.backend)
+        backend = DESCRIPTIONS.get(config.attention.backend)
         has_scores = backend is not None and backend.score_bytes is not None
         advice = "give attention=flash, " if has_scores else ""
         advice += (
             "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
-            if request.config.ruler.enabled
+            if config.ruler.enabled
             else "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "
             "give a smaller batch_size or seq_len"
         )
+        if setup is not None:
+            sizes = f"seq_len={setup.context} batch_size={setup.batch_size}"
+            for name in ("passkey", "ruler"):
+                sizes = (
+                    f"{name}.lengths={setup.lengths}" if getattr(config, name).enabled else sizes
+                )
+            advice = f"{sizes} is too much: {advice}"
         return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"

@@ -55,7 +55,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(
 
     monkeypatch.setattr("longctx.evaluation.evaluate.measure", fails)
     assert evaluation.main([f"checkpoint={run}", "device=cpu"]) == 1
-    assert "error: out of memory on process 0; " in capsys.readouterr().err
+    assert "error: out of memory on process 0; seq_len=64 " in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_null(
