@@ -422,10 +422,8 @@ def explain(
         )
         if setup is not None:
             sizes = f"seq_len={setup.context} batch_size={setup.batch_size}"
-            for name in ("passkey", "ruler"):
-                sizes = (
-                    f"{name}.lengths={setup.lengths}" if getattr(config, name).enabled else sizes
-                )
+            if config.passkey.enabled or config.ruler.enabled:
+                sizes = f"lengths={setup.lengths} of the texts"
             advice = f"{sizes} is too much: {advice}"
         return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
