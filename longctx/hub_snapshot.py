@@ -153,23 +153,9 @@ def status(error: BaseException) -> int | None:
 
 
 def failure(setting: str, error: Exception) -> Exception:
-    """Return the error for the user in one line, with nothing of a request: it holds the token."""
-    from huggingface_hub import constants, errors
-
-    code = status(error)
-    log_in = "log in with `hf auth login`, or set HF_TOKEN"
-    if isinstance(error, errors.GatedRepoError):
-        return ValueError(
-            f"{setting}: gated; accept its terms at {constants.ENDPOINT}, then {log_in}"
-        )
-    if code in (401, 403, 404):
-        return ValueError(
-            f"{setting}: no such folder here, and no such name or revision at the Hugging Face Hub "
-            f"that can be read; check both; if it is private, {log_in}"
-        )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the error for the user in one line, with the library's reason."""
     return ConnectionError(
-        f"{setting}: no such folder here, and it cannot be read from the Hub or the cache "
-        f"{constants.HF_HUB_CACHE} ({reason}); without a network give a local path, or try again "
-        "later"
+        f"{setting}: no such folder here, and the Hugging Face Hub does not give it: "
+        f"{files.one_line(error)[:600]}; if it is private or gated, log in with `hf auth login` or "
+        "set HF_TOKEN; without a network give a local path, or try again later"
     )
