@@ -17,14 +17,14 @@ from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.training.layer_memory import Alive, measured_layers
 
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "moe_intermediate_size": 128}
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 64}
 
 
 @functools.cache
 def measured(kind: str) -> Workload:
     """Return a step in bf16 with the measured layers of a model of `kind`."""
-    model = described(settings_of(kind) | SIZES | {"num_hidden_layers": 6})
-    config = TrainConfig(model=model, precision="bf16", batch_size=2, accumulate=1)
+    model = described(settings_of(kind) | SIZES | {"num_hidden_layers": 5})
+    config = TrainConfig(model=model, precision="bf16", batch_size=1, accumulate=1)
     step = workload_of(config, "cpu", 256)
     return replace(step, validates=False, measured=measured_layers(step, print))
 
@@ -45,18 +45,18 @@ def allocated(step: Workload) -> tuple[int, int]:
     return at[1] - at[0], alive.peak
 
 
-@pytest.mark.parametrize("seq_len", [256, 512])
+@pytest.mark.parametrize("seq_len", [64, 256])
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
 def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> None:
-    memory = MemoryConfig(policy).filled(policy)
+    memory = MemoryConfig(policy, loss_chunk=32).filled(policy)
     step = replace(measured(kind), memory=memory, seq_len=seq_len)
     saved, peak = allocated(step)
     predicted, layers = predict(step), step.measured[memory.recompute or ""]
     copies = sum(layer.saved.intercept for layer in layers)
     assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.03)
     beside = 4 * step.parameters + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
-    assert predicted.peak - beside == pytest.approx(peak, rel=0.05)
+    assert predicted.peak - beside == pytest.approx(peak, rel=0.03)
 
 
 def test_layers_that_cannot_be_measured_are_named() -> None:
