@@ -271,6 +271,9 @@ class GPT(nn.Module):
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""
         training, tile = torch.is_grad_enabled(), self.memory.mlp_tile or 0
         recompute = self.memory.recompute if training else "none"
+        if recompute != "none" and torch.compiler.is_compiling():
+            # torch.compile of the whole model cannot trace what saves its own activations
+            return torch.compiler.disable(self._through_blocks)(x, angles, masks)
         if recompute == "block":
             return checkpointed_blocks(self.blocks, x, angles, masks, self.memory)
         for block, own, mask in zip(self.blocks, angles, masks, strict=True):

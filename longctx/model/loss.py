@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longctx.config.layout_config import tile_size
 from longctx.kernels import HAS_TRITON
@@ -118,8 +117,8 @@ class _SummedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError(
                 "the gradients of this loss were already taken; compute the loss again"
@@ -143,8 +142,8 @@ class _TokenLosses(torch.autograd.Function):
         return _Chunks(hidden, weight, shape).losses(targets, chunk)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         hidden, weight, targets = ctx.saved_tensors
         with ctx.autocast:
             chunks = _Chunks(hidden, weight, ctx.shape, None, *ctx.needs_input_grad[:2])
@@ -152,6 +151,18 @@ class _TokenLosses(torch.autograd.Function):
         dh = None if chunks.dh is None else chunks.dh.to(hidden.dtype)
         dw = None if chunks.dw is None else chunks.dw.to(weight.dtype)
         return dh, dw, None, None, None
+
+
+def _refuse_second_derivatives() -> None:
+    """Raise RuntimeError in a backward with create_graph=True: its result would be a constant.
+
+    once_differentiable refuses only if the loss's own gradient is differentiated too.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "this loss supports first derivatives only; for create_graph=True take "
+            "torch.nn.functional.cross_entropy of the logits, model(tokens)"
+        )
 
 
 def autocast_of(device: str) -> torch.autocast:

@@ -157,7 +157,7 @@ class _Block(torch.autograd.Function):
             )
         if i:
             tape.saved[i - 1].prefetch()
-        sums = _Sums(ctx.weights)
+        sums = _Sums(tape.blocks[i], ctx.weights)
         with tape.surroundings.restored():
             dx = _block_backward(tape, i, dy.contiguous(), sums)
         del tape.saved[i]
@@ -219,7 +219,7 @@ class _After(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        sums, (x, out) = _Sums(ctx.weights), ctx.saved_tensors
+        sums, (x, out) = _Sums(ctx.block, ctx.weights), ctx.saved_tensors
         after = partial(ctx.block.after, needs_value=False)
         into = None if _one_tile(ctx.tile, x) else [torch.empty_like(x), torch.empty_like(out)]
         with ctx.surroundings.restored():
@@ -272,9 +272,18 @@ def gradients_in_tiles(
 
 
 class _Sums:
-    """Gradients of `weights`, added up over tiles."""
+    """Gradients of `weights`, added up over tiles.
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    Raises RuntimeError unless they still are the block's, which runs again.
+    """
+
+    def __init__(self, block: Any, weights: Sequence[Tensor]) -> None:
+        own = {id(weight) for weight in block.parameters()}
+        if any(id(weight) not in own for weight in weights):
+            raise RuntimeError(
+                "the weights of this forward pass have left the model before backward; with "
+                "torch.func.functional_call use memory=fast"
+            )
         self.weights = weights
         self.sums: list[Tensor | None] = [None] * len(weights)
 

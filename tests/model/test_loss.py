@@ -161,6 +161,14 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_are_refused(reduction: str) -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, targets, 5, reduction).sum()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 def test_unknown_reduction_is_refused() -> None:
     hidden, weight, targets = inputs(torch.float32)
     with pytest.raises(ValueError, match="reduction='average' must be 'mean', 'sum' or 'none'"):

@@ -182,6 +182,24 @@ def test_compiled_parts_share_their_graphs() -> None:
     assert len(graphs) <= 4  # before and after, each with and without gradient
 
 
+@pytest.mark.parametrize("way", ["mlp", "long"])
+def test_the_whole_model_can_be_compiled(way: str) -> None:
+    torch.compiler.reset()
+    model = make(WAYS[way])
+    torch.compile(model, backend="aot_eager")(*batch()).backward()
+    for weight, expected in zip(model.parameters(), gradients(make()), strict=True):
+        torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("way", ["mlp", "long"])
+def test_weights_that_left_before_backward_are_refused(way: str) -> None:
+    model = make(WAYS[way])
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, others, batch())
+    with pytest.raises(RuntimeError, match="memory=fast"):
+        loss.backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compiled", [False, True])
