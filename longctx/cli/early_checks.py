@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from longctx import hub_snapshot, plugins
-from longctx.cli import parse
 from longctx.config.doors import TRACKERS
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
@@ -105,7 +104,7 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if run_folder.is_run(path):
         run = path.parent.parent if path.suffix == ".ckpt" else path
         # Its plugins may be missing: they are no part of the shape
-        model = GPTConfig.of_saved(parse.file_values(run / "config.yaml").get("model", {}))
+        model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
     else:
         model = read_model(path)[1]
     return request._replace(

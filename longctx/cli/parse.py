@@ -79,7 +79,7 @@ def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
     """Return the configuration of the run that saved it at `path`, changed by `arguments`."""
     given = given_values(TrainConfig, arguments)
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
-    values = file_values(path)
+    values = run_folder.read_keys(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
     with untrusted.named(path):
         filled(TrainConfig, values, {})
@@ -316,7 +316,7 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 
     The keys `given` on the command line are left out, and all keys of a group that it chooses.
     """
-    values = file_values(path)
+    values = run_folder.read_keys(path)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
@@ -366,17 +366,6 @@ def replaced(given: Mapping[str, Any]) -> set[str]:
     if schedule := SCHEDULES.get(str(given.get("lr_schedule"))):
         names |= set(keys_of_schedules()) - schedule.keys.keys()
     return names
-
-
-def file_values(path: Path) -> dict[str, Any]:
-    """Return the nested values of the file at `path`; OSError or ValueError if it has none."""
-    try:
-        values = untrusted.load_yaml(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{path}: no configuration; it should hold key: value lines")
-    return values
 
 
 def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:

@@ -170,17 +170,8 @@ def find(path: str) -> Path:
     cannot be written.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(
-            f"resume={path}: no such folder; give the folder of a run, such as runs/NAME"
-        )
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"resume={path}: not the folder of a run, it has no config.yaml")
-    if not read_config(folder):
-        raise ValueError(
-            f"resume={path}: its config.yaml is empty, which would make it a run of the defaults; "
-            "copy that of the run here again"
-        )
+    with untrusted.named(f"resume={path}", errors=(ValueError, OSError)):
+        read_config(folder)
     if not checkpoints(folder):
         with locked(folder):  # another process may train the run, and write one yet
             raise ValueError(
@@ -330,19 +321,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder}: no such folder; give the folders of runs, such as runs/*"
-        )
+        raise FileNotFoundError(f"{folder}: no such folder; give that of a run, such as runs/NAME")
     path = folder / "config.yaml"
     if not path.is_file():
         remedy = "it has no config.yaml; give runs/NAME"
         if any(folder.glob("*/config.yaml")):
             remedy = f"it holds runs, so give {folder}/*"
         raise ValueError(f"{folder}: not the folder of a run, {remedy}")
-    values = untrusted.load_yaml(path, within=folder)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not the configuration of a run; it should hold key: value lines")
-    return flat(values)
+    return flat(read_keys(path, folder))
+
+
+def read_keys(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """Return the nested values of the file of keys at `path`, which really is in `within`; OSError
+    or ValueError if it has none.
+    """
+    try:
+        values = untrusted.load_yaml(path, within)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; give one with key: value lines") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path}: no configuration; it should hold key: value lines")
+    return values
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:

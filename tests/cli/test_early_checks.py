@@ -55,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "resume="], "resume="),
         (["resume", "runs/a", "max_step=3"], "did you mean max_steps?"),
         (["train", "resume=."], "it has no config.yaml"),
-        (["train", "resume=runs/nothing"], "resume=runs/nothing: no such folder"),
+        (["train", "resume=runs/nothing"], "runs/nothing: no such folder"),
         (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
         (["data", "objective=dpo", "data.preferences=labels"], "objective=dpo sets it"),
         (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),

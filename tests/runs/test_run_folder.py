@@ -139,5 +139,5 @@ def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     early_checks.check_training(config)
     assert config.runs == f"{tmp_path}/runs"
     (tmp_path / "runs" / "r").mkdir(parents=True)
-    with pytest.raises(ValueError, match="resume=~/runs/r: not the folder of a run"):
+    with pytest.raises(ValueError, match=r"resume=~/runs/r: .* not the folder of a run"):
         run_folder.find("~/runs/r")
