@@ -144,3 +144,13 @@ class Block:
         C, q = self.mlp.size, self.attention.query_size
         in_tile = 2 * C if self.mlp_out_norm is None else 3 * C
         return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + self.mlp.forward(p)
+
+    def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
+        """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.
+
+        They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
+        output, and what it computes between them.
+        """
+        outputs = 2 if self.attention.model.sinks else 1  # before and after they scale it
+        heads = (1 + outputs) * self.attention.query_size + 2 * self.attention.key_size
+        return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

@@ -198,3 +198,9 @@ class Experts(FeedForward):
         shared = 0 if self.dense is None else self.dense.forward(p)
         unpacked = p.unpacked * self.linears[1].weights
         return max((p.activation * k * rows + routing) * p.tile + unpacked, shared)
+
+    def forward_elements(self) -> int:
+        """Return the elements of a token alive in an evaluation's forward."""
+        return (
+            self.keys.per_token * max(self.size + 2 * self.inner, 4 * self.inner) + 2 * self.count
+        )

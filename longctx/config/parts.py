@@ -152,10 +152,10 @@ class Pass(NamedTuple):
     tile: int  # tokens that projections and MLP take at a time if they are recomputed
     recompute: str  # none | mlp | block
     activation: int
-    fp8_input: int = 0  # of a product's input in FP8; 0 if it is saved as it is
-    weight_copy: int = 0  # of a weight's copy in 16 bits
-    gradient: int = 0  # of a weight's gradient; 0 if weights are frozen
-    is_fused: bool = False  # one kernel makes the product of gate and up again in backward
+    fp8_input: int  # of a product's input in FP8; 0 if it is saved as it is
+    weight_copy: int  # of a weight's copy in 16 bits
+    gradient: int  # of a weight's gradient; 0 if weights are frozen
+    is_fused: bool  # one kernel makes the product of gate and up again in backward
     adapted: tuple[str, ...] = ()  # linear layers with LoRA
     attention: float = 0.0  # all bytes that the backend saves of q, k, v, the output and the lse
     saves_lse: bool = True  # with recompute=block, next to attention's output
@@ -386,3 +386,7 @@ class FeedForward(Part):
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
+
+    def forward_elements(self) -> int:
+        """Return the elements of a token alive in an evaluation's forward: gate, up, product."""
+        return 3 * self.inner

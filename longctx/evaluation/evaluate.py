@@ -22,7 +22,6 @@ from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
 from longctx.config.layout_config import POLICIES
 from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Pass
 from longctx.config.presets import Request
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.load import (
@@ -227,8 +226,9 @@ def bytes_of_copy(
     weights = sum(weight.nbytes for weight in whole.parameters())
     size, tokens = dtype.itemsize, forward.tokens
     in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
-    through = Pass(tokens, in_mlp, "none", size)
-    activations: float = max(block.forward(through) for block in model.blocks())
+    activations: float = size * max(
+        block.forward_elements(tokens, in_mlp) for block in model.blocks()
+    )
     # Scores twice in fp32, and the probabilities.
     if config.attention.description.score_bytes is not None:
         packed = forward.rows if forward.generates else 1
