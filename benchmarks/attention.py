@@ -26,11 +26,7 @@ from longctx.config.fields import key
 
 MASKS = ("causal", "full", "documents", "window")
 # → matrix products, in units of the forward's
-PARTS = {
-    "forward": 1.0,
-    "backward": 2.5,
-    "both": 3.5,
-}
+PARTS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash": ("flash", {}),
     "flash-deterministic": ("flash", {}),

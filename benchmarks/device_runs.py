@@ -110,10 +110,7 @@ def make_corpus(folder: Path) -> None:
                 break
         files.write_text(folder / TEXT, "".join(texts_of_corpus))
     config = DataConfig(
-        source="text",
-        path=str(folder / TEXT),
-        tokenizer=str(folder / TOKENIZER),
-        val_fraction=0,
+        source="text", path=str(folder / TEXT), tokenizer=str(folder / TOKENIZER), val_fraction=0
     )
     load(config, 4096)
 

@@ -116,56 +116,24 @@ def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
     out, path = out.resolve(), Path(options.path).resolve()
     text = [f"data.mix.code.path={path}"] if options.path else ["data.mix.code.source=embedded"]
     filler = [f"data.mix.recall.path={path}"] if options.path else []
-    common = [
-        *(
-            f"device={options.device}",
-            f"seed={options.seed}",
-            f"runs={out}/runs",
-            "wandb.mode=disabled",
-        ),
-        *(
-            f"attention.options.kernel={options.kernel}",
-            f"precision={options.precision}",
-            "data=mix",
-            *text,
-            "data.mix.recall.source=needles",
-            *filler,
-        ),
-        *(
-            "passkey=true",
-            "passkey.samples=4",
-            "data.val_fraction=0.05",
-            "checkpoint_every=100000",
-            "workers=4" if options.device != "cpu" else "workers=0",
-        ),
-    ]
-    heads = max(1, options.channels // 64)
-    model = [
-        *(
-            "model=tiny",
-            f"model.layers={options.layers}",
-            f"model.channels={options.channels}",
-            f"model.heads={heads}",
-        ),
-        *(f"model.kv_heads={heads}", f"model.ffn={options.channels * 3}", "model.rope_theta=10000"),
-        *(f"data.vocab_size={options.vocab}", f"max_steps={options.steps}", "name=short"),
-    ]
+    workers = 0 if options.device == "cpu" else 4
+    common = [f"device={options.device}", f"precision={options.precision}", f"seed={options.seed}"]
+    common += [f"runs={out}/runs", f"attention.options.kernel={options.kernel}", "data=mix", *text]
+    common += ["data.mix.recall.source=needles", *filler, "passkey=true", "passkey.samples=4"]
+    common += ["data.val_fraction=0.05", "checkpoint_every=100000", f"workers={workers}"]
+    common += ["wandb.mode=disabled"]
     if not options.init:
-        yield (
-            "pretraining",
-            ["train.py", *common, *model, *_rows(options, options.short, options.documents)],
-        )
+        heads, channels = max(1, options.channels // 64), options.channels
+        model = ["model=tiny", f"model.layers={options.layers}", f"model.channels={channels}"]
+        model += [f"model.heads={heads}", f"model.kv_heads={heads}", f"model.ffn={3 * channels}"]
+        model += ["model.rope_theta=10000", f"data.vocab_size={options.vocab}", "name=short"]
+        rows = [f"max_steps={options.steps}", *_rows(options, options.short, options.documents)]
+        yield "pretraining", ["train.py", *common, *model, *rows]
         yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
-    tuning = [
-        f"init={_trained(options, out)}",
-        "rope=yarn",
-        f"lr={options.tune_lr}",
-        f"lora.rank={options.lora or 'null'}",
-        f"max_steps={options.tune_steps}",
-        "name=long",
-    ]
-    count = max(8, options.documents // 8)
-    yield "fine-tuning", ["train.py", *common, *tuning, *_rows(options, options.long, count)]
+    tuning = [f"init={_trained(options, out)}", "rope=yarn", f"lora.rank={options.lora or 'null'}"]
+    tuning += [f"lr={options.tune_lr}", f"max_steps={options.tune_steps}", "name=long"]
+    rows = _rows(options, options.long, max(8, options.documents // 8))
+    yield "fine-tuning", ["train.py", *common, *tuning, *rows]
     yield "export", ["-m", "longctx", "export", f"{out}/runs/long", f"{out}/long"]
 
 
@@ -179,13 +147,9 @@ def _rows(options: Options, length: int, documents: int) -> list[str]:
     per_token = (
         _characters_per_token(options) if options.init else 0.4 * math.log2(options.vocab) - 1.25
     )
-    return [
-        *(f"seq_len={length}", f"batch_size={rows}", "accumulate=1"),
-        *(
-            f"data.mix.recall.length={int(per_token * length)}",
-            f"data.mix.recall.documents={documents}",
-        ),
-    ]
+    step = [f"seq_len={length}", f"batch_size={rows}", "accumulate=1"]
+    step += [f"data.mix.recall.length={int(per_token * length)}"]
+    return [*step, f"data.mix.recall.documents={documents}"]
 
 
 def _characters_per_token(options: Options) -> float:

@@ -276,11 +276,7 @@ def of_longctx(
 
 
 def of_other(
-    peer: str,
-    run: Run,
-    options: Options,
-    full: list[dict[str, Any]],
-    limit: float,
+    peer: str, run: Run, options: Options, full: list[dict[str, Any]], limit: float
 ) -> dict[str, Any]:
     """Measure steps of another trainer, transformers' first without gradient checkpointing.
 
