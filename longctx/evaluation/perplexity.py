@@ -17,7 +17,7 @@ The last tokens of each, half of the shortest context, are scored in one window 
 
 Loss by position: bucket b holds the tokens with 2^b .. 2^(b+1) - 1 tokens of their document before
 them. All buckets are of the same documents, which fill the last bucket: otherwise far buckets would
-be of other documents than near ones. Evaluation adds up one document at a time (`Positions`), and
+be of other documents than near ones. Evaluation adds up one document at a time (`bucket_sums`), and
 validation in training packed sequences (`packed_buckets`). Both average with `mean_losses`.
 """
 
@@ -133,26 +133,6 @@ class Filled(NamedTuple):
 
 
 @dataclass
-class Positions:
-    """The nats of each document in each bucket that it fills."""
-
-    documents: dict[int, list[float]] = field(default_factory=dict)
-
-    def add(self, owner: int, nats: np.ndarray) -> None:
-        """Take in -ln p of a document's tokens from its second on, each scored with all tokens
-        before it.
-        """
-        full = int(filled(len(nats)))
-        if full:
-            sums = np.add.reduceat(nats[: 2**full - 1], 2 ** np.arange(full) - 1)
-            self.documents[owner] = sums.tolist()
-
-    def buckets(self) -> list[dict[str, Any]]:
-        """Return a row per bucket; see `mean_losses`."""
-        return mean_losses(Filled(1, sums) for sums in self.documents.values())
-
-
-@dataclass
 class Perplexity:
     """One score per document, in their order; 0 tokens for a document without targets."""
 
@@ -160,7 +140,7 @@ class Perplexity:
     stride: int
     documents: list[Score] = field(default_factory=list)
     windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
-    positions: Positions = field(default_factory=Positions)
+    positions: list[list[float]] = field(default_factory=list)  # `bucket_sums` of each document
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
     tokens_per_second: float | None = None  # through the model, after the first batch
 
@@ -185,6 +165,10 @@ class Perplexity:
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
         return error_of_ratio(scored if len(scored) > 1 else self.windows)
 
+    def by_position(self) -> list[dict[str, Any]]:
+        """Return a row per bucket; see `mean_losses`."""
+        return mean_losses(Filled(1, sums) for sums in self.positions)
+
     def content(self) -> dict[str, Any]:
         """Return the JSON: totals, every document, position and context."""
         return {
@@ -192,7 +176,7 @@ class Perplexity:
             "stride": self.stride,
             "windows": len(self.windows),
             "total": self.total.row() | {"standard_error": self.standard_error},
-            "by_position": self.positions.buckets(),
+            "by_position": self.by_position(),
             "by_context": self.contexts.rows(),
             "documents": [score.row() for score in self.documents],
         }
@@ -233,7 +217,7 @@ def perplexity(
             result.documents[window.owner].nats += result.windows[-1][0]
             # Loss by position needs every token before a token: the first window alone has them.
             if window.begin == 0:
-                result.positions.add(window.owner, nats[: leading(window)])
+                result.positions.append(bucket_sums(nats[: leading(window)]))
     result.tokens_per_second = line.units_per_second
     if not result.total.tokens:
         raise ValueError(
@@ -276,6 +260,15 @@ def error_of_ratio(pairs: Sequence[tuple[float, float]]) -> float:
 def _exp(nats: float, count: int) -> float:
     mean = nats / count if count else math.nan
     return math.exp(mean) if not mean > 700 else math.inf
+
+
+def bucket_sums(nats: np.ndarray) -> list[float]:
+    """Return the sum of each bucket that a document fills; `nats` are -ln p of its tokens from the
+    second on, each scored with all tokens before it.
+    """
+    full = int(filled(len(nats)))
+    starts = 2 ** np.arange(full) - 1
+    return np.add.reduceat(nats[: 2**full - 1], starts).tolist() if full else []
 
 
 def filled(targets: Any) -> Any:

@@ -18,7 +18,7 @@ from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import (
     FEWEST,
     Filled,
-    Positions,
+    bucket_sums,
     error_of_ratio,
     mean_losses,
     packed_buckets,
@@ -139,7 +139,7 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
 
 def test_loss_by_position_is_of_the_same_documents(model: GPT) -> None:
     docs = documents(40, 33, 32, *[90] * 8, 5)
-    rows = perplexity(Scorer(model), docs, context=63).positions.buckets()
+    rows = perplexity(Scorer(model), docs, context=63).by_position()
     assert [(row["first"], row["last"]) for row in rows] == [
         (2**b, 2 ** (b + 1) - 1) for b in range(6)
     ]
@@ -157,17 +157,16 @@ def test_packed_rows_have_the_means_of_their_documents(lengths: list[int]) -> No
     offsets = np.cumsum([0, *lengths])
     scored = np.ones(sum(lengths), dtype=bool)
     scored[offsets[1:] - 1] = False
-    alone = Positions()
-    for owner, (begin, end) in enumerate(pairwise(offsets)):
-        alone.add(owner, nats[begin : end - 1])
+    each = [bucket_sums(nats[begin : end - 1]) for begin, end in pairwise(offsets)]
+    alone = mean_losses(Filled(1, sums) for sums in each)
 
     place, bucket, filled, per_document = packed_buckets(offsets, scored)
     sums = np.zeros((32, 32))
     np.add.at(sums, (filled, bucket), nats[place])
     groups = [Filled(int((per_document == n).sum()), sums[n, :n].tolist()) for n in range(32)]
     rows = mean_losses(groups)
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in alone.buckets()]
-    for row, expected in zip(rows, alone.buckets(), strict=True):
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in alone]
+    for row, expected in zip(rows, alone, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
 
 

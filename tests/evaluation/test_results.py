@@ -14,7 +14,7 @@ from longctx.config.eval_config import KINDS, EvalConfig
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.evaluate import decisive
 from longctx.evaluation.passkey import Cell
-from longctx.evaluation.perplexity import Contexts, Perplexity, Positions, Score
+from longctx.evaluation.perplexity import Contexts, Perplexity, Score
 from longctx.report import run_view
 from longctx.report.compare import rulers
 from longctx.runs import evaluations
@@ -31,7 +31,7 @@ def result(documents: int) -> Perplexity:
 def full() -> dict[str, Any]:
     """The content of a result with positions and contexts."""
     scores = result(9)
-    scores.positions = Positions({0: [3.0, 4.0], 1: [2.0, 4.0, 9.0]})
+    scores.positions = [[3.0, 4.0], [2.0, 4.0, 9.0]]
     scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
     return scores.content()
 
