@@ -279,7 +279,8 @@ def _check_needed(config: Any, name: str, needs: str, prefix: str) -> None:
     switch, _, wanted = needs.partition("=")
     switch = f"{name.rpartition('.')[0]}.{switch}".lstrip(".")
     now = attrgetter(switch)(config)
-    if now != wanted if wanted else not now or now == "none":
+    is_met = now == wanted if wanted else bool(now) and now != "none"
+    if not is_met:
         wanted = "true" if now is False else wanted
         remedy = f"{prefix}{switch}={wanted}" if wanted else f"another {prefix}{switch}"
         raise ValueError(
