@@ -16,6 +16,7 @@ from typing import Any
 from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.model import restore
+from longctx.planner.schedule import Schedule
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import kernel_lock, optimizers
 from longctx.training.run import Run, run_of
@@ -72,7 +73,8 @@ def continued(run: Run) -> Run:
             f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
             "max_steps="
         )
-    check_rates(run, about["config"], steps_done)
+    before = run_of(about["config"], run.workload.device).schedule
+    check_rates(run, before, steps_done)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
     lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
@@ -84,13 +86,22 @@ def continued(run: Run) -> Run:
         model_source="",
         kernel_lock=lock,
         lock_note=note or "",
+        rate_note=changed_rate(before, run.schedule, steps_done),
     )
 
 
-def check_rates(run: Run, saved: dict[str, Any], steps_done: int) -> None:
+def changed_rate(before: Schedule, now: Schedule, steps_done: int) -> str:
+    """Return a line about the next step's rate if another schedule or end has changed it."""
+    if now.rate(steps_done) == before.rate(steps_done):
+        return ""
+    rates = f"{before.rate(steps_done - 1):.3g} until now, {now.rate(steps_done):.3g} in the next"
+    return f"{rates} step: max_steps or lr_schedule has changed"
+
+
+def check_rates(run: Run, before: Schedule, steps_done: int) -> None:
     """Raise ValueError if the rate of `run` falls in its steps done, in which it did not."""
     folder, stable = run.config.resume, run.schedule.stable_steps()
-    if stable < min(steps_done, run_of(saved, run.workload.device).schedule.stable_steps()):
+    if stable < min(steps_done, before.stable_steps()):
         raise ValueError(
             f"resume={folder}: lr_schedule={run.config.lr_schedule} would have begun to fall after "
             f"step {stable:,}, but the run has {steps_done:,} at its peak; to begin here, give "

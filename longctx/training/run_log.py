@@ -189,6 +189,7 @@ def opening(run: Run) -> list[str]:
             stages and f"first {listed(*stages)} tokens per sequence",
             is_default_on_cpu and "under 5 minutes on most CPUs; max_steps= sets more",
         ),
+        "lr": run.rate_note,
         "graphs": f"off: {reason}" if reason else "",
         "layout": run.layout_note,
         "kernels": run.lock_note,
