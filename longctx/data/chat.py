@@ -33,7 +33,7 @@ from longctx.config.fields import refuse
 from longctx.data.messages import Message, as_templates_expect, is_learned, read
 from longctx.data.sources import Document, Span
 
-_VERSION = 3  # raised when the same conversation would become other text or spans
+_VERSION = 4  # raised when the same conversation would become other text or spans
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)

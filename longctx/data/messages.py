@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from longctx.config.fields import refuse
@@ -77,14 +78,32 @@ def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a message as transformers passes it on.
 
     Keys that hold null are left out, since templates would write "None". Thinking is there under
-    both names that templates read. A copy, since reports know a message by its identity.
+    both names that templates read. Arguments of calls are objects. A copy, since reports know a
+    message by its identity.
     """
     present = {key: value for key, value in message.items() if value is not None}
+    if isinstance(present.get("tool_calls"), list):
+        present["tool_calls"] = [_with_object(call) for call in present["tool_calls"]]
     names = ("reasoning_content", "thinking", "reasoning")
     thinking = next((present[name] for name in names if name in present), None)
     if thinking is None:
         return present
     return {"thinking": thinking, **present, "reasoning_content": thinking}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, as servers pass it to the template.
+
+    OpenAI's are that object as a JSON text, which most templates would quote a second time.
+    """
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _with_object(call["function"])}
+    with suppress(KeyError, TypeError, ValueError):
+        arguments = json.loads(call["arguments"])
+        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+    return call
 
 
 def _checked(place: str, message: Any) -> Message:

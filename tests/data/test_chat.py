@@ -192,6 +192,13 @@ def test_of_a_completion_the_tools_are_not_learned(folder: Path) -> None:
         Template(folder).answered("name", PLAIN, [asks("q3")])
 
 
+def test_arguments_that_are_json_text_are_not_quoted_again(folder: Path) -> None:
+    function = {"name": "f", "arguments": '{"x": 1}'}  # as OpenAI's
+    messages = [*CALLING[:3], says(None, tool_calls=[CALL | {"function": function}])]
+    document = written(folder, shipped("llama3_2"), messages)
+    assert parts(document)[-1] == '{"name": "f", "parameters": {"x": 1}}<|eot_id|>'
+
+
 def test_the_last_turn_alone_is_learned_if_asked_for(folder: Path) -> None:
     last = written(folder, CHATML, PLAIN, "last")
     assert parts(last) == ["a2<|im_end|>\n"]
