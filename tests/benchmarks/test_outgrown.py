@@ -60,6 +60,7 @@ def test_masked_tiles_are_not_checked() -> None:
     assert (first[1], last[1]) == (False, True)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"word{n % 97} of {n % 11}" for n in range(4000)))

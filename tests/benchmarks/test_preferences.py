@@ -8,17 +8,14 @@ import pytest
 LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "layers=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "cases"),
     [
         (["ours"], ["longctx"]),
         (["lora", "whole"], ["dpo cached", "cross_entropy", "dpo step", "dpo cached"]),
         (["packed"], ["nf4", "fp8"]),
-        pytest.param(
-            ["speed", "trl"],
-            ["longctx", *["trl sdpa"] * 4, "trl sdpa, longest"],
-            marks=pytest.mark.slow,
-        ),
+        (["speed", "trl"], ["longctx", *["trl sdpa"] * 4, "trl sdpa, longest"]),
     ],
 )
 def test_preferences_are_measured(

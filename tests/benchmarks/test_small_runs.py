@@ -90,6 +90,7 @@ def test_optimizers_are_compared_once(texts: Path, tmp_path: Path) -> None:
         assert out.with_suffix(".png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_waits_of_real_runs_are_timed(
     texts: Path, tmp_path: Path, result_of: Callable[..., Any]
 ) -> None:

@@ -107,7 +107,7 @@ LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
         ({"context": None}, {"type": "yarn"}, "rope=yarn: the length that .* is not known"),
         ({}, {"type": "yrn"}, "yrn: one of keep, auto, abf"),
         ({}, {"type": "abf"}, "rope=abf: needs the new base"),
-        ({}, {"type": "yarn", "theta": 1e6}, "rope.theta goes with rope=abf"),
+        ({}, {"type": "yarn", "theta": 1e6}, "rope.theta=1000000.0: does nothing"),
         ({}, {"type": "auto", "factor": 2.0}, "rope.factor=2.0: not a key of rope=auto"),
         ({}, {"type": "yarn", "factor": float("nan")}, "rope.factor=nan: a number from 1"),
         ({}, {"type": "linear", "options": {"x": 3}}, "rope.options.x=3: not a key of rope"),

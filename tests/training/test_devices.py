@@ -112,7 +112,7 @@ def test_processes_that_have_begun_end_with_a_mistake(
 @pytest.mark.parametrize(
     ("ranks", "cases", "seed"),
     [
-        (2, 8, 0),
+        (2, 3, 0),
         pytest.param(1, 40, 1000, marks=pytest.mark.slow),
         pytest.param(2, 60, 2000, marks=pytest.mark.slow),
         pytest.param(4, 20, 3000, marks=pytest.mark.slow),

@@ -95,6 +95,7 @@ def test_transformers_computes_with_it(tuned: Trained, tmp_path: Path) -> None:
     assert all(x.dtype == torch.bfloat16 for x in written.parameters())
 
 
+@pytest.mark.slow
 def test_several_processes_train_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
     steps = LORA | {"lora__base": "nf4", "batch_size": 1}
     one = weights(tuned("one", accumulate=2, **steps))

@@ -59,6 +59,7 @@ def test_it_is_evaluated_samples_and_is_exported(
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
     layouts: dict[str, dict[str, object]] = {
         "fsdp": {"strategy": "fsdp", "memory": "balanced", "batch_size": 1},

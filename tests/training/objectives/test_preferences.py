@@ -55,6 +55,7 @@ def test_a_run_learns_and_resumes_exactly(objective: str, rows: Path, tuned: Tra
     check_resumes_exactly(run)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(
     rows: Path, tuned: Trained, start: Overrides, tmp_path: Path
 ) -> None:
