@@ -73,7 +73,7 @@ def linear_cross_entropy(
     It is fp32, or fp64 for fp64 inputs. "mean" is over the scored tokens and "sum" over all; if no
     token is scored both are 0 with zero gradients. "none" gives -log p of each scored token, 0 for
     others; its backward computes the logits again. With `scale`, a scalar on the device, a sum
-    or mean is multiplied by it before anything is rounded to 16 bits. Gradients can be taken once
+    or mean is multiplied by it before anything is rounded to bf16. Gradients can be taken once
     per loss; sum and mean add `z_loss` to them. Raises ValueError for another `reduction`.
     """
     if reduction not in ("mean", "sum", "none"):
@@ -105,7 +105,10 @@ class _SummedLoss(torch.autograd.Function):
         shape: Shape,
         z_loss: ZLoss | None,
     ) -> Tensor:
-        chunks = _Chunks(hidden, weight, shape, scale, *ctx.needs_input_grad[:2])
+        # A GradScaler multiplies in backward. Before, fp16 would round a mean's gradients to 0
+        is_late = dtype_of(hidden) == torch.float16
+        early, ctx.late = (None, scale) if is_late else (scale, None)
+        chunks = _Chunks(hidden, weight, shape, early, *ctx.needs_input_grad[:2])
         if z_loss is not None:
             chunks.z_loss = z_loss.factor
             chunks.squares = torch.zeros(targets.shape, dtype=scale.dtype, device=targets.device)
@@ -124,6 +127,7 @@ class _SummedLoss(torch.autograd.Function):
                 "the gradients of this loss were already taken; compute the loss again"
             )
         (dh, dw), ctx.gradients = ctx.gradients, None
+        grad = grad if ctx.late is None else grad * ctx.late
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)
         dw = None if dw is None else _times(dw, grad).to(ctx.dtypes[1])
         return dh, dw, None, None, None, None, None
@@ -163,6 +167,12 @@ def _refuse_second_derivatives() -> None:
             "this loss supports first derivatives only; for create_graph=True take "
             "torch.nn.functional.cross_entropy of the logits, model(tokens)"
         )
+
+
+def dtype_of(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of the products: that of `hidden`, or autocast's."""
+    is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(hidden.device.type) if is_cast else hidden.dtype
 
 
 def autocast_of(device: str) -> torch.autocast:
@@ -215,9 +225,7 @@ class _Chunks:
         need_dh: bool = False,
         need_dw: bool = False,
     ) -> None:
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        dtype = dtype_of(hidden)
         self.hidden, self.weight = hidden, weight.to(dtype)
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
         self.logit_scale, self.softcap = shape

@@ -200,6 +200,17 @@ def test_bf16_is_near_fp64(
         assert (x.grad - y.grad).abs().max() < most * y.grad.abs().max()
 
 
+def test_a_factor_of_the_loss_keeps_small_gradients_in_fp16() -> None:
+    hidden, weight, targets = inputs(torch.float16, ignored=0.0)
+    exact = inputs(torch.float64, ignored=0.0)
+    factor = 2.0**20  # a GradScaler's, over the tokens of a long sequence
+    loss = linear_cross_entropy(hidden, weight, targets, 5, scale=torch.tensor(1 / factor))
+    (loss * factor).backward()
+    reference(*exact, "mean").backward()
+    for actual, expected in zip((hidden, weight), exact[:2], strict=True):
+        assert (actual.grad - expected.grad).norm() <= 5e-3 * expected.grad.norm()
+
+
 def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
     """512 chunks added in bf16 would be wrong by several percent."""
     generator = torch.Generator().manual_seed(0)
