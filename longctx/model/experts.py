@@ -20,6 +20,7 @@ Shapes: N tokens, C channels, E experts of F channels, k experts per token.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -334,23 +335,28 @@ class Balance:
         return result
 
 
-_running: Balance | None = None  # of the forward pass, or the one whose blocks run again
+class _Running(threading.local):
+    """The balance of the thread's forward pass, or of the one whose blocks run again."""
+
+    balance: Balance | None = None
+
+
+_running = _Running()
 
 
 def running() -> Balance | None:
     """Return the balance of the forward pass that computes now."""
-    return _running
+    return _running.balance
 
 
 @contextmanager
 def balancing(balance: Balance | None) -> Iterator[None]:
     """Inside the block the experts of every layer are counted for `balance`."""
-    global _running
-    before, _running = _running, balance
+    before, _running.balance = _running.balance, balance
     try:
         yield
     finally:
-        _running = before
+        _running.balance = before
 
 
 class _Balanced(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Experts: what the router decides, the balancing loss, memory, parameters, and what is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,11 @@ def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str, r
     expected = gradients(plain)
     for name, grad in gradients(model).items():
         assert (grad - expected[name]).abs().max() < 2e-5 * expected[name].abs().max(), name
+
+
+def test_each_thread_balances_its_own_forward() -> None:
+    with experts.balancing(experts.Balance(0.3)), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(experts.running).result() is None
 
 
 def test_evaluation_does_not_add_the_balancing_loss() -> None:
