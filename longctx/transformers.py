@@ -190,8 +190,9 @@ def mask_of(
         )
         return Mask.causal(window)
     by_shape: dict[Any, Mask] = _masks.setdefault(source, {})
-    version = 0 if source.is_inference() else source._version  # may be written to in place
-    shape = (window, batch, queries, keys, version)
+    # it may be written to in place, and an inference tensor counts no versions
+    content = source.int().cpu().numpy().tobytes() if source.is_inference() else source._version
+    shape = (window, batch, queries, keys, content)
     if shape not in by_shape:
         if queries < keys:
             mask = after_padding(source[:, -keys:], queries, window)
