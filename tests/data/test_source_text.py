@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import resource
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,22 @@ def test_a_folder_is_read_in_order(tmp_path) -> None:
     assert [document.name for document in twice] == ["10.md", "2.txt", expected[0], expected[3]]
 
 
-def test_an_array_of_objects_has_rows_other_json_is_text(tmp_path) -> None:
+def test_objects_in_json_are_rows_archives_are_refused(tmp_path) -> None:
     file = tmp_path / "a.json"
-    for content, expected in (('\n[ {"text": "x"}]', ["x"]), ("[1]", ["[1]"]), ("{}", ["{}"])):
+    lines = '{"text": "x"}\n\n{"text": "y"}\n'
+    array = '\n[ {"text": "x"}]'
+    for content, expected in (
+        (array, ["x"]),
+        (lines, ["x", "y"]),
+        ("[1]", ["[1]"]),
+        ("{}", ["{}"]),
+    ):
         file.write_text(content)
         assert [document.text for document in read(str(file))] == expected
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        archive.add(file)
+    with pytest.raises(ValueError, match="unpack it"):
+        read(str(tmp_path / "a.tar.gz"))
     file.write_text('[{"instruction": "a", "output": "b"}]')
     with pytest.raises(ValueError, match=r"row 1: .*data.chat=true"):
         read(str(file))

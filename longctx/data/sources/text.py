@@ -293,13 +293,16 @@ def _read(
         if compression:
             opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
         is_chat = config.chat and not config.preferences
-        if ending not in (OF_CHATS if is_chat else OF_ROWS):
+        if ending not in OF_ROWS:
             whole_file = opened.read()
-            if ending != ".json" or not re.match(rb"\s*\[\s*\{", whole_file):
+            refuse((whole_file[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
+            opened = io.BytesIO(whole_file)
+            # An array or lines of objects: as text their brackets would be learned
+            if ending == ".json" and re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", whole_file):
+                ending = ".jsonl"
+            elif not (ending == ".json" and (is_chat or re.match(rb"\s*\[\s*\{", whole_file))):
                 yield Document(name, _decode(whole_file, str(file), config))
                 return
-            # An array of objects: as text its brackets would be learned
-            opened = io.BytesIO(whole_file)
         if ending in OF_LINES:
             rows = _lines(name, file, opened, config)
         elif ending == ".json":
