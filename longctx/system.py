@@ -212,12 +212,20 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def typed_command() -> str:
-    """Return the command that starts longctx in the user's shell: without an activated environment
-    the shell finds no `longctx`, or another one.
+    """Return the command that starts longctx in the user's shell, from the current folder: without
+    an activated environment the shell finds no `longctx`, or another one.
     """
-    script = str(Path(sys.executable).parent / "longctx")
-    is_found = shutil.which("longctx") == script
-    return "longctx" if is_found else f"{shlex.quote(sys.executable)} -m longctx"
+    script = Path(sys.executable).parent / "longctx"
+    if not script.exists():  # a checkout that is not installed
+        return f"{shlex.quote(_shown(Path(sys.executable)))} -m longctx"
+    first_in_path = shutil.which("longctx")
+    is_found = first_in_path is not None and os.path.samefile(first_in_path, script)
+    return "longctx" if is_found else shlex.quote(_shown(script))
+
+
+def _shown(path: Path) -> str:
+    """Return a path as short as it can be typed from the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def end_with_parent(parent: int, number: int) -> None:

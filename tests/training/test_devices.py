@@ -93,6 +93,7 @@ def test_a_sharded_run_resumes_on_any_devices(
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_processes_that_have_begun_end_with_a_mistake(
     trained: Trained, overrides: Overrides, tmp_path: Path
 ) -> None:

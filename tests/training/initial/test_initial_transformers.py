@@ -106,6 +106,7 @@ def test_what_ours_alone_can_do_is_refused(
     assert named in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_layers_that_leak_leave_no_folder(
     start: Overrides, tmp_path: Path, folder: Path, capsys: Captured
 ) -> None:
