@@ -94,7 +94,7 @@ def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
 def _with_object(call: Any) -> Any:
     """Return a tool call with its arguments as an object, as servers pass it to the template.
 
-    OpenAI's are that object as a JSON text, which most templates would quote a second time.
+    OpenAI writes them as JSON text. Most templates would quote that text a second time.
     """
     if not isinstance(call, dict):
         return call
