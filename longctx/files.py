@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -120,6 +121,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def one_line(error: BaseException) -> str:
     """Return the text of an error in one line, its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def open_closed_streams() -> None:
+    """Let what this process prints be lost if its caller has closed stdout or stderr, as `>&-`
+    does. Else the number of the stream would be that of the next file which is opened.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+"))
 
 
 def silence_stdout() -> None:

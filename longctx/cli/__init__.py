@@ -99,6 +99,7 @@ def answer(
     A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 adds its
     traceback.
     """
+    files.open_closed_streams()
     # An arrow must not end a run whose terminal is latin-1
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

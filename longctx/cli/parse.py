@@ -58,7 +58,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         folder = Path(str(given["checkpoint"])).expanduser()
         folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
         if (folder / "config.yaml").is_file():
-            given["data"] = run_folder.read_config(folder)["data.source"]
+            given["data"] = run_folder.read_config(folder, ["data.source"])["data.source"]
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})

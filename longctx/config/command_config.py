@@ -185,12 +185,14 @@ class CompareOptions(Group):
     """
 
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
-    out: Path = key(Path("compare.html"), "page with their curves; needs no network")
+    out: Path = key(Path("compare.html"), "page with their curves, .html; needs no network")
     price: float | None = key(None, PRICE, between=(1e-6, 1e6))
     table: Path | None = key(None, "write a row for each run too: .csv or .json")
 
     def check_together(self) -> None:
-        """Raise ValueError for a table of another format."""
+        """Raise ValueError for a page or a table of another format."""
+        if self.out.suffix != ".html":
+            raise ValueError(f"out={self.out}: a file that ends in .html")
         if self.table is not None and self.table.suffix not in (".csv", ".json"):
             raise ValueError(f"table={self.table}: a file that ends in .csv or .json")
 

@@ -104,6 +104,11 @@ class DataConfig(Group):
         """Return `files` as a list of strings."""
         return _strings(self.files, "data.files")
 
+    @property
+    def why_left_out(self) -> str:
+        """Return the reason for which documents are left out and counted."""
+        return "with equal answers" if self.preferences else "without text"
+
     def cache_folder(self) -> Path:
         """Return the folder for everything built from documents, without creating it."""
         caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")

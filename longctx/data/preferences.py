@@ -84,9 +84,12 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
 
 def _pairs(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
     for name, place, row in rows:
+        # Published sets have such rows, which teach nothing: they are left out and counted
+        if row["chosen"] == row["rejected"]:
+            yield Document(name, "")
+            continue
         with named(place):
             prompt, chosen, rejected = _with_prompt(row)
-            refuse((chosen == rejected, "'chosen' and 'rejected' are equal; leave the row out"))
             first = write(name, prompt, chosen, row.get("tools"))
             second = write(name, prompt, rejected, row.get("tools"))
         yield first._replace(others=(second._replace(side=REJECTED),))

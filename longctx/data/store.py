@@ -146,7 +146,7 @@ def build(
 ) -> None:
     """Tokenize every document into `folder`, with its near-duplicate group and content hash.
 
-    Documents without a token to predict (empty ones) are left out and counted. If `config` reads
+    Documents without text or without a token to predict are left out and counted. If `config` reads
     conversations or answers, a column `scored` marks their learned tokens and their side. Raises
     ValueError, which begins with `place`, if no document is left.
     """
@@ -170,7 +170,7 @@ def build(
             kept = [
                 (document, ids.astype(token_type.to_pandas_dtype()), marks)
                 for document, (ids, marks) in zip(batch, encoded, strict=True)
-                if len(ids) >= shortest
+                if document.whole and len(ids) >= shortest
             ]
             # Groups and hashes come from the text: another tokenizer has the same split.
             keys += [content_key(document.whole) for document, *_ in kept]

@@ -315,10 +315,11 @@ def plain(config: Any) -> dict[str, Any]:
     return result
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of config.yaml, nested keys joined by dots.
 
-    Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run.
+    Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run or
+    has not all keys that are `needed`.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; give that of a run, such as runs/NAME")
@@ -328,7 +329,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         if any(folder.glob("*/config.yaml")):
             remedy = f"it holds runs, so give {folder}/*"
         raise ValueError(f"{folder}: not the folder of a run, {remedy}")
-    return flat(read_keys(path, folder))
+    config = flat(read_keys(path, folder))
+    if missing := [key for key in needed if key not in config]:
+        raise ValueError(
+            f"{path}: no {', '.join(missing)}, which every run writes; the file was cut, put back "
+            "a copy of it"
+        )
+    return config
 
 
 def read_keys(path: Path, within: Path | None = None) -> dict[str, Any]:

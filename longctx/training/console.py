@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from longctx import files, system, tables
 from longctx.runs import metrics, metrics_file
@@ -35,7 +35,8 @@ class Display:
         self.bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(16),
-            TextColumn("{task.fields[numbers]}"),
+            # In a narrow terminal they take several lines, and the steps and the time stay whole
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
             TimeRemainingColumn(),
             console=self.console,
             disable=silent or not self.console.is_terminal,

@@ -30,7 +30,7 @@ def with_steps_of_run(
     is no such layout.
     """
     path = Path(open_layouts[0].resume or "")
-    saved = run_folder.read_config(path)
+    saved = run_folder.read_config(path, needed=("devices", "batch_size", "accumulate"))
     rows = run_folder.rows_per_step(saved)
     possible = []
     for config in open_layouts:

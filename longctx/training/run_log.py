@@ -147,7 +147,7 @@ def opening(run: Run) -> list[str]:
     # Documents without text are counted: many of them hint at a wrong column
     empty = counts["documents_dropped"]
     documents = count_of(counts["documents"], "document")
-    documents += f" ({empty:,} without text left out)" if empty else ""
+    documents += f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
     has_own_length = config.max_steps is not None or config.max_tokens is not None
     is_short = workload.device == "cpu" and workload.seq_len <= 1024

@@ -76,6 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "data=text", "data.path=other.jsonl"], "other.jsonl:1: no field 'text'"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
         (["eval", "runs/dnoe"], "did you mean runs/done?"),
+        (["compare", "runs/done", "out=x.png"], "out=x.png: a file that ends in .html"),
         (["eval", "runs"], "checkpoint=runs: neither a run"),
         (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
         (["eval", "runs/done", "data.path=no"], "data.path=no: no such"),

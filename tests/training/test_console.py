@@ -127,6 +127,18 @@ def test_a_piped_run_has_plain_lines_with_time_left(capsys: Captured) -> None:
     assert lines[2].endswith("14.4 s left")
 
 
+def test_a_narrow_terminal_cuts_nothing_of_the_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    display = Display(20_000, 1234)
+    with display.bar:
+        display.show(row_of(1234, 9.7376, 1710.0, 2395.0, 9.0))
+    printed = capsys.readouterr().out
+    assert "1,234/20,000" in printed and "617.00 GiB" in printed and "-:--:--" in printed
+
+
 def test_a_run_stopped_between_rows_has_its_steps(tmp_path: Path) -> None:
     text = printed(closing_table(run(tmp_path / "r"), {}, finished=False, steps=12))
     (line,) = (line for line in text.splitlines() if line.startswith("steps"))

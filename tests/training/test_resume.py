@@ -155,6 +155,9 @@ def test_resume_refuses_other_data_and_other_models(two_steps: Path, capsys: Cap
         (folder / "config.yaml").write_text(yaml.safe_dump(edited))
         assert train.main([f"resume={folder}", "max_steps=3"]) == 2
         assert message in capsys.readouterr().err
+    (folder / "config.yaml").write_text("{}")
+    assert train.main([f"resume={folder}", "max_steps=3"]) == 2
+    assert "config.yaml: no devices, batch_size, accumulate" in capsys.readouterr().err
 
 
 def test_a_damaged_newest_checkpoint_is_set_aside(trained: Trained, capsys: Captured) -> None:

@@ -118,11 +118,12 @@ def test_long_prompts_lose_their_beginnings_aloud(
 
 
 def test_conversations_and_parquet_are_read_as_texts_are(
-    rows: Path, tuned: Trained, folder: Path, tmp_path: Path
+    rows: Path, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     pairs = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
+    pairs.append(pairs[0] | {"rejected": pairs[0]["chosen"]})
     turns = [
         {
             key: [{"role": "user" if key == "prompt" else "assistant", "content": text}]
@@ -141,6 +142,7 @@ def test_conversations_and_parquet_are_read_as_texts_are(
     ]
     first, second = (losses(run) for run in runs)
     assert first == second
+    assert capsys.readouterr().out.count("(1 with equal answers left out)") == 2
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,6 @@ def test_what_does_not_go_together_is_one_line(
     ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "no field 'rejected' (found prompt, chosen)"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "an answer is empty"),
         ({"chosen": "x y", "rejected": "z"}, "no common prompt"),
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "'chosen' must be a string"),
