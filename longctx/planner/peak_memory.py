@@ -166,7 +166,8 @@ class _Step:
         """
         saved, peak = layer.saved.slope * self.N, layer.peak.slope * self.N + layer.peak.intercept
         if self.memory.recompute == "none":
-            # Scores, if the backend has them in memory
+            # Copies of weights, and scores if the backend has them in memory
+            saved += layer.saved.intercept
             saved += max(0.0, self.backend.saved(self.layer) - Description().saved(self.layer))
         attention = peak + self.exchanged + self.backend.workspace(self.layer)
         return _Costs(saved, saved_without_input=saved, mlp=peak, attention=attention, freed=0)
@@ -186,14 +187,21 @@ class _Step:
         full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
         saved = {KEPT: self.saved_by_first[self.L]}
-        yield "loss", _sum(always, {GRADIENTS: before}, saved, self.loss())
+        if self.memory.recompute == "none":
+            copies = 0.0
+        else:  # those that autocast made in forward
+            copies = sum(layer.saved.intercept for layer in self.measured or ())
+        at_loss = {GRADIENTS: before, PARAMETERS: copies}
+        yield "loss", _sum(always, at_loss, saved, self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
         # embedding.
         head = embedding if tied or not full else 0.0
         # The norm's input and both its gradients; where no kernel of ours takes them as they are,
         # in fp32, and the loss's too.
-        norm = (3 * self.e if self.kernels else 3 * FP32 + self.e) * self.C * self.N
-        last_norm = {GRADIENTS: before + head, LOSS: norm}
+        norm = float(self.C * (3 * self.e if self.kernels else 3 * FP32 + self.e))
+        if self.measured:
+            norm = self.measured[-1].norm.slope
+        last_norm = {GRADIENTS: before + head, LOSS: norm * self.N}
         yield "backward of the last norm", _sum(always, last_norm, saved)
         for layer in range(self.L, 0, -1):
             summed = before + head + (0.0 if full else of_first[-1] - of_first[layer])
@@ -240,9 +248,8 @@ class _Step:
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
         rope = FP32 * self.N * sum(rope.numbers for rope in self.model.ropes())  # cos and sin
-        copies = 0.0 if self.sharded else sum(x.saved.intercept for x in self.measured or ())
         return {
-            PARAMETERS: self.weights() / self.slices + self.gathered() + copies,
+            PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
             BATCH: batch + mask + rope + self.libraries,
         }

@@ -34,8 +34,9 @@ class MeasuredLayer(NamedTuple):
     """A layer that transformers computes, with bytes as lines over the tokens."""
 
     weights: int  # of its matrices
-    saved: LinearRegression  # for no tokens: copies of weights, which autocast holds for a step
+    saved: LinearRegression  # for no tokens: copies of weights that autocast makes
     peak: LinearRegression  # of backward
+    norm: LinearRegression  # the peak of the last norm's backward
 
 
 Measured = Mapping[str, Sequence[MeasuredLayer]]  # by memory.recompute

@@ -81,13 +81,13 @@ def layers_of(step: Workload) -> list[MeasuredLayer]:
     return [measured[kind] for kind in kinds]
 
 
-def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tuple[int, int]:
+def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tuple[int, int, int]:
     """Return bytes of the middle one of three layers: saved for backward, and the peak of its
-    backward next to all that is saved.
+    backward next to all that is saved; and the peak of the last norm's.
     """
     alive = Alive([*model.parameters(), *model.buffers()])
-    # Bytes alive before each layer, then after the last and after the middle one in backward, each
-    # with the peak before
+    # Bytes alive before each layer, then after the last norm, the last and the middle layer in
+    # backward, each with the peak before
     marks: list[tuple[int, int]] = []
 
     def mark(_: Any) -> None:
@@ -100,19 +100,27 @@ def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tupl
             if len(marks) > 1:
                 inputs[0].register_hook(mark)
 
+    def after(_: nn.Module, __: Any, outputs: Tensor | tuple[Tensor, ...]) -> None:
+        if len(marks) == len(chain):
+            out = outputs if isinstance(outputs, Tensor) else outputs[0]
+            out.register_hook(mark)
+
     for layer in dict.fromkeys(chain):
         layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
     shape, dtype = (tokens // ROW, ROW), dtype_of(step.precision)
     ids = torch.zeros(shape, dtype=torch.int64, device=step.device)
     positions = torch.arange(ROW, device=step.device).expand(shape)
     model.documents.begin(Mask.causal().bind(*shape, ROW, step.device))
     with alive, torch.autocast(step.device, dtype, enabled=dtype != torch.float32):
         out = model.backbone(input_ids=ids, position_ids=positions, use_cache=False)
+    # autocast has let go of its copies of weights
+    with alive:
         out.last_hidden_state.sum().backward()
     model.zero_grad()
-    (_, (first, _), (last, _), (begin, _), (_, peak)) = marks
-    incoming = step.activation_bytes * step.model.channels * tokens
-    return last - first, peak - (begin - incoming)
+    (_, (first, _), (last, _), (end, norm), (begin, _), (_, peak)) = marks
+    gradient = step.activation_bytes * step.model.channels * tokens
+    return last - first, peak - (begin - gradient), norm - (end - 2 * gradient)
 
 
 class Alive(TorchDispatchMode):

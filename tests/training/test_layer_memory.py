@@ -40,12 +40,14 @@ def allocated(step: Workload) -> tuple[int, int]:
     for module in (model.blocks[0], model.backbone.get_submodule(last)):
         module.register_forward_pre_hook(lambda *_: at.append(alive.now))
     tokens: Tensor = torch.randint(301, (step.batch_size, step.seq_len))
-    with alive, torch.autocast("cpu", torch.bfloat16):
-        model.train()(tokens, tokens, Mask.causal()).backward()
+    with alive:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.train()(tokens, tokens, Mask.causal())
+        loss.backward()
     return at[1] - at[0], alive.peak
 
 
-@pytest.mark.parametrize("seq_len", [64, 256])
+@pytest.mark.parametrize("seq_len", [256, 2048])
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
 def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> None:
@@ -53,10 +55,11 @@ def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> 
     step = replace(measured(kind), memory=memory, seq_len=seq_len)
     saved, peak = allocated(step)
     predicted, layers = predict(step), step.measured[memory.recompute or ""]
-    copies = sum(layer.saved.intercept for layer in layers)
-    assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.03)
+    # of weights, which backward needs if nothing is computed again
+    copies = sum(layer.saved.intercept for layer in layers) if policy == "balanced" else 0
+    assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.02)
     beside = 4 * step.parameters + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
-    assert predicted.peak - beside == pytest.approx(peak, rel=0.03)
+    assert predicted.peak - beside == pytest.approx(peak, rel=0.02)
 
 
 def test_layers_that_cannot_be_measured_are_named() -> None:
