@@ -97,7 +97,7 @@ Machine = Callable[..., tuple[int, list[str], str]]
 def machine(tmp_path: Path) -> Iterator[Machine]:
     """Run a script in a process with a cache of its own, and the Hub on this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     Hub.commit = NEW
     Hub.requests.clear()
@@ -182,25 +182,39 @@ def test_a_sweep_asks_for_one_commit_once(machine: Machine) -> None:
     assert len(questions) == len(set(questions)) > 0
 
 
+CANNOT = {
+    "me/gated": ["gated", "HF_TOKEN"],
+    "me/missing": ["no such folder here", "HF_TOKEN"],
+    "me/small@nosuch": ["revision"],
+    "me/broken": ["500", "try again later"],
+    "me/often": ["429", "try again later"],
+}
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
 @pytest.mark.parametrize(
-    ("name", "variables", "words"),
+    ("answers", "variables"),
     [
-        ("me/gated", {}, ["gated", "HF_TOKEN"]),
-        ("me/missing", {}, ["no such folder here", "HF_TOKEN"]),
-        ("me/small@nosuch", {}, ["revision"]),
-        ("me/broken", {}, ["500", "try again later"]),
-        ("me/often", {}, ["429", "try again later"]),
-        ("me/small", {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE"]),
-        (f"me/small@{NEW}", {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE"]),
-        ("me/small", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["refused", "local path"]),
+        (CANNOT, {}),
+        ({name: ["HF_HUB_OFFLINE"] for name in ("me/small", f"me/small@{NEW}")}, OFFLINE),
+        ({"me/small": ["refused", "local path"]}, {"HF_ENDPOINT": "http://127.0.0.1:9"}),
     ],
+    ids=["refused", "offline", "unreachable"],
 )
 def test_what_cannot_be_had_is_one_line(
-    machine: Machine, name: str, variables: dict[str, str], words: list[str]
+    machine: Machine, answers: dict[str, list[str]], variables: dict[str, str]
 ) -> None:
-    code, lines, err = machine(name, **variables)
-    assert (code, lines) == (1, [])
-    last = err.strip().splitlines()[-1]
-    assert last.startswith(f"error: init={name}: ")
-    assert all(word in last for word in words), last
-    assert "Traceback" not in err
+    script = """
+        import sys
+        from longctx import hub_snapshot
+        for name in sys.argv[1:]:
+            try:
+                print(hub_snapshot.folder(hub_snapshot.pinned(name, "init"), "init"))
+            except (ValueError, OSError) as error:
+                print(f"error: {error}")
+    """
+    code, lines, err = machine(*answers, script=textwrap.dedent(script), **variables)
+    assert code == 0 and "Traceback" not in err, err
+    for line, (name, words) in zip(lines, answers.items(), strict=True):
+        assert line.startswith(f"error: init={name}: ")
+        assert all(word in line for word in words), line

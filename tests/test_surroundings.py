@@ -43,8 +43,7 @@ LONG = "t" * 100  # the path of a socket has at most 108 letters
     [
         # less than a step's batch
         (with_shared_memory("size=64k"), 2, {"TMPDIR": LONG}),
-        (with_shared_memory("ro,size=64k"), 0, {}),
-        (STRANGER, 0, {"HOME": "."}),
+        ([*with_shared_memory("ro,size=64k"), *STRANGER], 0, {"HOME": "."}),
     ],
 )
 def test_a_run_takes_its_surroundings(

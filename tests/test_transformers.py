@@ -122,6 +122,7 @@ def test_recomputation_and_compile() -> None:
     model(TOKENS, position_ids=POSITIONS, use_cache=False).logits.square().mean().backward()
     alone(theirs).square().mean().backward()
     assert_same_gradients(model, theirs)
+    theirs.model.layers = theirs.model.layers[:1]  # dynamo takes seconds for each
     compiled = torch.compile(ours(theirs), backend="eager")
     assert_close(compiled(TOKENS, position_ids=POSITIONS).logits, alone(theirs))
 

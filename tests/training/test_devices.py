@@ -5,6 +5,7 @@ a run resumes on other numbers of devices.
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 import eval as evaluate
 import train
 from longctx.cli import main
+from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import life_cycle
+from longctx.training.batches import DataDiffers, shared_data
 from tests.processes import ROOT, finished, run_on
 from tests.training.sample_run import FAULTY, Captured, Overrides, Trained, losses, steps
 
@@ -137,9 +140,22 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(corpus, tmp_path / "growing"))
 
 
+def test_documents_of_another_rank_are_refused() -> None:
+    ours = {"documents": "60 of them", "tokens": "abc"}
+    data = SimpleNamespace(identity=lambda: ours)
+    run = SimpleNamespace(data=data, config=TrainConfig())
+    for theirs in (ours, ours | {"tokens": "abd"}):
+        gathered = [ours, ours, theirs]
+        parallel = SimpleNamespace(all_gather_objects=lambda mine, gathered=gathered: gathered)
+        refused = pytest.raises(DataDiffers, match="same tokens: rank 0 has abc, rank 2 has abd")
+        with nullcontext() if theirs == ours else refused:
+            assert shared_data(run, parallel) is data  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "new"),
-    [({"context": 2}, True), pytest.param({"strategy": "fsdp"}, False, marks=pytest.mark.slow)],
+    [({"context": 2}, True), ({"strategy": "fsdp"}, False)],
     ids=["new", "resumed"],
 )
 def test_documents_must_be_equal_on_all_ranks(

@@ -71,6 +71,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_advice(
         assert json.loads(lines[-1], parse_constant=refuse)[name] is None
 
 
+@pytest.mark.slow
 def test_what_all_processes_find_is_said_once(overrides: Overrides, tmp_path: Path) -> None:
     wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None, "model__init_std": 1e30}
     process = finished(SCRIPT, overrides(name="r", devices=2, **wild), tmp_path)

@@ -132,7 +132,7 @@ def test_seq_len_schedule_resumes_exactly(
     assert rows[0]["tokens_seen"] / (1 - rows[0]["padding_share"]) == pytest.approx(64 * 2 * 2)
     epochs = [row["epoch"] for row in rows]
     assert epochs == sorted(epochs)
-    for dropped in (2, 3, 4, 6):
+    for dropped in (2, 3, 6):  # in the last stage, at its start, in the first
         check_resumes_exactly(folder, dropped=dropped)
     capsys.readouterr()
     code = train.main(overrides(**changes | {"max_steps": 4}))
