@@ -165,6 +165,8 @@ class Template:
         settings = untrusted.read_settings(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
         self.tokens = tokens_in(settings)
+        # By it, DeepSeek's tell calls of tools from answers
+        self.reads_null = "message['content'] is none" in source
         self._compile(source, today)
         if learned != "auto" and self.tracker.has_marks:
             raise ValueError(
@@ -203,7 +205,7 @@ class Template:
 
         Raises ValueError, one line, for whatever the template raises.
         """
-        messages = [as_templates_expect(message) for message in messages]
+        messages = [as_templates_expect(message, self.reads_null) for message in messages]
         tracker = self.tracker
         tracker.begin(messages)
         blocks = []

@@ -34,6 +34,25 @@ ROLES = {
 }
 
 
+class _Arguments(dict[str, Any]):
+    """Arguments of a call given as JSON text: the object that most templates write, and the text
+    for templates that join it to others, as DeepSeek's.
+    """
+
+    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, after: str) -> str:
+        return self.text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self.text
+
+
 def format_of(row: Row) -> str | None:
     """Return the name of the format of a row, as above; None for another."""
     if isinstance(row.get("messages"), list):
@@ -74,14 +93,15 @@ def is_learned(message: Row) -> bool:
     return bool(message["role"] == "assistant" and not is_excluded)
 
 
-def as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
+def as_templates_expect(message: Mapping[str, Any], reads_null: bool = False) -> dict[str, Any]:
     """Return a copy of a message as transformers passes it on.
 
-    Keys that hold null are left out, since templates would write "None". Thinking is there under
-    both names that templates read. Arguments of calls are objects. A copy, since reports know a
-    message by its identity.
+    Keys that hold null are left out, since templates would write "None"; but for the content, if
+    the template `reads_null`. Thinking is there under both names that templates read. Arguments of
+    calls are objects. A copy, since reports know a message by its identity.
     """
-    present = {key: value for key, value in message.items() if value is not None}
+    stays = ("content",) if reads_null else ()
+    present = {key: value for key, value in message.items() if value is not None or key in stays}
     if isinstance(present.get("tool_calls"), list):
         present["tool_calls"] = [_with_object(call) for call in present["tool_calls"]]
     names = ("reasoning_content", "thinking", "reasoning")
@@ -101,8 +121,9 @@ def _with_object(call: Any) -> Any:
     if "function" in call:
         return {**call, "function": _with_object(call["function"])}
     with suppress(KeyError, TypeError, ValueError):
-        arguments = json.loads(call["arguments"])
-        return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+        values = json.loads(call["arguments"])
+        if isinstance(values, dict):
+            return {**call, "arguments": _Arguments(call["arguments"], values)}
     return call
 
 

@@ -197,6 +197,9 @@ def test_arguments_that_are_json_text_are_not_quoted_again(folder: Path) -> None
     messages = [*CALLING[:3], says(None, tool_calls=[CALL | {"function": function}])]
     document = written(folder, shipped("llama3_2"), messages)
     assert parts(document)[-1] == '{"name": "f", "parameters": {"x": 1}}<|eot_id|>'
+    # DeepSeek's join the text to others, and tell calls by content that is null
+    (answer,) = parts(written(folder, shipped("deepseekv3_training"), messages))[-1:]
+    assert '```json\n{"x": 1}\n```' in answer
 
 
 def test_the_last_turn_alone_is_learned_if_asked_for(folder: Path) -> None:
