@@ -78,7 +78,7 @@ class DataConfig(Group):
     val_fraction: float | None = key(
         None,
         "share of the text that validates: whole documents by their hash, else the ends of "
-        "documents; null: 0.02, or up to 0.1 of a small corpus; 0: none",
+        "texts; null: 0.02, or up to 0.1 of a small corpus; 0: none",
         between=(0, 1),
         below=1,
     )

@@ -87,7 +87,10 @@ def by_bytes(
         trained = np.where(whole, 0, store.lengths)
         missing = wanted[number] - int(store.n_bytes[whole].sum())
         is_short = missing > wanted[number] / 2 or not whole.any()
-        if wanted[number] and is_short and not store.has_sides:
+        # Of several conversations none is cut: it would never learn how its last answer ends
+        is_one_group = (sizes[:, number] > 0).sum() == 1
+        has_ends = store.marks(0) is None or (is_one_group and not store.has_sides)
+        if wanted[number] and is_short and has_ends:
             _cut_ends(trained, can_be_cut[number], missing, store, tokenizer)
         if wanted[number] and (trained == store.lengths).all():
             # The groups are too large for the share, and no end can validate: the smallest then.
@@ -95,7 +98,6 @@ def by_bytes(
             smallest = int(np.argmin(np.where(size > 0, size, totals[number])))
             if 0 < size[smallest] < totals[number]:
                 trained[np.split(group, bounds)[number] == smallest] = 0
-        is_one_group = (sizes[:, number] > 0).sum() == 1
         # With groups in other stores too, nothing may validate here; the run prints that.
         is_unsplit = wanted[number] > 0 and (trained == store.lengths).all() and is_one_group
         key = f"{place}.val_fraction"

@@ -24,6 +24,7 @@ class Documents(Store):
     """Documents of `lengths` tokens of 4 bytes, each the letter x, in near-duplicate `groups`."""
 
     has_sides = False
+    are_conversations = False
 
     def __init__(self, lengths: list[int], groups: np.ndarray | None = None, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -34,6 +35,9 @@ class Documents(Store):
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         return np.full((stop or 0) - start, 88)
+
+    def marks(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
+        return self.tokens(document, start, stop) if self.are_conversations else None
 
 
 TOKENIZER = train(["x"], 257)
@@ -87,6 +91,16 @@ def test_the_ends_of_few_documents_validate(lengths: list[int], fraction: float)
     assert (trained < store.lengths).any()
     assert 0 < trained[0] < lengths[0]
     assert validating_share(store, trained) == pytest.approx(fraction, rel=0.01)
+
+
+@pytest.mark.parametrize("lengths", [[5001, 4003, 7001], [300_007]])
+def test_a_conversation_is_cut_only_if_it_is_the_only_one(lengths: list[int]) -> None:
+    store = Documents(lengths)
+    store.are_conversations = True
+    trained = split(store, 0.1)
+    is_cut = (0 < trained) & (trained < store.lengths)
+    assert is_cut.sum() == (len(lengths) == 1)
+    assert (trained < store.lengths).sum() == 1
 
 
 def test_ends_of_near_duplicates_do_not_validate() -> None:
