@@ -16,7 +16,6 @@ import string
 import tomllib
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count, cycle, islice, pairwise
 from pathlib import Path
@@ -55,6 +54,9 @@ class Sample(NamedTuple):
 
     prompt: str
     outputs: list[str]
+
+
+Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
 
 
 class Question(NamedTuple):
@@ -105,14 +107,14 @@ class Texts:
         tokens = (len(self.tokenizer.encode_prompt(prompt)) for prompt in longer)
         return next(size for size, used in enumerate(tokens, HOPS + 1) if used > EXAMPLE_TOKENS)
 
-    def sample(self, task: str, length: int, number: int, size: int) -> tuple[Sample, list[int]]:
-        """Make sample `number`, which asks the same at every size; with the prompt's tokens."""
+    def sample(self, task: str, length: int, number: int, size: int) -> Encoded:
+        """Make sample `number`, which asks the same at every size."""
         rng = random.Random(f"ruler {self.config.seed} {task} {length} {number}")
         sample = TASKS[task].make(self, length, size, rng)
         return sample, self.tokenizer.encode_prompt(sample.prompt)
 
-    def samples(self, task: str, length: int) -> Iterator[tuple[Sample, list[int]]]:
-        """Return samples as long as `length` allows, with the tokens of their prompts.
+    def samples(self, task: str, length: int) -> Iterator[Encoded]:
+        """Return samples as long as `length` allows.
 
         Raises ValueError, before the first is asked for, if the smallest texts are longer.
         """
@@ -121,22 +123,18 @@ class Texts:
             smallest = max(len(question.needed) for question in self.files[task][0])
         numbers = range(self.config.samples)
         makers = [partial(self.sample, task, length, number) for number in numbers]
-        limit = length - answer
         needed = answer + max(len(make(smallest)[1]) for make in makers)
         if needed > length:
             raise ValueError(
                 f"ruler.lengths=[{length}]: {task} needs {needed:,} tokens at least, {answer} of "
                 "them for the answer; give greater lengths, or other ruler.tasks"
             )
-        return fitting(makers, limit, smallest, largest)
+        return fitting(makers, length - answer, smallest, largest)
 
 
 def fitting(
-    makers: Sequence[Callable[[int], tuple[Sample, list[int]]]],
-    limit: int,
-    smallest: int,
-    largest: int,
-) -> Iterator[tuple[Sample, list[int]]]:
+    makers: Sequence[Callable[[int], Encoded]], limit: int, smallest: int, largest: int
+) -> Iterator[Encoded]:
     """Yield a sample of each maker, of nearly the largest size with at most `limit` tokens.
 
     The `smallest` fits, and tokens grow about evenly with the size.
@@ -211,49 +209,48 @@ def random_word(form: str, rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-@dataclass(frozen=True)
-class Needles:
-    """A maker of texts with needles: `values` of each of the keys, some of which are asked for."""
+def needles(
+    haystack: str, key_form: str, form: str, keys: int = 1, values: int = 1, queries: int = 1
+) -> Task:
+    """Return the task of finding `values` of each of the keys, of which `queries` are asked for.
 
-    haystack: str  # noise | essay | needle; the size is in lines, or in words of the essay
-    key_form: str  # words | uuids
-    form: str  # numbers | uuids
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
+    haystack: noise | essay | needle; the size is in lines, or in words of the essay.
+    key_form, form: of keys and values, see `random_word`.
+    """
 
-    def __call__(self, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    def make(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
         # The draws keep their order whatever the haystack is: another would change a seed's texts.
-        form = self.form
-        keys = different(lambda: random_word(self.key_form, rng), self.keys)
-        values = {key: [random_word(form, rng) for _ in range(self.values)] for key in keys}
+        names = different(lambda: random_word(key_form, rng), keys)
+        found = {name: [random_word(form, rng) for _ in range(values)] for name in names}
         needle = partial(PROMPTS["needle"].format, form=form)
-        needles = [needle(key=key, value=value) for key in keys for value in values[key]]
-        rng.shuffle(needles)
-        asked = rng.sample(keys, self.queries)
+        hidden = [needle(key=name, value=value) for name in names for value in found[name]]
+        rng.shuffle(hidden)
+        asked_for = rng.sample(names, queries)
         # An essay begins anywhere, and begins again after its end.
-        start = rng.randrange(len(texts.essay)) if self.haystack == "essay" else 0
-        depths = sorted(rng.sample(DEPTHS, len(needles)))
-        if self.haystack == "essay":
+        start = rng.randrange(len(texts.essay)) if haystack == "essay" else 0
+        depths = sorted(rng.sample(DEPTHS, len(hidden)))
+        if haystack == "essay":
             lines = sentences(list(islice(cycle(texts.essay), start, start + size)))
             positions = [int(len(lines) * depth) for depth in depths]
-            context = " ".join(inserted(lines, positions, needles))
+            context = " ".join(inserted(lines, positions, hidden))
         else:
             lines = [PROMPTS["noise"]] * size
-            if self.haystack == "needle":
-                drawn = (random_word(self.key_form, rng) for _ in count())
-                others = (key for key in drawn if key not in keys)
+            if haystack == "needle":
+                drawn = (random_word(key_form, rng) for _ in count())
+                others = (name for name in drawn if name not in names)
                 lines = [needle(key=next(others), value=random_word(form, rng)) for _ in lines]
-            positions = sorted(rng.sample(range(size), len(needles)))
-            context = "\n".join(inserted(lines, positions, needles[::-1]))
-        prompt = PROMPTS["niah"]
+            positions = sorted(rng.sample(range(size), len(hidden)))
+            context = "\n".join(inserted(lines, positions, hidden[::-1]))
+        prompt, noun = PROMPTS["niah"], form
         # A single value is asked for in the singular.
-        if self.queries * self.values == 1:
+        if queries * values == 1:
             prompt = prompt.replace("Some", "A").replace("are all", "is").replace("are", "is")
-            form = form.removesuffix("s")
-        query = f"{', '.join(asked[:-1])}, and {asked[-1]}" if self.queries > 1 else asked[0]
-        outputs = [value for key in asked for value in values[key]]
-        return Sample(prompt.format(form=form, context=context, query=query), outputs)
+            noun = form.removesuffix("s")
+        query = f"{', '.join(asked_for[:-1])}, and {asked_for[-1]}" if queries > 1 else asked_for[0]
+        outputs = [value for name in asked_for for value in found[name]]
+        return Sample(prompt.format(form=noun, context=context, query=query), outputs)
+
+    return Task(make, answer=128, smallest=keys * values, essay=haystack == "essay")
 
 
 def variables(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
@@ -361,14 +358,14 @@ def question(task: str, texts: Texts, length: int, size: int, rng: random.Random
 
 
 TASKS = {
-    "niah_single_1": Task(Needles("noise", "words", "numbers"), 128, 1),
-    "niah_single_2": Task(Needles("essay", "words", "numbers"), 128, 1, essay=True),
-    "niah_single_3": Task(Needles("essay", "words", "uuids"), 128, 1, essay=True),
-    "niah_multikey_1": Task(Needles("essay", "words", "numbers", keys=4), 128, 4, essay=True),
-    "niah_multikey_2": Task(Needles("needle", "words", "numbers"), 128, 1),
-    "niah_multikey_3": Task(Needles("needle", "uuids", "uuids"), 128, 1),
-    "niah_multivalue": Task(Needles("essay", "words", "numbers", 1, 4), 128, 4, essay=True),
-    "niah_multiquery": Task(Needles("essay", "words", "numbers", 4, 1, 4), 128, 4, essay=True),
+    "niah_single_1": needles("noise", "words", "numbers"),
+    "niah_single_2": needles("essay", "words", "numbers"),
+    "niah_single_3": needles("essay", "words", "uuids"),
+    "niah_multikey_1": needles("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": needles("needle", "words", "numbers"),
+    "niah_multikey_3": needles("needle", "uuids", "uuids"),
+    "niah_multivalue": needles("essay", "words", "numbers", values=4),
+    "niah_multiquery": needles("essay", "words", "numbers", keys=4, queries=4),
     "vt": Task(variables, 30, HOPS + 1),
     "cwe": Task(common_words, 120, 20, len(PAIRS)),
     "fwe": Task(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
