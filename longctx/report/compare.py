@@ -39,7 +39,6 @@ FOLLOWS = {
 }
 
 Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other cells by column
-Cell = tuple[int, int]  # row and column
 
 
 class Table(NamedTuple):
@@ -165,16 +164,21 @@ def configured(run: Run, key: str) -> str:
     return fields.shown(run.config[key]) if key in run.config else "–"
 
 
-def pivot(title: str, headings: list[str], rows: Sequence[Pivoted]) -> Table:
-    """Return a table of (cells of `headings`, cells by column): a column for each key of any row,
-    lengths in ascending order.
+def pivot(
+    title: str, headings: list[str], rows: Sequence[Pivoted], best: Collection[tuple[int, Any]] = ()
+) -> Table:
+    """Return a table of (cells of `headings`, cells by column): every column in which a row has
+    text, lengths in ascending order. `best` are rows and columns.
     """
-    columns = list(dict.fromkeys(column for _, cells in rows for column in cells))
+    known = dict.fromkeys(column for _, cells in rows for column in cells)
+    columns = [column for column in known if any(cells.get(column) for _, cells in rows)]
     if all(isinstance(column, int) for column in columns):
         columns.sort()
     titles = [f"{column:,}" if isinstance(column, int) else column for column in columns]
     filled = [[*names, *(cells.get(column, "") for column in columns)] for names, cells in rows]
-    return Table(title, headings + titles, filled, keys=len(headings))
+    keys = len(headings)
+    marked = {(row, keys + columns.index(column)) for row, column in best if column in columns}
+    return Table(title, headings + titles, filled, marked, keys)
 
 
 def differences(runs: list[Run]) -> Table:
@@ -211,24 +215,19 @@ def documents_of(run: Run) -> dict[str, str]:
 def results(runs: list[Run]) -> Table:
     """Return a column for each figure of any run; the best is marked if they can be compared."""
     same_documents = not not_ranked(runs)
-    columns = {"run": [run.label for run in runs]}
-    best: set[Cell] = set()
+    rows = [([run.label], dict[str, str]()) for run in runs]
+    best = set[tuple[int, str]]()
     for metric in shown(Shown.COMPARE):
         key = metric.key
         cells = [metric.format(run.figures[key]) if key in run.figures else "" for run in runs]
-        if not any(cells):
-            continue
         if same_documents or not is_loss(metric):
-            best |= {(row, len(columns)) for row in best_of(metric, runs, cells)}
-        if metric.key == "val_perplexity":
-            errors = [error_of(run.figures) for run in runs]
-            cells = [cell + error for cell, error in zip(cells, errors, strict=True)]
-        columns[metric.heading] = cells
-    contexts = [longest_context(run) for run in runs]
-    if any(contexts):
-        columns["context trained at"] = contexts
-    columns["ended"] = [run.ended for run in runs]
-    return of_columns("what came out", columns, best)
+            best |= {(row, metric.heading) for row in best_of(metric, runs, cells)}
+        for run, cell, (_, by_column) in zip(runs, cells, rows, strict=True):
+            error = error_of(run.figures) if key == "val_perplexity" else ""
+            by_column[metric.heading] = cell + error
+    for run, (_, by_column) in zip(runs, rows, strict=True):
+        by_column |= {"context trained at": longest_context(run), "ended": run.ended}
+    return pivot("what came out", ["run"], rows, best)
 
 
 def error_of(figures: Row) -> str:
@@ -239,31 +238,24 @@ def error_of(figures: Row) -> str:
 
 def costs(runs: list[Run], price: float | None) -> Table:
     """Return the hardware, the kernel, the time and the cost of each run."""
-    run_costs = [run.cost for run in runs]
     tokens = "tokens for 1 of its currency"
-    formats: dict[str, list[str]] = {
-        "run": [run.label for run in runs],
-        "hardware": [cost.hardware for cost in run_costs],
-        "attention": [str(run.config.get("attention.backend", "")) for run in runs],
-        "kernel": [run.lock.get("kernel", "") for run in runs],
-        "fingerprint": [run.lock.get("fingerprint", "") for run in runs],
-        "time": ["" if cost.seconds is None else duration(cost.seconds) for cost in run_costs],
-        "GPU hours": [written("{:,.2f}", cost.gpu_hours) for cost in run_costs],
-        f"cost at {price} an hour": [written("{:,.2f}", cost.money) for cost in run_costs],
-        tokens: [written("{:,.0f}", cost.tokens_per_money) for cost in run_costs],
-    }
-    columns = {heading: cells for heading, cells in formats.items() if any(cells)}
-    best: set[Cell] = set()
-    if tokens in columns and len(runs) > 1:
-        cheapest = max(range(len(runs)), key=lambda row: run_costs[row].tokens_per_money or 0.0)
-        best = {(cheapest, list(columns).index(tokens))}
-    return of_columns("what it cost", columns, best)
-
-
-def of_columns(title: str, columns: dict[str, list[str]], best: Collection[Cell]) -> Table:
-    """Return the table of columns by their headings."""
-    rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table(title, list(columns), rows, best)
+    rows: list[Pivoted] = []
+    for run in runs:
+        cost = run.cost
+        cells = {
+            "hardware": cost.hardware,
+            "attention": str(run.config.get("attention.backend", "")),
+            "kernel": run.lock.get("kernel", ""),
+            "fingerprint": run.lock.get("fingerprint", ""),
+            "time": "" if cost.seconds is None else duration(cost.seconds),
+            "GPU hours": written("{:,.2f}", cost.gpu_hours),
+            f"cost at {price} an hour": written("{:,.2f}", cost.money),
+            tokens: written("{:,.0f}", cost.tokens_per_money),
+        }
+        rows.append(([run.label], cells))
+    rates = [run.cost.tokens_per_money or 0.0 for run in runs]
+    best = [(rates.index(max(rates)), tokens)] if len(runs) > 1 else []
+    return pivot("what it cost", ["run"], rows, best)
 
 
 def written(form: str, value: float | None) -> str:
@@ -306,7 +298,7 @@ def evaluations(runs: list[Run]) -> Table:
     return Table("evaluations", headings, rows, best_bits(runs, len(headings) - 1), keys=2)
 
 
-def best_bits(runs: list[Run], column: int) -> set[Cell]:
+def best_bits(runs: list[Run], column: int) -> set[tuple[int, int]]:
     """Return the cell of the least bits per byte among evaluations of the same number of bytes, if
     they are of several runs.
     """

@@ -76,14 +76,8 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
             "again"
         )
     numbers = metrics.figures(rows)
-    notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
-    # A broken evaluation or lock costs the run no other figure, so it is only a note.
-    lock: dict[str, str] = {}
-    try:
-        lock = kernel_lock(folder)
-    except (OSError, ValueError, AttributeError) as error:
-        if not isinstance(error, FileNotFoundError):
-            notes.append(f"{folder}: kernel.lock.json cannot be read, left out")
+    lock, notes = kernel_lock(folder)
+    notes += [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -110,22 +104,27 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
     return run
 
 
-def kernel_lock(folder: Path) -> dict[str, str]:
+def kernel_lock(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return kernel.lock.json as cells of a table: the kernel, versions, and short hashes of its
-    sources and of its results.
+    sources and of its results; and a note if it cannot be read.
     """
-    lock = untrusted.read_json(folder / "kernel.lock.json", within=folder)
     cells: dict[str, str] = {}
-    for key, value in lock.items():
-        if key in ("machine", "versions"):
-            cells |= {name: str(version) for name, version in value.items()}
-        elif key in ("sources", "fingerprint"):
-            text = json.dumps(value, sort_keys=True)
-            cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
-        elif isinstance(value, str | bool):
-            cells[key] = str(value)
-    cells.pop("backend", None)
-    return cells
+    # A broken lock costs the run no other figure
+    try:
+        lock = untrusted.read_json(folder / "kernel.lock.json", within=folder)
+        for key, value in lock.items():
+            if key in ("machine", "versions"):
+                cells |= {name: str(version) for name, version in value.items()}
+            elif key in ("sources", "fingerprint"):
+                text = json.dumps(value, sort_keys=True)
+                cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
+            elif isinstance(value, str | bool) and key != "backend":
+                cells[key] = str(value)
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, AttributeError):
+        return {}, [f"{folder}: kernel.lock.json cannot be read, left out"]
+    return cells, []
 
 
 def ending(step: int, steps: Any, training: bool) -> str:
@@ -316,9 +315,7 @@ def watch(folder: Path, price: float | None = None) -> None:
         numbers |= row
         console.print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", soft_wrap=True)
     end = ending(numbers.get("step", 0), config.get("max_steps"), is_training(folder))
-    lock: dict[str, str] = {}
-    with suppress(OSError, ValueError, AttributeError):
-        lock = kernel_lock(folder)
+    lock, _ = kernel_lock(folder)
     cost = cost_of(config, numbers, lock, price)
     spent = [f"hardware {cost.hardware}"]
     spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
