@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from longctx import cli
 from longctx.attention import Mask, attention
+from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.data.packing import pack
 from longctx.report import run_view
@@ -166,7 +167,7 @@ def test_any_saved_values_are_a_configuration_or_one_line(
         file = Path(place) / "config.yaml"
         file.write_text(yaml.safe_dump(saved, allow_unicode=True))
         try:
-            composed = cli.from_file(file, [override])
+            composed = parse.from_file(file, parse.given_values(TrainConfig, [override]))
         except (ValueError, OSError) as error:
             mistake = str(error)
     assert mistake or isinstance(composed.config, TrainConfig)

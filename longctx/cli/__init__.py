@@ -27,8 +27,9 @@ import longctx
 from longctx import files, plugins, system
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.cli import early_checks, parse
-from longctx.cli.parse import SCHEMAS, compose, from_file, jobs, split_own
-from longctx.config import command_config, eval_config, fields, presets
+from longctx.cli.parse import SCHEMAS, compose, jobs, split_own
+from longctx.config import command_config as options
+from longctx.config import eval_config, fields, presets
 from longctx.config.eval_config import EvalConfig
 from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
@@ -36,7 +37,7 @@ from longctx.parallel.launch import GRACE, Launched, launched, number_here, star
 from longctx.planner import hardware
 from longctx.runs import run_folder
 
-__all__ = ["compose", "from_file", "jobs", "main", "names", "split_own", "with_model"]
+__all__ = ["compose", "jobs", "main", "names", "split_own", "with_model"]
 
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
@@ -51,16 +52,14 @@ class Command(NamedTuple):
     run: called with the arguments after the name, or the path of a function, which is imported and
         called with the filled schema. It returns the exit code, None for 0.
     check: called with the filled schema before the function is imported.
-    spreads: the function takes the values of the schema one by one.
-    uses_torch: importing the function takes seconds.
+    torch: importing the function takes seconds.
     trains: every key of train may follow its own.
     """
 
     schema: type
     run: Callable[[list[str]], int | None] | str
     check: Callable[[Any], None] | None = None
-    spreads: bool = False
-    uses_torch: bool = False
+    torch: bool = False
     trains: bool = False
 
     def start(self, argv: list[str]) -> int | None:
@@ -70,10 +69,9 @@ class Command(NamedTuple):
         config = compose(self.schema, argv).config
         if self.check is not None:
             self.check(config)
-        with libraries() if self.uses_torch else nullcontext():
-            function = resolve_name(self.run)
-        code: int | None = function(*vars(config).values()) if self.spreads else function(config)
-        return code
+        with libraries() if self.torch else nullcontext():
+            function: Callable[[Any], int | None] = resolve_name(self.run)
+        return function(config)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -248,7 +246,7 @@ def _train(argv: list[str]) -> int:
         from longctx.training.sweep import sweep
 
         return sweep(sweep_jobs)
-    request = _resumed(arguments) or parse.compose("train", arguments)
+    request: Request[TrainConfig] = parse.compose("train", arguments)
     early_checks.check_training(request.config)
     # The length "max" is found by processes of their own
     with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
@@ -258,8 +256,8 @@ def _train(argv: list[str]) -> int:
 
 
 def _resume(argv: list[str]) -> int:
-    own, training = split_own(command_config.ResumeOptions, argv)
-    return _train([f"resume={compose(command_config.ResumeOptions, own).config.run}", *training])
+    own, training = split_own(options.ResumeOptions, argv)
+    return _train([f"resume={compose(options.ResumeOptions, own).config.run}", *training])
 
 
 @contextmanager
@@ -273,21 +271,6 @@ def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Itera
         if config.device != "cpu" and uses_gpu:
             hardware.start_gpu(processes.local_rank)
         yield processes
-
-
-def _resumed(arguments: list[str]) -> Request[TrainConfig] | None:
-    """Return the request of the run that resume= names, changed by `arguments`; None if it is a
-    new run.
-    """
-    given = parse.given_values(TrainConfig, arguments)
-    if given.get("resume") is None:
-        return None
-    folder = run_folder.find(given["resume"])
-    run_folder.check_resumable(folder, given.keys() - {"resume"})
-    request = parse.from_file(folder / "config.yaml", arguments)
-    request.config.resume = str(folder)
-    run_folder.check_unfinished(folder, request.config.max_steps)
-    return request
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -329,10 +312,10 @@ def _evaluate(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> None:
-    own, training = split_own(command_config.PlanOptions, argv)
+    own, training = split_own(options.PlanOptions, argv)
     check_unused(training, {"device": "it is a GPU"})
     request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
-    chosen = compose(command_config.PlanOptions, own).config
+    chosen = compose(options.PlanOptions, own).config
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
@@ -359,45 +342,27 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
             raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
-def _prepare_generation(config: command_config.SampleConfig) -> None:
+def _check_model(config: options.SampleConfig) -> None:
     config.checkpoint = early_checks.with_commit(config.checkpoint, config.plugins)
     if config.device != "cpu":
         hardware.start_gpu(0)
 
 
-def _check_export(config: command_config.ExportOptions) -> None:
+def _check_export(config: options.ExportOptions) -> None:
     plugins.check_checkpoint(run_folder.checkpoint_of(Path(config.run), "run"), config.plugins)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
-    "resume": Command(command_config.ResumeOptions, _resume, trains=True),
+    "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
-    "generate": Command(
-        command_config.GenerateConfig,
-        "longctx.generation:run",
-        _prepare_generation,
-        uses_torch=True,
-    ),
-    "chat": Command(
-        command_config.ChatConfig, "longctx.chat:chat", _prepare_generation, uses_torch=True
-    ),
-    "plan": Command(command_config.PlanOptions, _plan, trains=True),
-    "data": Command(command_config.DescribeConfig, "longctx.data.describe:describe"),
-    "compare": Command(
-        command_config.CompareOptions, "longctx.report.compare:compare", spreads=True
-    ),
-    "watch": Command(command_config.WatchOptions, "longctx.report.run_view:watch", spreads=True),
-    "dashboard": Command(
-        command_config.DashboardOptions, "longctx.report.dashboard:dashboard", spreads=True
-    ),
-    "export": Command(
-        command_config.ExportOptions,
-        "longctx.model.export:run",
-        _check_export,
-        uses_torch=True,
-    ),
-    "kernels show": Command(
-        command_config.ShowOptions, "longctx.training.kernel_lock:show", uses_torch=True
-    ),
+    "generate": Command(options.GenerateConfig, "longctx.generation:run", _check_model, torch=True),
+    "chat": Command(options.ChatConfig, "longctx.chat:chat", _check_model, torch=True),
+    "plan": Command(options.PlanOptions, _plan, trains=True),
+    "data": Command(options.DescribeConfig, "longctx.data.describe:describe"),
+    "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
+    "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
+    "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
+    "export": Command(options.ExportOptions, "longctx.model.export:run", _check_export, torch=True),
+    "kernels show": Command(options.ShowOptions, "longctx.training.kernel_lock:show", torch=True),
 }

@@ -43,13 +43,15 @@ CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
 def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     """Return the checked configuration of train, eval or data, or of another dataclass of keys:
-    defaults, then presets, then `arguments`.
+    defaults, then presets, then `arguments`; or that of the run which resume= names.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
     ValueError, one line, names the key that is wrong.
     """
     schema = SCHEMAS[command] if isinstance(command, str) else command
     given = given_values(schema, arguments)
+    if schema is TrainConfig and given.get("resume") is not None:
+        return resumed(given)
     for name in positional(schema):
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
@@ -75,9 +77,18 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     return Request(config, {}, {name: shown(value) for name, value in given.items()})
 
 
-def from_file(path: Path, arguments: Iterable[str]) -> Request[TrainConfig]:
-    """Return the configuration of the run that saved it at `path`, changed by `arguments`."""
-    given = given_values(TrainConfig, arguments)
+def resumed(given: Mapping[str, Any]) -> Request[TrainConfig]:
+    """Return the configuration of the run that resume= names, with the `given` keys."""
+    folder = run_folder.find(given["resume"])
+    run_folder.check_resumable(folder, given.keys() - {"resume"})
+    request = from_file(folder / "config.yaml", given)
+    request.config.resume = str(folder)
+    run_folder.check_unfinished(folder, request.config.max_steps)
+    return request
+
+
+def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
+    """Return the configuration that a run saved at `path`, with the `given` keys."""
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
     values = run_folder.read_keys(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from longctx import files
 from longctx.config import fields
+from longctx.config.command_config import CompareOptions
 from longctx.report.run_view import Run, read, record_of, write_records
 from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
@@ -53,34 +54,31 @@ class Table(NamedTuple):
     keys: int = 1  # columns that name a row
 
 
-def compare(
-    paths: Sequence[Path], out: Path, price: float | None = None, table: Path | None = None
-) -> None:
-    """Print the tables of the runs at `paths` and write their page to `out`, and to `table` a row
-    for each run. `price`: of an hour of one GPU.
+def compare(options: CompareOptions) -> None:
+    """Print the tables of the runs and write their page, and the table with a row for each run.
 
     A folder that is no run is left out, and a note on stderr says so. Raises ValueError or OSError,
     one line, if no run is left.
     """
-    runs, notes = read_all(paths, price)
-    if price is not None and all(run.cost.money is None for run in runs):
+    runs, notes = read_all(options.runs, options.price)
+    if options.price is not None and all(run.cost.money is None for run in runs):
         notes.append("price= is that of an hour of a GPU, and no run had one")
-    tables = all_tables(runs, price)
+    tables = all_tables(runs, options.price)
     # Before anything is printed: a mistake in `out` is one line
-    write_page(out, runs, tables, notes)
-    if table is not None:
+    write_page(options.out, runs, tables, notes)
+    if options.table is not None:
         keys = differing(runs)
         rows = [
             record_of(run) | {f"config.{key}": configured(run, key) for key in keys} for run in runs
         ]
-        write_records(table, rows)
+        write_records(options.table, rows)
     for view in tables:
         show(rendered(view), view.keys)
         print()
     for note in notes:
         line = note if note.startswith("warning: ") else f"note: {note}"
         console(stderr=True).print(line, soft_wrap=True)
-    console().print(f"curves     {out}", soft_wrap=True)
+    console().print(f"curves     {options.out}", soft_wrap=True)
 
 
 def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[Run], list[str]]:

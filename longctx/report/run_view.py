@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from longctx import files, tables, untrusted
+from longctx.config.command_config import WatchOptions
 from longctx.runs import metrics
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
@@ -295,12 +296,11 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     files.write_for_key("table", path, text)
 
 
-def watch(folder: Path, price: float | None = None) -> None:
-    """Print the newest row of the run in `folder` and the later ones, until no process trains it;
-    then its end, with its cost at `price` for an hour of one GPU.
-
-    Raises ValueError or OSError if there is none.
+def watch(options: WatchOptions) -> None:
+    """Print the newest row of a run and the later ones, until no process trains it; then its end
+    and its cost. Raises ValueError or OSError if there is none.
     """
+    folder, price = options.run, options.price
     config, tail = read_config(folder), Tail(folder)
     # Asked before the rows are read, as in `following`.
     training = is_training(folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
+from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
@@ -16,6 +17,11 @@ from longctx.training.run import Run, scheduled
 def config_of(*words: str) -> TrainConfig:
     config: TrainConfig = cli.compose("train", words).config
     return config
+
+
+def saved_in(path: Path, *words: str) -> TrainConfig:
+    """Return the configuration of a resumed run, changed by `words`."""
+    return parse.from_file(path, parse.given_values(TrainConfig, words)).config
 
 
 def run_of(config: TrainConfig) -> Run:
@@ -60,7 +66,7 @@ def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
     config = cli.compose("train", words).config
     run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
     assert config_of(str(tmp_path / "config.yaml")) == config
-    resumed = cli.from_file(tmp_path / "config.yaml", []).config
+    resumed = saved_in(tmp_path / "config.yaml")
     assert (resumed.name, resumed.data, resumed.model) == ("there", config.data, config.model)
     config.name = "there"
     assert config_of(str((tmp_path / "config.yaml").rename(tmp_path / "my.yaml"))) == config
@@ -121,7 +127,7 @@ ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pa
 def test_a_file_that_is_no_run_is_refused_by_name(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"config\.yaml") as caught:
-        cli.from_file(tmp_path / "config.yaml", [])
+        saved_in(tmp_path / "config.yaml")
     assert "\n" not in str(caught.value)
     assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
 
@@ -131,16 +137,16 @@ def test_a_saved_run_changes_by_overrides_alone(tmp_path: Path) -> None:
     saved = run_of(config_of("model=tiny", *words, "data.tokenizer=a")).settings()
     run_folder.write_config(tmp_path, saved)
     file = tmp_path / "config.yaml"
-    again = cli.from_file(file, []).config
+    again = saved_in(file)
     assert run_of(again).settings() == saved
-    longer = cli.from_file(file, ["max_tokens=40960000"]).config
+    longer = saved_in(file, "max_tokens=40960000")
     assert run_of(longer).max_steps == 10000
-    changed = cli.from_file(file, ["max_steps=9", "strategy=fsdp"]).config
+    changed = saved_in(file, "max_steps=9", "strategy=fsdp")
     assert (changed.data.tokenizer, changed.max_steps) == ("a", 9)
     assert changed.strategy.name == "fsdp"
     run_folder.write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
-    memory = cli.from_file(file, ["memory=fast"]).config.memory
+    memory = saved_in(file, "memory=fast").memory
     assert (memory.policy, memory.offload) == ("fast", None)
-    assert cli.from_file(file, ["max_tokens=null"]).config.max_steps == 7
+    assert saved_in(file, "max_tokens=null").max_steps == 7
     with pytest.raises(ValueError, match=r"^max_steps=0"):
-        cli.from_file(file, ["max_steps=0"])
+        saved_in(file, "max_steps=0")

@@ -2,7 +2,11 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+
+from longctx.config.command_config import CompareOptions
+from longctx.report import compare as report
 
 
 def step(number: int, **more: float) -> dict[str, float]:
@@ -30,3 +34,8 @@ def make(
     rows = [*(step(n) for n in range(1, 21)), last] if rows is None else rows
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
     return folder
+
+
+def compare(folders: Sequence[Path], out: Path) -> None:
+    """Do as `longctx compare`."""
+    report.compare(CompareOptions(list(folders), out))

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.report.compare import compare, differing
+from longctx.report.compare import differing
 from longctx.report.run_view import read, reduced
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
-from tests.report.run_files import make, step
+from tests.report.run_files import compare, make, step
 
 HOSTILE = "<!--<script>&\x1b[31m\u2028<img src=x onerror=alert(1)>"
 

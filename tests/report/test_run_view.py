@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from longctx.config.command_config import WatchOptions
 from longctx.report import run_view
-from longctx.report.compare import compare, described, lock_differences, longest_context
+from longctx.report.compare import described, lock_differences, longest_context
 from longctx.report.run_view import curves, read, watch
 from longctx.runs import run_folder
 from longctx.runs.evaluations import read_evaluations
 from longctx.runs.metrics_file import Tail
-from tests.report.run_files import make, step
+from tests.report.run_files import compare, make, step
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
 MAPS = {"kinds": {"needle": GRID}}
@@ -120,7 +121,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
     else:
         assert f"{file}: a link" in error
         with pytest.raises(ValueError, match=f"{file}: a link"):
-            watch(runs[0])
+            watch(WatchOptions(runs[0]))
 
 
 def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
@@ -189,7 +190,7 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
     next(training)
     # Each pause of watch is a part of the run
     monkeypatch.setattr(run_view, "time", SimpleNamespace(sleep=lambda _: next(training)))
-    watch(folder)
+    watch(WatchOptions(folder))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
     assert "loss 0.2500" in lines[-2]
@@ -214,6 +215,6 @@ def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
 
 def test_watch_needs_a_run(tmp_path):
     with pytest.raises(ValueError, match="no metrics yet"):
-        watch(make(tmp_path / "empty", rows=[]))
+        watch(WatchOptions(make(tmp_path / "empty", rows=[])))
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
-        watch(tmp_path / "none")
+        watch(WatchOptions(tmp_path / "none"))

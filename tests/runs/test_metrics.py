@@ -8,14 +8,16 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from longctx.config.command_config import WatchOptions
 from longctx.report import dashboard
-from longctx.report.compare import compare, described, headings
+from longctx.report.compare import described, headings
 from longctx.report.run_view import read, watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
 from longctx.training.console import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
+from tests.report.run_files import compare
 
 SPEED = Metric(
     "pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median"
@@ -48,7 +50,7 @@ def test_a_new_metric_is_on_the_terminal(run: Path, capsys: pytest.CaptureFixtur
     assert "gate a at 3 7.5" in brief(ROWS[1])
     assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
-    watch(run)
+    watch(WatchOptions(run))
     assert "3,000.0 pages/h" in capsys.readouterr().out
 
 

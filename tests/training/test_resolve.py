@@ -13,6 +13,7 @@ import pytest
 
 import train
 from longctx import cli
+from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB, Machine
@@ -44,7 +45,7 @@ def test_micro_batches_stay_on_another_gpu(tmp_path: Path) -> None:
     begun = decided(request, hardware.chip("NVIDIA H200", 139.8 * GIB))
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
     run_folder.write_config(tmp_path, resolve.scheduled(request, begun).settings())
-    again = cli.from_file(tmp_path / "config.yaml", ["max_steps=900"]).config
+    again = parse.from_file(tmp_path / "config.yaml", {"max_steps": 900}).config
     resumed = decided(again, hardware.chip("NVIDIA L4", 22 * GIB))
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for overrides in (["batch_size=2"], ["accumulate=2"]):
@@ -271,10 +272,9 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
     run_folder.write_config(tmp_path, resolve.scheduled(begun, work).settings())
 
     def layouts_of(*overrides: str) -> list[tuple[object, int]]:
-        words = ["max_steps=900", *overrides]
-        config = cli.from_file(tmp_path / "config.yaml", words).config
+        given = parse.given_values(TrainConfig, ["max_steps=900", *overrides])
+        config = parse.from_file(tmp_path / "config.yaml", given).config
         config.resume = str(tmp_path)
-        given = [word.partition("=")[0] for word in overrides]
         each = resume.with_steps_of_run(fitting.each_layout(config, config.model), given)
         return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
 
