@@ -35,6 +35,7 @@ from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
 from longctx.planner import hardware
+from longctx.planner.workload import Measured
 from longctx.runs import run_folder
 
 __all__ = ["compose", "jobs", "main", "names", "split_own", "with_model"]
@@ -321,9 +322,18 @@ def _plan(argv: list[str]) -> None:
         request.config.context.degree = "auto"
     attention = request.overrides.get("attention")
     backends = PLANNED if attention in (None, AUTO) else (attention,)
-    from longctx.planner.overview import run
+    from longctx.planner import overview
 
-    run(chosen, {backend: with_backend(request, backend) for backend in backends})
+    measured: Measured = {}
+    if request.config.model.transformers:
+        request = request._replace(config=request.config.for_transformers())
+        step = overview.each_layout(with_backend(request, backends[-1]), chosen.gpus_per_machine)[0]
+        with libraries():
+            from longctx.training.layer_memory import measured_layers
+        # torch without CUDA has no fake tensors of a GPU
+        measured = measured_layers(dataclasses.replace(step, device="cpu"), print)
+    requests = {backend: with_backend(request, backend) for backend in backends}
+    overview.run(chosen, requests, measured)
 
 
 def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:

@@ -85,12 +85,20 @@ def check_init(path: Path, by_transformers: str = "always") -> None:
     """
     if not run_folder.is_hugging_face(path):
         run_folder.checkpoint_of(path, "init")
-    elif by_transformers == "never" or (by_transformers == "auto" and has_family(path)):
+    elif is_ours(path, by_transformers):
         read_model(path)
 
 
+def is_ours(path: Path, by_transformers: str) -> bool:
+    """Return True if the model in the folder `path` is not computed by transformers."""
+    return by_transformers == "never" or (by_transformers == "auto" and has_family(path))
+
+
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
-    """Return `request` with the model of its init=, from config.json or config.yaml alone."""
+    """Return `request` with the model of its init=, from config.json or config.yaml alone.
+
+    torch is imported only for a model that transformers computes.
+    """
     config = request.config
     if config.init is None:
         return request
@@ -105,8 +113,12 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
         run = path.parent.parent if path.suffix == ".ckpt" else path
         # Its plugins may be missing: they are no part of the shape
         model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
-    else:
+    elif is_ours(path, config.transformers):
         model = read_model(path)[1]
+    else:
+        from longctx.model import huggingface
+
+        model = huggingface.read_config(path, config.transformers)
     return request._replace(
         config=replace(config, model=model), choices=request.choices | {"model": path.name}
     )

@@ -2,7 +2,8 @@
 
 On several GPUs it compares layouts, and numbers of GPUs. Nothing runs and torch is not imported, so
 the answer comes in a moment on any machine, for any GPU:
-`longctx plan model=1b seq_len=262144 gpu_memory=80`.
+`longctx plan model=1b seq_len=262144 gpu_memory=80`. Only layers that transformers computes are
+measured before, on fake tensors.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB, Chip, is_named
 from longctx.planner.peak_memory import TERMS, predict
 from longctx.planner.schedule import drawn, schedule_of
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.planner.workload import Measured, Workload, with_vocabulary, workload_of
 from longctx.tables import grid
 
 SIZES = ("GPU GiB", "host GiB", "fits")
 SPEED = ("s/step", "tokens/s", "MFU")
 
 
-def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
+def run(options: PlanOptions, requests: Mapping[str, TrainConfig], measured: Measured) -> None:
     """Print memory, time and longest context by policy, for each backend's request."""
     request, per_machine = next(iter(requests.values())), options.gpus_per_machine
     chip, host, of_host = machine(options, request.devices)
@@ -35,14 +36,14 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     steps = [
         (backend, step)
         for backend, of_backend in requests.items()
-        for step in each_policy(of_backend, chip, host, per_machine)
+        for step in each_policy(of_backend, chip, host, per_machine, measured)
     ]
     _, first = steps[0]
     print_machine(first, chip, host, of_host)
     print(f"{drawn(schedule_of(request, first))}\n")
     if first.devices > 1:
         shown = requests.get(AttentionConfig().backend, request)
-        print_layouts(shown, chip, host, per_machine)
+        print_layouts(shown, chip, host, per_machine, measured)
 
     shared = ("layout",) if first.devices > 1 else ()
     columns = ("backend", "memory", *shared, "sequences", *map(heading, TERMS), *SIZES, *SPEED)
@@ -64,31 +65,37 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig]) -> None:
     grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
 
 
-def each_layout(request: TrainConfig, per_machine: int) -> list[Workload]:
+def each_layout(
+    request: TrainConfig, per_machine: int, measured: Measured | None = None
+) -> list[Workload]:
     """Return the step of `request` on a GPU in every layout that it leaves open."""
     machines = -(-request.devices // per_machine)
     return [
-        replace(without_data(config, "cuda"), machines=machines)
+        replace(without_data(config, "cuda"), machines=machines, measured=measured or {})
         for config in fitting.each_layout(request, request.model)
     ]
 
 
-def each_policy(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> list[Workload]:
+def each_policy(
+    request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
+) -> list[Workload]:
     """Return the step of `request` on a GPU with each policy that it allows.
 
     The layout is the one of a run.
     """
     merge = request.batch_size is None and request.accumulate is None
-    steps = each_layout(request, per_machine)
+    steps = each_layout(request, per_machine, measured)
     chosen, _ = fitting.choose_layout(steps, chip, host, merge)
     in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
     return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]
 
 
-def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: int) -> None:
+def print_layouts(
+    request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
+) -> None:
     """Print memory and speed of each layout of `request`, and a run's choice by number of GPUs."""
     merge = request.batch_size is None and request.accumulate is None
-    steps = each_layout(request, per_machine)
+    steps = each_layout(request, per_machine, measured)
     rows = [
         figures(fitting.decide(step, chip, host, merge), chip, host)
         | {"longest": longest_tokens([step], chip, host)}
@@ -103,7 +110,7 @@ def print_layouts(request: TrainConfig, chip: Chip, host: float, per_machine: in
 
     rows = []
     for devices in numbers_of_gpus(request):
-        of_number = each_layout(replace(request, devices=devices), per_machine)
+        of_number = each_layout(replace(request, devices=devices), per_machine, measured)
         chosen, _ = fitting.choose_layout(of_number, chip, host, merge)
         row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
         rows.append(row | figures(chosen, chip, host))

@@ -67,6 +67,14 @@ def test_a_model_by_its_config_json(tmp_path: Path, planned: Callable[..., str])
     assert planned(*words, "seq_len=128K") == out
 
 
+def test_layers_of_transformers_are_measured(tmp_path: Path, planned: Callable[..., str]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+    settings = {"model_type": "gpt_neox", "vocab_size": 1024, "num_hidden_layers": 3} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    out = planned(f"init={tmp_path}", "gpu=H100", "attention=flash", "seq_len=2048")
+    assert "not measured" not in out and "balanced" in out
+
+
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
 def test_host_memory_is_of_the_gpu_planned_for(
     here: str | None, monkeypatch: pytest.MonkeyPatch
