@@ -235,6 +235,7 @@ def needles(
             context = " ".join(inserted(lines, positions, hidden))
         else:
             lines = [PROMPTS["noise"]] * size
+            # Needles in needles: of other keys, so that each question has one answer.
             if haystack == "needle":
                 drawn = (random_word(key_form, rng) for _ in count())
                 others = (name for name in drawn if name not in names)
