@@ -36,19 +36,19 @@ PAGES = [path for folder in (".", "docs", "tests") for path in (ROOT / folder).g
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", re.sub(r"`[^`\n]*`", "", page.read_text()))
     paths = [link for link in links if "://" not in link]
     assert [path for path in paths if not (page.parent / path).exists()] == []
 
 
-def test_faults_name_files_that_exist() -> None:
+def test_faults_name_files_that_exist():
     named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "tests" / "README.md").read_text())
     paths = [ROOT / "tests" / name for name in named if not name.startswith(("longctx", "docs"))]
     assert [path for path in paths if not path.exists()] == []
 
 
-def test_forms_and_workflows_are_those_of_github() -> None:
+def test_forms_and_workflows_are_those_of_github():
     for form in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir():
         body = yaml.safe_load(form.read_text())["body"]
         assert len({field["id"] for field in body}) == len(body) > 1
@@ -77,17 +77,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("code", blocks("python.md", "python"))
-def test_a_block_of_the_docs_runs(
-    code: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_of_the_docs_runs(code, workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     exec(compile(code, "docs/python.md", "exec"), {})
 
 
 @pytest.mark.slow  # half a minute: two small runs and an evaluation
-def test_commands_of_the_tutorial_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_the_tutorial_run_in_order(tmp_path, monkeypatch, capsys):
     (tmp_path / "longctx").symlink_to(ROOT / "longctx")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
@@ -107,9 +103,7 @@ def test_commands_of_the_tutorial_run_in_order(
 
 
 @pytest.mark.slow  # 10 s: a run and an evaluation
-def test_pdfs_become_a_model_to_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pdfs_become_a_model_to_serve(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -157,7 +151,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow  # half a minute: seven runs of two steps
-def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
+def test_plugins_of_the_docs_train(tmp_path):
     for code in blocks("extend.md", "python"):
         (tmp_path / code.split()[1]).write_text(code)
     message = "From a@b Thu Jan  1 00:00:00 1970\n\n" + "A line of a message.\n" * 40
@@ -181,7 +175,7 @@ def test_plugins_of_the_docs_train(tmp_path: Path) -> None:
     assert "host_load" in rows[-2] or "host_load" in rows[-1]
 
 
-def test_messages_of_troubleshooting_are_in_the_code() -> None:
+def test_messages_of_troubleshooting_are_in_the_code():
     texts = set()
     for path in (ROOT / "longctx").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -46,7 +46,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_header_tells_command_and_cost(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_tells_command_and_cost(recipe, monkeypatch):
     monkeypatch.chdir(ROOT)
     keys = {"Command", "Hardware", "Minutes", "Memory", "Numbers", "Then"}
     assert recipes.header(recipe).keys() == keys
@@ -73,9 +73,7 @@ def small_model(name: str, folder: Path) -> list[str]:
 
 @pytest.mark.slow  # half a minute for all, of which the two processes take half
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_trains_two_steps(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     own = OWN.get(recipe.stem, [])

@@ -9,7 +9,7 @@ import pytest
 from longctx import files
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole(tmp_path):
     path, usual = tmp_path / "a.json", tmp_path / "usual"
     usual.write_text("")
     path.write_text("old")
@@ -28,7 +28,7 @@ def fail(path: Path, failure: BaseException) -> None:
         raise failure
 
 
-def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+def test_a_failure_leaves_the_old_file_and_no_part(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
     for failure in (OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()):
@@ -43,7 +43,7 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_folders_and_links_are_replaced_too(tmp_path: Path) -> None:
+def test_folders_and_links_are_replaced_too(tmp_path):
     partial_folder = tmp_path / f".out.{os.getpid()}"
     partial_folder.mkdir()
     (partial_folder / "part").write_text("")
@@ -58,7 +58,7 @@ def test_folders_and_links_are_replaced_too(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"out", "last"}
 
 
-def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_go(tmp_path):
     hidden = (
         *(".config.77.yaml", ".kernel.lock.12.json", ".last.3.ckpt", ".step-00000001.77.ckpt"),
         *(".step-00000002.ckpt.partial", ".step-00000002.ckpt.removed", f"{files.PROBE}ab_c1"),
@@ -72,7 +72,7 @@ def test_leftovers_of_killed_processes_go(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == set(stays)
 
 
-def test_a_full_disk_is_known_behind_other_errors() -> None:
+def test_a_full_disk_is_known_behind_other_errors():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     outer = RuntimeError("a writer failed")
     outer.__context__ = full

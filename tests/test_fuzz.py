@@ -78,9 +78,7 @@ def masks(draw: st.DrawFn) -> tuple[Mask, torch.Tensor]:
 
 @given(masks(), st.integers(0, 2**31))
 @examples(60)
-def test_attention_is_its_definition_under_any_mask(
-    case: tuple[Mask, torch.Tensor], seed: int
-) -> None:
+def test_attention_is_its_definition_under_any_mask(case, seed):
     mask, visible = case
     Tq, Tk = visible.shape
     assert mask.pairs(1, Tq, Tk) == int(visible.sum())
@@ -105,9 +103,7 @@ def test_attention_is_its_definition_under_any_mask(
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(2, 64))
 @examples(150)
-def test_packing_has_every_token_once_in_rows_that_hold_them(
-    sizes: list[int], seq_len: int
-) -> None:
+def test_packing_has_every_token_once_in_rows_that_hold_them(sizes, seq_len):
     documents = np.arange(len(sizes), dtype=np.int64)
     packing = pack(np.asarray(sizes, dtype=np.int64), seq_len, documents)
     placed = [np.zeros(size, np.int64) for size in sizes]
@@ -131,7 +127,7 @@ words |= st.builds("+{}={}".format, keys, values) | st.builds("~{}".format, keys
 
 @given(st.lists(words, min_size=1, max_size=3))
 @examples(120)
-def test_any_words_are_a_configuration_or_one_line(words: list[str]) -> None:
+def test_any_words_are_a_configuration_or_one_line(words):
     mistake = None
     try:
         composed = cli.compose("train", words)
@@ -154,9 +150,7 @@ changes = st.lists(st.tuples(st.sampled_from(PATHS), plain), min_size=1, max_siz
 
 @given(changes, st.sampled_from(["max_steps=9", "seq_len=64", "resume=."]))
 @examples(20)
-def test_any_saved_values_are_a_configuration_or_one_line(
-    changed: list[tuple[tuple[str, ...], Any]], override: str
-) -> None:
+def test_any_saved_values_are_a_configuration_or_one_line(changed, override):
     saved = copy.deepcopy(SAVED)
     for (*outer, last), value in changed:
         inner = saved[outer[0]] if outer else saved
@@ -196,7 +190,7 @@ def check_view(folder: Path) -> None:
 
 @given(st.lists(lines, max_size=5), st.booleans())
 @examples(120)
-def test_any_metrics_are_a_run_or_one_line(rows: list[str], is_whole: bool) -> None:
+def test_any_metrics_are_a_run_or_one_line(rows, is_whole):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place) / "run", rows=None if is_whole else [], tail="\n".join(rows))
         check_view(folder)
@@ -204,7 +198,7 @@ def test_any_metrics_are_a_run_or_one_line(rows: list[str], is_whole: bool) -> N
 
 @given(st.sampled_from(["config.yaml", "kernel.lock.json"]), lines | st.binary(max_size=30))
 @examples(60)
-def test_any_settings_are_a_run_or_one_line(name: str, content: str | bytes) -> None:
+def test_any_settings_are_a_run_or_one_line(name, content):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place) / "run")
         text = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
@@ -224,7 +218,7 @@ evaluations = st.recursive(
 
 @given(evaluations.map(json.dumps) | st.text(max_size=20))
 @examples(120)
-def test_any_evaluation_is_shown_or_left_out(content: str) -> None:
+def test_any_evaluation_is_shown_or_left_out(content):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place) / "run")
         (folder / "eval").mkdir()

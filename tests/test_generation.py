@@ -6,7 +6,6 @@ import io
 import json
 import re
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,7 @@ def expected(folder: Path, prompt: str | list[dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("chat", ["true", "false"])
-def test_text_is_that_of_transformers(
-    folder: Path, chat: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_that_of_transformers(folder, chat, capfd):
     text = "a rose, ${it} is\nin 18"
     prompt = [{"role": "user", "content": text}] if chat == "true" else text
     assert generate(folder, f"prompt={text}", f"chat={chat}", "temperature=0") == 0
@@ -79,9 +76,7 @@ def test_text_is_that_of_transformers(
     assert "tokens/s" in printed.err
 
 
-def test_python_writes_the_text_of_the_command(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_python_writes_the_text_of_the_command(folder, capfd):
     model, tokenizer = longctx.load(folder, device="cpu", attention="naive")
     chat = [{"role": "user", "content": "a rose"}]
     for prompt in ("a rose", chat):
@@ -99,7 +94,7 @@ def test_python_writes_the_text_of_the_command(
         longctx.load(folder, precision="int4")
 
 
-def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
     chat = [{"role": "user", "content": "who is in 1812?"}]
     prompts: list[Any] = ["a", chat, "a rose is a rose in 20", "a\u2028b"]
     rows = [{"prompt": x} if isinstance(x, str) else {"messages": x} for x in prompts]
@@ -113,9 +108,7 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder: Path, tmp_path: P
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
 
 
-def test_a_chat_remembers_what_was_said(
-    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
     """But a message that would end its own turn, which is refused alone."""
     monkeypatch.setattr("sys.stdin", io.StringIO("a rose\n\n<eos>\n<special> \nin 18"))
     system = {"role": "system", "content": "be brief"}
@@ -130,7 +123,7 @@ def test_a_chat_remembers_what_was_said(
     assert "<eos>" in printed.err
 
 
-def test_the_seed_decides_what_chance_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_seed_decides_what_chance_does(folder, capfd):
     texts = []
     for seed in (3, 3, 4):
         assert generate(folder, "prompt=a", "temperature=1", "top_k=50", f"seed={seed}") == 0
@@ -146,12 +139,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     monkeypatch.setattr("longctx.planner.hardware.host_memory", lambda: float(limit))
 
 
-def test_out_of_memory_costs_no_text_that_is_done(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_out_of_memory_costs_no_text_that_is_done(folder, tmp_path, monkeypatch, capsys):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts = ["a rose", "in 18", "a rose is " * 1500]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -166,9 +154,7 @@ def test_out_of_memory_costs_no_text_that_is_done(
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_a_model_larger_than_the_memory_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsys):
     config = LlamaConfig(**SIZES | {"vocab_size": 300_000}, num_key_value_heads=2)
     reference(config).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
@@ -180,9 +166,7 @@ def test_a_model_larger_than_the_memory_is_one_line(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_file_that_cannot_be_mapped_is_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_mapped_is_no_memory(tmp_path, monkeypatch):
     save_file({"w": torch.zeros(1 << 25)}, tmp_path / "w.safetensors")
     limit_memory(monkeypatch, 32 << 20)
     with within_memory("cpu"), pytest.raises(RuntimeError) as error:
@@ -203,22 +187,18 @@ def test_a_file_that_cannot_be_mapped_is_no_memory(
         ["out=b.jsonl", "prompts=b.jsonl"],
     ],
 )
-def test_mistakes_are_one_line(
-    arguments: list[str], folder: Path, refused: Callable[[int, str], str]
-) -> None:
+def test_mistakes_are_one_line(arguments, folder, refused):
     refused(generate(folder, *arguments), arguments[0])
 
 
-def test_lines_that_are_no_prompts_are_named(
-    folder: Path, tmp_path: Path, refused: Callable[[int, str], str]
-) -> None:
+def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
     file = tmp_path / "prompts.jsonl"
     for line in ("{", '{"text": "a"}', '{"messages": []}', '{"messages": [{"role": 1}]}'):
         file.write_text('{"prompt": "a"}\n\n' + line)
         refused(generate(folder, f"prompts={file}"), f"{file}:3")
 
 
-def test_streamed_text_has_whole_characters(folder: Path) -> None:
+def test_streamed_text_has_whole_characters(folder):
     tokenizer = Tokenizer.load(folder)
     text = "a rose é 水 😀 in 2024"
     ids = tokenizer.encode(text)

@@ -115,7 +115,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     server.server_close()
 
 
-def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_name("me/small") == ("me/small", None)
     assert model_name("me/small-1.5@v1.0") == ("me/small-1.5", "v1.0")
@@ -129,14 +129,14 @@ def test_a_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert model_name("you/small@main") is None
 
 
-def test_a_folder_of_the_cache_is_known_on_another_machine() -> None:
+def test_a_folder_of_the_cache_is_known_on_another_machine():
     place = f"/elsewhere/hub/models--me--small/snapshots/{OLD}"
     assert is_snapshot(place, f"me/small@{OLD}")
     assert not is_snapshot(place, f"me/small@{NEW}")
     assert not is_snapshot("me/small", "me/small") and not is_snapshot(None, "runs/a")
 
 
-def test_only_settings_and_named_weights_arrive(machine: Machine, tmp_path: Path) -> None:
+def test_only_settings_and_named_weights_arrive(machine, tmp_path):
     code, (name, place), err = machine("me/small", "model.safetensors")
     assert code == 0, err
     assert name == f"me/small@{NEW}"
@@ -153,9 +153,7 @@ def test_only_settings_and_named_weights_arrive(machine: Machine, tmp_path: Path
     assert machine("me/small@old")[1][0] == f"me/small@{OLD}"
 
 
-def test_the_cache_answers_without_the_hub(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_answers_without_the_hub(machine, monkeypatch):
     lines = machine("me/small", "model.safetensors")[1]
     Hub.requests.clear()
     offline = machine("me/small", "model.safetensors", HF_HUB_OFFLINE="1")
@@ -168,7 +166,7 @@ def test_the_cache_answers_without_the_hub(
         assert "using the cache" in err
 
 
-def test_a_sweep_asks_for_one_commit_once(machine: Machine) -> None:
+def test_a_sweep_asks_for_one_commit_once(machine):
     script = """
         import json, sys
         from longctx.cli import checked_jobs
@@ -201,9 +199,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
     ],
     ids=["refused", "offline", "unreachable"],
 )
-def test_what_cannot_be_had_is_one_line(
-    machine: Machine, answers: dict[str, list[str]], variables: dict[str, str]
-) -> None:
+def test_what_cannot_be_had_is_one_line(machine, answers, variables):
     script = """
         import sys
         from longctx import hub_snapshot

@@ -112,7 +112,7 @@ tracker.finish(0)""": LARGE,
 }
 
 
-def test_what_needs_no_large_library_imports_none(tmp_path: Path) -> None:
+def test_what_needs_no_large_library_imports_none(tmp_path):
     lines = ["import sys"]
     for work, absent in WITHOUT.items():
         lines += [work, f"assert not {absent} & set(sys.modules), {absent} & set(sys.modules)"]

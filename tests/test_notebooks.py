@@ -1,7 +1,6 @@
 """The notebooks run from the first cell to the last, on a CPU."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ nbformat = pytest.importorskip("nbformat")
 @pytest.mark.slow  # 5 and 11 seconds: a kernel each, and a run of 30 steps
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     client = nbclient.NotebookClient(notebook, timeout=100, resources=resources)

@@ -1,7 +1,7 @@
 """Plugins: files of the user's own register names, and never run because a run recorded them."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,16 +67,14 @@ def a_run(here: Path) -> Path:
     return here / "runs" / "a"
 
 
-def test_names_of_a_plugin_train_and_are_recorded(a_run: Path) -> None:
+def test_names_of_a_plugin_train_and_are_recorded(a_run):
     config = yaml.safe_load((a_run / "config.yaml").read_text())
     assert (config["attention"]["backend"], config["data"]["source"]) == ("mine", "poems")
     path, _, digest = config["plugins"][0].partition(plugins.HASH)
     assert (Path(path).name, len(digest)) == ("my.py", 64)
 
 
-def test_a_recorded_plugin_runs_only_if_it_is_named(
-    a_run: Path, refused: Callable[[int, str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_plugin_runs_only_if_it_is_named(a_run, refused, capsys):
     (a_run.parents[1] / "my.py").write_text("raise AssertionError('it ran')")
     for command in (
         ["train", f"resume={a_run}", "max_steps=3"],
@@ -88,9 +86,7 @@ def test_a_recorded_plugin_runs_only_if_it_is_named(
         refused(cli.main(command), f"plugins=[{a_run.parents[1]}/my.py]")
 
 
-def test_a_run_resumes_and_is_evaluated_with_its_plugin(
-    a_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_and_is_evaluated_with_its_plugin(a_run, capsys):
     with (a_run.parents[1] / "my.py").open("a") as file:
         file.write("# edited\n")
     forget()
@@ -101,30 +97,28 @@ def test_a_run_resumes_and_is_evaluated_with_its_plugin(
     assert cli.main(["eval", *words, "documents=1"]) == 0
 
 
-def test_names_of_a_plugin_are_listed(
-    here: Path, refused: Callable[[int, str], str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_a_plugin_are_listed(here, refused, capsys):
     refused(cli.main(["train", "plugins=[my.py]", "attention=min"]), "did you mean mine?")
     assert cli.main(["train", "plugins=[my.py]", "--help"]) == 0
     text = capsys.readouterr().out
     assert "| mine |" in text and "poems" in text
 
 
-def test_a_file_of_keys_names_plugins_and_a_sweep_varies_their_names(here: Path) -> None:
+def test_a_file_of_keys_names_plugins_and_a_sweep_varies_their_names(here):
     (here / "keys.yaml").write_text("plugins: [my.py]\ndata: poems\n")
     jobs = cli.checked_jobs(["keys.yaml", "attention=mine,flash", "device=cpu"])
     assert jobs == [["keys.yaml", f"attention={name}", "device=cpu"] for name in ("mine", "flash")]
     assert cli.compose("train", jobs[0]).config.data.source == "poems"
 
 
-def test_plan_knows_a_backend_of_a_plugin(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_knows_a_backend_of_a_plugin(here, capsys):
     words = ["plugins=[my.py]", "attention=mine", "gpu=H200", "gpu_memory=139", "seq_len=4096"]
     assert cli.main(["plan", "model=124m", *words]) == 0
     assert "mine" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # two processes import torch
-def test_every_process_loads_the_plugins(here: Path) -> None:
+def test_every_process_loads_the_plugins(here):
     words = ["plugins=[my.py]", "attention=mine", "devices=2", "name=two", *RUN]
     process = finished(ROOT / "train.py", words, here)
     assert process.returncode == 0, process.stderr
@@ -142,15 +136,13 @@ def test_every_process_loads_the_plugins(here: Path) -> None:
         ("none.py", None, "plugins=none.py: no such file"),
     ],
 )
-def test_a_bad_plugin_is_one_line_that_names_it(
-    name: str, text: str | None, message: str, here: Path, refused: Callable[[int, str], str]
-) -> None:
+def test_a_bad_plugin_is_one_line_that_names_it(name, text, message, here, refused):
     if text is not None:
         (here / name).write_text(text)
     refused(cli.main(["train", f"plugins=[{name}]"]), message)
 
 
-def test_a_plugin_that_changes_under_a_start_is_refused(here: Path) -> None:
+def test_a_plugin_that_changes_under_a_start_is_refused(here):
     (recorded,) = plugins.load(["my.py"])
     assert plugins.load([recorded]) == [recorded]
     (here / "my.py").write_text("x = 2\n")

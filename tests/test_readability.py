@@ -25,14 +25,14 @@ def package() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_figure_stays_below(package: dict[str, float], name: str) -> None:
+def test_figure_stays_below(package, name):
     assert package[name] <= LIMITS[name]
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_figure_stays_above(package: dict[str, float], name: str) -> None:
+def test_figure_stays_above(package, name):
     assert package[name] >= FLOORS[name]
 
 
-def test_tests_stay_small() -> None:
+def test_tests_stay_small():
     assert sum(len(source.lines) for source in sources("tests")) <= TEST_LINES

@@ -46,9 +46,7 @@ LONG = "t" * 100  # the path of a socket has at most 108 letters
         ([*with_shared_memory("ro,size=64k"), *STRANGER], 0, {"HOME": "."}),
     ],
 )
-def test_a_run_takes_its_surroundings(
-    surroundings: Sequence[str], workers: int, variables: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_takes_its_surroundings(surroundings, workers, variables, tmp_path):
     (tmp_path / LONG).mkdir()
     paths = {name: str(tmp_path / path) for name, path in variables.items()}
     done = train_in(surroundings, tmp_path, f"workers={workers}", **paths)
@@ -63,9 +61,7 @@ def test_a_run_takes_its_surroundings(
         ([*STRANGER, "env", "--unset=HOME"], {"LONGCTX_CACHE": ""}, "HOME: "),
     ],
 )
-def test_surroundings_that_fail_are_one_line(
-    surroundings: Sequence[str], variables: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_surroundings_that_fail_are_one_line(surroundings, variables, message, tmp_path):
     done = train_in(surroundings, tmp_path, "workers=2", **variables)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"error: {message}")

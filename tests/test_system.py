@@ -15,9 +15,7 @@ from tests.processes import PYTHONPATH, ROOT, finished
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_waits_for_the_step_second_quits(
-    number: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_signal_waits_for_the_step_second_quits(number, capfd, monkeypatch):
     monkeypatch.setattr(system, "TOGETHER", -1.0)
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     with system.caught() as stop:
@@ -31,7 +29,7 @@ def test_first_signal_waits_for_the_step_second_quits(
         assert f"{name}: quitting, unsaved" in capfd.readouterr().err
 
 
-def test_other_ranks_print_nothing_about_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing_about_a_signal(capfd):
     with system.caught() as stop, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     with system.caught() as stop:
@@ -46,7 +44,7 @@ class Leaves:
     """An object for a weak reference."""
 
 
-def test_a_signal_in_a_callback_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
     """Python drops what is raised there, and prints its traceback."""
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))
@@ -78,7 +76,7 @@ system.exit_with(7)
 """
 
 
-def test_exit_keeps_its_code_beside_busy_threads() -> None:
+def test_exit_keeps_its_code_beside_busy_threads():
     done = finished("-c", [ENDING], ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (7, "left\n", "")
 
@@ -96,7 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("first", [str(Path(sys.executable).parent), "/usr/bin"])
-def test_typed_command_runs_in_the_users_shell(first: str, tmp_path: Path) -> None:
+def test_typed_command_runs_in_the_users_shell(first, tmp_path):
     for folder in (ROOT, tmp_path):
         paths = {"PYTHONPATH": PYTHONPATH, "PATH": f"{first}:/usr/bin:/bin"}
         shell = {"cwd": folder, "env": os.environ | paths}
@@ -105,6 +103,6 @@ def test_typed_command_runs_in_the_users_shell(first: str, tmp_path: Path) -> No
         subprocess.run(f"{command} watch --help", shell=True, check=True, **shell)
 
 
-def test_child_ends_with_a_killed_parent() -> None:
+def test_child_ends_with_a_killed_parent():
     parent = finished("-c", [PARENT], ROOT)  # its output ends once both are gone
     assert (parent.returncode, parent.stdout) == (-signal.SIGKILL, "started\n"), parent.stderr

@@ -32,7 +32,7 @@ def shown(view: Table, width: int, terminal: bool = True, keys: int = 1) -> list
 
 
 @pytest.mark.parametrize("width", [20, 31, 47, 61, 80, 97, 133, 240])
-def test_nothing_is_cut_at_any_width(width: int) -> None:
+def test_nothing_is_cut_at_any_width(width):
     lines = shown(table(), width)
     text = "\n".join(lines)
     assert "…" not in text and max(map(len, lines)) <= width
@@ -42,14 +42,14 @@ def test_nothing_is_cut_at_any_width(width: int) -> None:
     assert text.count("what came out") == 1
 
 
-def test_columns_that_do_not_fit_follow_below() -> None:
+def test_columns_that_do_not_fit_follow_below():
     text = "\n".join(shown(table(), 80))
     assert text.count(ROWS[0][0]) == 2
     assert "\n".join(shown(table(), 240)).count(ROWS[0][0]) == 1
     assert "\n".join(shown(table(), 70, keys=2)).count("0.003 ") > 1
 
 
-def test_piped_output_is_whole_and_plain() -> None:
+def test_piped_output_is_whole_and_plain():
     lines = shown(table(), 20, terminal=False)
     assert lines[0] == "what came out"
     assert lines[1].split("  ")[0] == "run" and lines[1].rstrip().endswith("ended")
@@ -57,7 +57,7 @@ def test_piped_output_is_whole_and_plain() -> None:
     assert not set("│┃─━") & set("".join(lines))
 
 
-def test_a_text_may_be_folded_and_loses_nothing() -> None:
+def test_a_text_may_be_folded_and_loses_nothing():
     view, words = Table("run", "loss"), [f"word{number}" for number in range(40)]
     view.add_column("in its text", overflow="fold")
     view.add_row(ROWS[0][0], "1.25", " ".join(words))
@@ -66,7 +66,7 @@ def test_a_text_may_be_folded_and_loses_nothing() -> None:
     assert all(word in "\n".join(lines) for word in words)
 
 
-def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_are_text(capsys):
     tables.grid("t", ("document", "loss"), [{"document": "a/[b].md", "loss": 1234.5}])
     assert "a/[b].md" in (out := capsys.readouterr().out) and "1,234" in out
     table = Table("job", "text")

@@ -5,7 +5,6 @@ gradients of each alone with eager attention; what it cannot compute raises Valu
 import copy
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def assert_same_gradients(model: Any, theirs: Any) -> None:
 
 @pytest.mark.parametrize("lengths", [{}, VARLEN], ids=["positions", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_equals_alone(kind: str, lengths: dict[str, Any]) -> None:
+def test_packed_equals_alone(kind, lengths):
     theirs = reference(kind)
     model = ours(theirs)
     logits = model(TOKENS, position_ids=POSITIONS, **lengths, use_cache=False).logits
@@ -68,14 +67,14 @@ def test_packed_equals_alone(kind: str, lengths: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_positions_of_a_batch_may_be_shared(rows: int) -> None:
+def test_positions_of_a_batch_may_be_shared(rows):
     theirs = reference("qwen3")
     logits = ours(theirs)(TOKENS.expand(2, -1), position_ids=POSITIONS.expand(rows, -1)).logits
     assert_close(logits[1:], alone(theirs))
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_positions_may_be_written_in_place(without_gradients: Any) -> None:
+def test_positions_may_be_written_in_place(without_gradients):
     theirs = reference("qwen3")
     model = ours(theirs)
     with without_gradients():
@@ -86,14 +85,14 @@ def test_positions_may_be_written_in_place(without_gradients: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["longctx_naive", "longctx_sdpa"])
-def test_backends_have_names(name: str) -> None:
+def test_backends_have_names(name):
     theirs = reference("qwen3")
     assert name in BACKENDS
     assert_close(ours(theirs, name)(TOKENS, position_ids=POSITIONS).logits, alone(theirs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generates_the_tokens_of_eager(kind: str) -> None:
+def test_generates_the_tokens_of_eager(kind):
     theirs = reference(kind)
     arguments = {"attention_mask": PADDING, "max_new_tokens": 9, "do_sample": False}
     tokens = TOKENS.expand(2, -1)
@@ -102,20 +101,20 @@ def test_generates_the_tokens_of_eager(kind: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["left", "right"])
-def test_padding_is_left_out(padding: Tensor) -> None:
+def test_padding_is_left_out(padding):
     theirs = reference("gemma3_text")
     x, y = (m(TOKENS.expand(2, -1), attention_mask=padding) for m in (ours(theirs), theirs))
     assert_close(x.logits[padding.bool()], y.logits[padding.bool()])
 
 
-def test_attention_of_encoders_is_full() -> None:
+def test_attention_of_encoders_is_full():
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     theirs = BertModel._from_config(BertConfig(**sizes), attn_implementation="eager").eval()
     x, y = (m(TOKENS.expand(2, -1), attention_mask=PADDING)[0] for m in (ours(theirs), theirs))
     assert_close(x[PADDING.bool()], y[PADDING.bool()])
 
 
-def test_recomputation_and_compile() -> None:
+def test_recomputation_and_compile():
     theirs = reference("gemma3_text").train()
     model = ours(theirs)
     model.gradient_checkpointing_enable()
@@ -127,13 +126,13 @@ def test_recomputation_and_compile() -> None:
     assert_close(compiled(TOKENS, position_ids=POSITIONS).logits, alone(theirs))
 
 
-def test_autocast() -> None:
+def test_autocast():
     theirs = reference("qwen3")  # its norms of queries and keys return fp32
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(ours(theirs)(TOKENS, position_ids=POSITIONS).logits, alone(theirs), 0.02)
 
 
-def test_saved_folders_need_no_longctx(tmp_path: Path) -> None:
+def test_saved_folders_need_no_longctx(tmp_path):
     ours(reference("gemma3_text")).save_pretrained(tmp_path)
     assert not any("longctx" in file.read_text() for file in tmp_path.glob("*.json"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="longctx")
@@ -156,7 +155,7 @@ PICTURE = {"or_mask_function": lambda batch, head, query, key: query < 5}
         ("qwen3", {}, {"attention_mask": INSIDE}, "padding inside"),
     ],
 )
-def test_refusals(kind: str, settings: dict[str, Any], inputs: dict[str, Any], named: str) -> None:
+def test_refusals(kind, settings, inputs, named):
     config = reference(kind).config
     for key, value in settings.items():
         setattr(config, key, value)
@@ -165,12 +164,12 @@ def test_refusals(kind: str, settings: dict[str, Any], inputs: dict[str, Any], n
         model(TOKENS, **inputs, use_cache=False)
 
 
-def test_static_caches_are_refused() -> None:
+def test_static_caches_are_refused():
     with pytest.raises(ValueError, match="cache_implementation"):
         ours(reference("qwen3")).generate(TOKENS, max_new_tokens=2, cache_implementation="static")
 
 
-def test_changed_masks_are_refused() -> None:
+def test_changed_masks_are_refused():
     model = ours(reference("qwen3"))
     arguments = {"inputs_embeds": torch.zeros(1, 52, 64), "past_key_values": None}
     words = {"attention_mask": None, "position_ids": POSITIONS, "config": model.config}
@@ -183,7 +182,7 @@ def test_changed_masks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "mixtral", "gpt2"])
-def test_check_passes(kind: str) -> None:
+def test_check_passes(kind):
     check(ours(reference(kind)))
     check(ours(reference(kind)).bfloat16())
 
@@ -191,7 +190,7 @@ def test_check_passes(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "named"), [("qwen3_next", "one document"), ("phimoe", "logits differ")]
 )
-def test_check_finds_what_is_wrong(kind: str, named: str) -> None:
+def test_check_finds_what_is_wrong(kind, named):
     theirs = reference(kind)
     with pytest.raises(ValueError, match=f"model_type={kind}: .*{named}"):
         check(ours(theirs))
@@ -199,7 +198,7 @@ def test_check_finds_what_is_wrong(kind: str, named: str) -> None:
         check(theirs)
 
 
-def test_sft_trainer_packs_without_leaks(tmp_path: Path) -> None:
+def test_sft_trainer_packs_without_leaks(tmp_path):
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     theirs = reference("qwen3")
     losses: list[tuple[float, float]] = []
@@ -262,7 +261,7 @@ print(transformers.__version__)
 
 @pytest.mark.slow  # a minute: installs transformers
 @pytest.mark.parametrize("words", [["transformers==5.0.0"], ["--no-deps", "transformers"]])
-def test_oldest_and_newest_transformers(words: list[str], tmp_path: Path) -> None:
+def test_oldest_and_newest_transformers(words, tmp_path):
     words = ["pip", "install", "-q", "--target", str(tmp_path), *words]
     installation = finished("-m", words, ROOT)
     if "No matching distribution" in installation.stderr:

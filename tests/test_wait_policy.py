@@ -22,10 +22,10 @@ def spins(code: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("module", ["eval", "tests.conftest", "longctx.model"])
-def test_threads_of_openmp_spin_briefly(module: str) -> None:
+def test_threads_of_openmp_spin_briefly(module):
     assert spins(f"import {module}, torch") == "1000"
 
 
-def test_openmp_waits_as_the_user_has_set() -> None:
+def test_openmp_waits_as_the_user_has_set():
     assert spins("import longctx, torch", GOMP_SPINCOUNT="7") == "7"
     assert spins("import longctx, torch", OMP_WAIT_POLICY="ACTIVE") not in ("1000", "7")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_no_command_installs_longctx_from_pypi() -> None:
+def test_no_command_installs_longctx_from_pypi():
     """On PyPI the name belongs to another project."""
     files = [path for folder in (".", "docs", "longctx") for path in (ROOT / folder).glob("*.md")]
     files += (ROOT / "longctx").rglob("*.py")
@@ -32,7 +32,7 @@ def test_no_command_installs_longctx_from_pypi() -> None:
     assert [path for path in files if installs.search(path.read_text())] == []
 
 
-def test_every_import_is_a_dependency_or_an_extra() -> None:
+def test_every_import_is_a_dependency_or_an_extra():
     extras = PROJECT["optional-dependencies"]
     texts = PROJECT["dependencies"] + [x for name in extras for x in extras[name] if name != "test"]
     declared = {canonicalize_name(Requirement(text).name) for text in texts}
@@ -47,7 +47,7 @@ def test_every_import_is_a_dependency_or_an_extra() -> None:
     assert missing == []
 
 
-def test_the_version_heads_the_changelog(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_heads_the_changelog(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -87,7 +87,7 @@ def link(packages: Iterable[Distribution], site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_its_own_environment(tmp_path: Path) -> None:
+def test_the_wheel_trains_in_its_own_environment(tmp_path):
     source = tmp_path / "source"  # building leaves files there
     for name in ("longctx", "configs"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)

@@ -15,7 +15,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return time
 
 
-def test_a_span_inside_another_counts_once(now: list[float]) -> None:
+def test_a_span_inside_another_counts_once(now):
     clock = Clock(torch.device("cpu"))
     with clock:
         now[0] += 1.0
@@ -27,7 +27,7 @@ def test_a_span_inside_another_counts_once(now: list[float]) -> None:
     assert clock.take() == 0.0
 
 
-def test_time_set_aside_does_not_count(now: list[float]) -> None:
+def test_time_set_aside_does_not_count(now):
     clock = Clock(torch.device("cpu"))
     with clock.aside(), clock:
         now[0] += 1.0
@@ -36,7 +36,7 @@ def test_time_set_aside_does_not_count(now: list[float]) -> None:
     assert clock.take() == pytest.approx(2.0)
 
 
-def test_a_wait_lasts_from_the_last_mark(now: list[float]) -> None:
+def test_a_wait_lasts_from_the_last_mark(now):
     clock = Clock(torch.device("cpu"))
     clock.until_now()
     clock.mark()
@@ -49,7 +49,7 @@ def test_a_wait_lasts_from_the_last_mark(now: list[float]) -> None:
     assert clock.take() == pytest.approx(2.0)
 
 
-def test_a_collective_is_measured_where_a_clock_runs(now: list[float]) -> None:
+def test_a_collective_is_measured_where_a_clock_runs(now):
     clock = Clock(torch.device("cpu"))
 
     @measured()
@@ -69,7 +69,7 @@ def test_a_collective_is_measured_where_a_clock_runs(now: list[float]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_counts_what_its_stream_waits_for() -> None:
+def test_a_gpu_counts_what_its_stream_waits_for():
     clock = Clock(torch.device("cuda"))
     with clock:
         torch.cuda._sleep(100_000_000)
@@ -78,7 +78,7 @@ def test_a_gpu_counts_what_its_stream_waits_for() -> None:
     assert clock.take() == 0.0
 
 
-def test_laps_count_only_what_lies_inside(now: list[float]) -> None:
+def test_laps_count_only_what_lies_inside(now):
     laps = Laps(on_gpu=False)
     for inside, outside in ((2.0, 0.0), (0.5, 10.0)):
         laps.begin()
@@ -90,7 +90,7 @@ def test_laps_count_only_what_lies_inside(now: list[float]) -> None:
 
 
 @pytest.mark.gpu
-def test_laps_of_a_gpu_are_its_own_and_not_waited_for() -> None:
+def test_laps_of_a_gpu_are_its_own_and_not_waited_for():
     laps = Laps(on_gpu=True)
     for _ in range(3):
         laps.begin()

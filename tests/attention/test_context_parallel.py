@@ -37,7 +37,7 @@ def bound(mask: Mask, context: Context, rows: int, length: int) -> tuple[Mask, i
 @pytest.mark.parametrize("method", ["ulysses", "allgather"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("length", [1, 50, 1027, 5000])
-def test_every_token_lies_on_one_rank(method: str, ranks: int, length: int) -> None:
+def test_every_token_lies_on_one_rank(method, ranks, length):
     places = []
     for rank in range(ranks):
         context = context_of(rank, ranks, method)
@@ -52,9 +52,7 @@ def test_every_token_lies_on_one_rank(method: str, ranks: int, length: int) -> N
 @pytest.mark.parametrize("method", ["ulysses", "allgather"])
 @pytest.mark.parametrize("window", [None, 5, 300, 100_000])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_query_sees_the_keys_that_it_saw(
-    method: str, window: int | None, documents: bool
-) -> None:
+def test_a_query_sees_the_keys_that_it_saw(method, window, documents):
     ranks, length = 3, 1000
     for rank in range(ranks):
         context = context_of(rank, ranks, method)
@@ -85,7 +83,7 @@ def assert_transposed(mask: Mask) -> None:
         assert torch.equal(sees, among)
 
 
-def test_windows_are_fetched_by_free_intervals() -> None:
+def test_windows_are_fetched_by_free_intervals():
     for fetches, exchange in ((True, HaloExchange), (False, Ulysses)):
         context = context_of(1, 2, "ulysses", fetches)
         mask = Mask.causal().bind(1, 64, 64, "cpu")
@@ -106,7 +104,7 @@ def work_of_ranks(mask: Mask, chunks: int, ranks: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 4, 7, 8])
 @pytest.mark.parametrize("share", [0.0, 0.0003, 0.002, 0.01])
-def test_ranks_see_about_as_many_pairs(ranks: int, share: float) -> None:
+def test_ranks_see_about_as_many_pairs(ranks, share):
     length = 256 * 40 * ranks
     mask = packed(4, length, share).bind(4, length, length, "cpu")
     work = work_of_ranks(mask, length // 256, ranks).float()
@@ -115,7 +113,7 @@ def test_ranks_see_about_as_many_pairs(ranks: int, share: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_ulysses_gives_the_bits_of_one_device(device: str, tmp_path: Path) -> None:
+def test_ulysses_gives_the_bits_of_one_device(device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs that NCCL connects")
     run_on(2, Path(__file__).with_name("shared_rows.py"), device, tmp_path / "out.json")

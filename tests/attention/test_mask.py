@@ -80,7 +80,7 @@ def test_bad_masks_are_refused(build, message):
 
 
 @pytest.mark.parametrize("much", [2**31 - 1, 2**31 + 5, 2**40, 2**63 - 1])
-def test_numbers_beyond_int32_mean_what_they_say(much: int) -> None:
+def test_numbers_beyond_int32_mean_what_they_say(much):
     """A window or a last key past the end of every row is no limit."""
     ids = torch.zeros(1, 9, dtype=torch.long)
     everything = Mask.intervals(ids, torch.full_like(ids, much))
@@ -106,7 +106,7 @@ def test_the_bound_on_documents_takes_few_values():
     assert set(bounds) == {256, 512}
 
 
-def test_windowed_equals_a_mask_built_with_the_window() -> None:
+def test_windowed_equals_a_mask_built_with_the_window():
     doc_ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
     for window in (1, 3, 20):
         for plain, expected in (

@@ -27,7 +27,7 @@ def measured(mask: str = "causal", tokens: int = 64, clock: Clock | None = None)
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_case_has_a_row_for_every_backend(mask) -> None:
+def test_a_case_has_a_row_for_every_backend(mask):
     rows = measured(mask, 128)
     assert [row["backend"] for row in rows] == list(SMALL.backends)
     flash, portable, sdpa, flex = rows
@@ -37,7 +37,7 @@ def test_a_case_has_a_row_for_every_backend(mask) -> None:
     assert portable["skipped"] and flex["skipped"]
 
 
-def test_rates_and_ratios_follow_from_times() -> None:
+def test_rates_and_ratios_follow_from_times():
     flash = {("flash", "forward"): 2.0, ("flash", "backward"): 6.0}
     times = flash | {("flex", "forward"): 3.0, ("flex", "backward"): 7.0}
     row, alone = {"backend": "flash"}, {"backend": "flash"}
@@ -54,7 +54,7 @@ def test_rates_and_ratios_follow_from_times() -> None:
     assert against(rows, "flash") == [case | {"flex": "1.50 / 1.17 / 1.25"}]
 
 
-def test_a_failing_backend_costs_only_itself(monkeypatch) -> None:
+def test_a_failing_backend_costs_only_itself(monkeypatch):
     def breaks(*args, backend, **options):
         if backend == "sdpa":
             raise NotImplementedError("window backward is\nnot there yet")
@@ -67,7 +67,7 @@ def test_a_failing_backend_costs_only_itself(monkeypatch) -> None:
     assert rows["flash"]["forward_ms"] > 0
 
 
-def test_the_time_limit_leaves_rows_with_reasons() -> None:
+def test_the_time_limit_leaves_rows_with_reasons():
     over = measured(clock=Clock(-1))
     assert all(row["skipped"] for row in over)
     rows = measured(clock=Clock(170, preparing={"sdpa-flash": 43.0, "flash": 43.0}))
@@ -76,7 +76,7 @@ def test_the_time_limit_leaves_rows_with_reasons() -> None:
     assert left_out([*over, *rows])[over[0]["skipped"]][0] == "flash in 1 of 2 cases"
 
 
-def test_a_benchmark_writes_tables_json_and_plot(result_of, tmp_path, monkeypatch, capsys) -> None:
+def test_a_benchmark_writes_tables_json_and_plot(result_of, tmp_path, monkeypatch, capsys):
     if not torch.cuda.is_available():
         original = bench.measure
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -98,7 +98,7 @@ def test_a_benchmark_writes_tables_json_and_plot(result_of, tmp_path, monkeypatc
 
 
 @pytest.mark.gpu
-def test_times_are_the_devices_own() -> None:
+def test_times_are_the_devices_own():
     """A call that keeps Python busy for 20 ms takes the device far less."""
     import time
 

@@ -10,7 +10,7 @@ from benchmarks.words import main
 TINY = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
 
 
-def test_packed_and_windowed_attention_have_one_case_each() -> None:
+def test_packed_and_windowed_attention_have_one_case_each():
     cases = attention_cases(Options())
     assert len(cases) == len(set(cases)) == 6
     assert [mask for mask, *_ in cases[4:]] == ["documents", "window"]
@@ -19,7 +19,7 @@ def test_packed_and_windowed_attention_have_one_case_each() -> None:
 
 @pytest.mark.slow
 @pytest.mark.no_gpu
-def test_a_small_card_is_measured(tmp_path) -> None:
+def test_a_small_card_is_measured(tmp_path):
     own = ["lengths=32,64", "tokens=64", "head_sizes=16", "channels=32", "minutes=1"]
     assert main(["card", *own, f"out={tmp_path}", *TINY]) == 0
     result = json.loads((tmp_path / "cpu.json").read_text())

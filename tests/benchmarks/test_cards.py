@@ -11,11 +11,11 @@ from benchmarks.words import training_run
 TINY = ["model=tiny", "model.layers=1", "model.vocab_size=300", "seq_len=64", "batch_size=1"]
 
 
-def test_the_page_is_what_the_planner_says() -> None:
+def test_the_page_is_what_the_planner_says():
     assert PAGE.read_text() == cards.page()
 
 
-def test_a_measured_card_is_next_to_its_prediction() -> None:
+def test_a_measured_card_is_next_to_its_prediction():
     step = {"backend": "flash", "batch": 4, "memory": "fast", "failed": None}
     step |= {"tokens": 4096, "tokens_per_second": 123456.7}
     failed = step | {"backend": "naive", "failed": "out of memory"}
@@ -38,7 +38,7 @@ def test_a_measured_card_is_next_to_its_prediction() -> None:
     assert line["`flash`"] == "123,457 (unknown card)"
 
 
-def test_steps_under_caps_are_those_of_the_page() -> None:
+def test_steps_under_caps_are_those_of_the_page():
     points = caps.points(caps.Options(caps=(24, 80), models=("8b",)))
     on_nf4, plain = Case("8b", "LoRA on nf4"), Case("8b", "LoRA")
     assert [point[:2] for point in points] == [(on_nf4, 24), (plain, 80)]
@@ -46,7 +46,7 @@ def test_steps_under_caps_are_those_of_the_page() -> None:
 
 
 @pytest.mark.no_gpu
-def test_a_step_under_a_cap_is_measured() -> None:
+def test_a_step_under_a_cap_is_measured():
     run = training_run([*TINY, "workers=0", "compile=false"], "cpu")
     found = caps.stepped_here(replace(run, val_rows=1), 1, 1.0)
     assert found.failed is None and len(found.ms) == 1

@@ -17,7 +17,7 @@ from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
     ("longest", "lengths"),
     [(20000, [4096, 8192, 16384, 20000]), (8192, [4096, 8192]), (3000, [3000]), (0, [])],
 )
-def test_lengths_double_up_to_the_longest(longest: int, lengths: list[int]) -> None:
+def test_lengths_double_up_to_the_longest(longest, lengths):
     assert context.ladder(4096, longest) == lengths
 
 
@@ -45,9 +45,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
     return chip
 
 
-def test_every_point_is_measured_or_says_why_not(
-    card: hardware.Chip, tmp_path, result_of, capsys
-) -> None:
+def test_every_point_is_measured_or_says_why_not(card, tmp_path, result_of, capsys):
     overrides = ["model=124m", "memory=balanced", f"runs={tmp_path}/runs", "wandb.mode=disabled"]
     own = ["backends=naive,flash", "shortest=65536", "longest=300000"]
     result = result_of("context", *own, *overrides)
@@ -64,9 +62,7 @@ def test_every_point_is_measured_or_says_why_not(
     assert "262,144 tokens/s" in capsys.readouterr().out
 
 
-def test_commands_share_a_file_of_points(
-    card: hardware.Chip, tmp_path, capsys, monkeypatch, result_of
-) -> None:
+def test_commands_share_a_file_of_points(card, tmp_path, capsys, monkeypatch, result_of):
     own = ["model=124m", "memory=balanced", f"runs={tmp_path}/runs", "wandb.mode=disabled"]
 
     def points(*words: str) -> tuple[dict, list[tuple[str, int]]]:
@@ -91,7 +87,7 @@ def test_commands_share_a_file_of_points(
     assert "begins anew: its points are of another gpu" in capsys.readouterr().out
 
 
-def test_the_longest_is_found_by_probes(card: hardware.Chip) -> None:
+def test_the_longest_is_found_by_probes(card):
     run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
     best = context.find_longest(run, context.Options(), end=1e12)
     assert best["how"] == "confirmed by 1 probe"

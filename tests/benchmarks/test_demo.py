@@ -20,7 +20,7 @@ def words(model: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_reads_before_and_after(words: list[str], tmp_path: Path) -> None:
+def test_a_model_reads_before_and_after(words, tmp_path):
     assert main(["demo", *words]) == 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["before"]["context"] == 512
@@ -34,15 +34,13 @@ def test_a_model_reads_before_and_after(words: list[str], tmp_path: Path) -> Non
     assert main(["demo", *words]) == 2
 
 
-def test_too_little_prose_is_refused(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_little_prose_is_refused(words, tmp_path, capsys):
     assert main(["demo", *words[:3], "lengths=[512,8192]", *words[4:]]) == 2
     assert "give more of it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_installed_documentation_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_installed_documentation_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "INSTALLED", tmp_path)
     assert demo.sized(demo.Options(device="cpu", precision="fp32")).path == ""
     (installed := tmp_path / "python3.13" / "html" / "_sources").mkdir(parents=True)
@@ -50,7 +48,7 @@ def test_installed_documentation_is_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.slow  # pip asks its index three times
-def test_without_an_index_init_is_advised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_an_index_init_is_advised(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")

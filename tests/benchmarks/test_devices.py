@@ -43,12 +43,12 @@ def workloads() -> dict[str, Workload]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_run_fits(name: str, workloads: dict[str, Workload], place: Place) -> None:
+def test_every_run_fits(name, workloads, place):
     assert workloads[name].devices == CASES[name].gpus
     assert fitting.fits(workloads[name], place.chip.usable, place.host * CASES[name].gpus)
 
 
-def test_a_case_is_compared_with_one_gpu(workloads: dict[str, Workload]) -> None:
+def test_a_case_is_compared_with_one_gpu(workloads):
     for name, case in CASES.items():
         assert case.what in MEASURES
         assert not case.ours or CASES[case.ours].gpus == case.gpus
@@ -69,7 +69,7 @@ def test_a_case_is_compared_with_one_gpu(workloads: dict[str, Workload]) -> None
     assert rows[3]["longctx_over_it"] == 2.0
 
 
-def test_cases_have_gpus_of_their_own_or_share() -> None:
+def test_cases_have_gpus_of_their_own_or_share():
     one, two, shared = (Case(1, 1, "train"), Case(2, 1, "train"), Case(4, 1, "lost", shared=True))
     four = (0, 1, 2, 3)
     assert free_for(two, [(one, (0,))], four) == (1, 2)
@@ -80,7 +80,7 @@ def test_cases_have_gpus_of_their_own_or_share() -> None:
     assert free_for(one, [(shared, four)], four) is None
 
 
-def test_the_steps_after_the_first_count() -> None:
+def test_the_steps_after_the_first_count():
     rows = [
         {"step": 5, "ms_per_step": 900.0, "loss": 3.0, "memory_peak_gib": 2.0},
         {"step": 10, "ms_per_step": 100.0, "loss": 2.0, "memory_peak_gib": 4.0, "extra": 7},
@@ -93,7 +93,7 @@ def test_the_steps_after_the_first_count() -> None:
     assert device_runs.measured([]) == {}
 
 
-def test_a_command_leaves_no_process(place: Place) -> None:
+def test_a_command_leaves_no_process(place):
     with Started(["bash", "-c", "sleep 60 & echo out; wait"], place.folder / "log", place) as one:
         assert one.wait(lambda: "out" in one.log.read_text())
         assert len(group(one.process.pid)) == 2
@@ -108,7 +108,7 @@ def test_a_command_leaves_no_process(place: Place) -> None:
         ("sleep 60", "ended after"),
     ],
 )
-def test_a_failed_command_has_a_reason(command: str, problem: str, place: Place) -> None:
+def test_a_failed_command_has_a_reason(command, problem, place):
     with Started(["bash", "-c", command], place.folder / "log", place) as one:
         assert not one.wait(end=None if command.startswith("echo") else 0.0)
         assert one.problem().startswith(problem)
@@ -116,7 +116,7 @@ def test_a_failed_command_has_a_reason(command: str, problem: str, place: Place)
 
 @pytest.mark.slow
 @pytest.mark.no_gpu
-def test_a_run_is_measured_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_measured_and_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(CASES, "small", Case(2, 300, "train", "devices=2", PACKED, steps=3))
     monkeypatch.setitem(CASES, "wrong", Case(1, 300, "train", "devices=1 device=cuda", PACKED))

@@ -12,7 +12,7 @@ from longctx.model import GPT
 from longctx.model.decoder import KVCache
 
 
-def test_points_under_way_fit_together() -> None:
+def test_points_under_way_fit_together():
     room, lock = memory.Room(10.0), threading.Lock()
     now, most = 0.0, 0.0
 
@@ -31,7 +31,7 @@ def test_points_under_way_fit_together() -> None:
     assert room.free == 10.0
 
 
-def test_both_are_measured_after_each_prompt(result_of) -> None:
+def test_both_are_measured_after_each_prompt(result_of):
     sizes = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48"]
     sizes += ["model.vocab_size=99", "prompts=5,9", "new=2", "repeats=1", "rows=2"]
     rows = result_of("decoding", *sizes)["results"]
@@ -43,7 +43,7 @@ def test_both_are_measured_after_each_prompt(result_of) -> None:
         assert row["gb_per_token"] == rows[0 if row["prompt"] == 5 else 2]["gb_per_token"]
 
 
-def test_a_token_reads_weights_and_cache_once() -> None:
+def test_a_token_reads_weights_and_cache_once():
     sizes = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 99}
     tied, own = (GPTConfig(**sizes, tied=tied) for tied in (True, False))
     cache = KVCache.bytes_of(tied, 3, 70, torch.bfloat16)

@@ -16,12 +16,12 @@ of_this_release = pytest.mark.skipif(
 )
 
 
-def test_families_of_ours_are_in_the_table() -> None:
+def test_families_of_ours_are_in_the_table():
     assert {kind for kind, result in TABLE.items() if result == models.OURS} == models.families()
 
 
 @of_this_release
-def test_every_model_type_has_a_row() -> None:
+def test_every_model_type_has_a_row():
     assert list(TABLE) == models.known()
 
 
@@ -29,5 +29,5 @@ def test_every_model_type_has_a_row() -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in TABLE]
 )
-def test_a_row_is_what_a_trial_finds(kind: str) -> None:
+def test_a_row_is_what_a_trial_finds(kind):
     assert models.trial(kind) == TABLE[kind]

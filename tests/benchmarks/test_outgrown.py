@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def by_hand(
 
 @pytest.mark.parametrize("tile", [(BM, BN), (BN, BM)], ids=str)
 @pytest.mark.parametrize("documents", [[100], [7, 50, 43], [64, 36]], ids=str)
-def test_growth_is_that_of_the_formula(documents: list[int], tile: tuple[int, int]) -> None:
+def test_growth_is_that_of_the_formula(documents, tile):
     torch.manual_seed(1)
     q, k = torch.randn(1, 100, 4, 8), 3 * torch.randn(1, 100, 2, 8)
     ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))[None]
@@ -53,7 +52,7 @@ def test_growth_is_that_of_the_formula(documents: list[int], tile: tuple[int, in
             assert float(nats[h, i]) == pytest.approx(by_hand(q, k, mask, h, i, tile), abs=1e-4)
 
 
-def test_masked_tiles_are_not_checked() -> None:
+def test_masked_tiles_are_not_checked():
     q = torch.zeros(1, 64, 1, 8)
     mask = Mask.causal().bind(1, 64, 64, "cpu")
     last, first = growth(q, q, mask, 0, (BM, BN))
@@ -61,7 +60,7 @@ def test_masked_tiles_are_not_checked() -> None:
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_run_are_counted(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"word{n % 97} of {n % 11}" for n in range(4000)))
     model = ["model=tiny", "model.layers=2", "model.channels=128", "model.heads=2"]
@@ -81,7 +80,7 @@ def test_the_rows_of_a_run_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(0 < layer["largest_nats"] < 22 for layer in result["layers"])
 
 
-def test_a_far_key_that_draws_all_weight_outgrows() -> None:
+def test_a_far_key_that_draws_all_weight_outgrows():
     q, k = torch.ones(1, 64, 1, 8), torch.zeros(1, 64, 1, 8)
     k[0, 0] = 30 * 8**-0.5  # 30 nats above the others
     mask = Mask.causal().bind(1, 64, 64, "cpu")

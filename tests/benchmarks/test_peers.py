@@ -5,8 +5,6 @@ figures are of the same workload.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,9 +68,7 @@ def job(overrides: list[str], **changes: Any) -> trainers.Job:
 
 
 @pytest.mark.slow
-def test_every_peer_is_a_row(
-    result_of: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_peer_is_a_row(result_of, tmp_path, capsys):
     """But those which are longctx by another recipe, see below."""
     measured = [name for name in peers.PEERS if name not in peers.OTHERWISE]
     (tmp_path / "model.py").write_text(NANOGPT)
@@ -98,7 +94,7 @@ def test_every_peer_is_a_row(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_random_tokens_teach_nothing(checkpointing: bool) -> None:
+def test_random_tokens_teach_nothing(checkpointing):
     result = trainers.measure(job([], checkpointing=checkpointing))
     assert result["failed"] is None
     assert result["loss"] == pytest.approx(math.log(512), rel=0.1)
@@ -106,7 +102,7 @@ def test_random_tokens_teach_nothing(checkpointing: bool) -> None:
     assert set(result["versions"]) == {"transformers"}
 
 
-def test_a_step_has_its_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_its_learning_rate(monkeypatch):
     weight, rates = torch.nn.Parameter(torch.ones(1)), []
 
     class RecordingSGD(torch.optim.SGD):
@@ -127,7 +123,7 @@ def test_a_step_has_its_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(requests[0]["lrs"])) > 3
 
 
-def test_peft_trains_what_our_lora_trains() -> None:
+def test_peft_trains_what_our_lora_trains():
     with_lora = job(["lora.rank=4", "lora.targets=[qkv,down]"], checkpointing=True)
     model, optimizer, loss = trainers.transformers(with_lora)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -176,7 +172,7 @@ def points(
     return rows
 
 
-def test_checkpointing_begins_when_memory_ends(card: list[dict[str, Any]]) -> None:
+def test_checkpointing_begins_when_memory_ends(card):
     rows = points("transformers-liger", (4096, 16384, 65536, 131072), ["model=1b"])
     tried = [(request["tokens"], request["rows"], request["checkpointing"]) for request in card]
     assert tried[:3] == [(4096, 4, False), (16384, 1, False), (16384, 1, True)]
@@ -202,15 +198,11 @@ def test_checkpointing_begins_when_memory_ends(card: list[dict[str, Any]]) -> No
         ("transformers", "model.qk_norm=head model.mlp_bias=true", {}, "model.mlp_bias=true"),
     ],
 )
-def test_a_peer_that_cannot_run_says_why(
-    card: list[dict[str, Any]], peer: str, words: str, options: dict[str, Any], reason: str
-) -> None:
+def test_a_peer_that_cannot_run_says_why(card, peer, words, options, reason):
     assert reason in points(peer, (4096,), words.split(), **options)[0]["how"]
 
 
-def test_interruption_keeps_the_measured_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_keeps_the_measured_points(tmp_path, monkeypatch):
     def interrupted(peer: str, *rest: Any) -> dict[str, Any]:
         if peer == "nanogpt":
             raise KeyboardInterrupt

@@ -1,8 +1,5 @@
 """The benchmark of preferences with tiny shapes, on a CPU."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "layers=2"]
@@ -18,9 +15,7 @@ LENGTHS = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "lay
         (["speed", "trl"], ["longctx", *["trl sdpa"] * 4, "trl sdpa, longest"]),
     ],
 )
-def test_preferences_are_measured(
-    result_of: Callable[..., Any], parts: list[str], cases: list[str]
-) -> None:
+def test_preferences_are_measured(result_of, parts, cases):
     own = [f"parts={','.join(parts)}", "tiny=true", "attentions=sdpa", *LENGTHS]
     rows = result_of("preferences", *own)["results"]
     measured = [row for row in rows if row["case"] != "all of it"]

@@ -7,7 +7,7 @@ from longctx.config.train_config import TrainConfig
 from tests.processes import ROOT
 
 
-def test_pages_are_what_the_code_says() -> None:
+def test_pages_are_what_the_code_says():
     pages = reference.pages()
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, "run python -m benchmarks reference"

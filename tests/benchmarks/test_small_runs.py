@@ -1,9 +1,7 @@
 """Benchmarks that start runs of their own, tiny and on a CPU: extension, optimizers, waits."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +28,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
+def test_extension_writes_report_and_plot(texts, tmp_path):
     sizes = ["short=256", "long=512", "layers=1", "channels=64", "vocab=512", "tokens=1024"]
     own = ["steps=2", "tune_steps=1", "documents=40", "samples=1", "device=cpu"]
     out = tmp_path / "out"
@@ -56,13 +54,13 @@ def test_extension_writes_report_and_plot(texts: Path, tmp_path: Path) -> None:
     assert (again / "long" / "model.safetensors").exists()
 
 
-def test_tokens_to_a_loss_are_interpolated() -> None:
+def test_tokens_to_a_loss_are_interpolated():
     losses = [(0, 6.0), (100, 4.0), (200, 3.0), (300, 3.5)]
     expected = {6.5: 0, 5.0: 50, 3.25: 175, 2.9: None}
     assert {loss: tokens_to(losses, loss) for loss in expected} == expected
 
 
-def test_the_target_is_a_loss_that_each_reaches() -> None:
+def test_the_target_is_a_loss_that_each_reaches():
     ends = {("a", 1): 3.0, ("a", 2): 2.5, ("b", 1): 2.7, ("b", 2): None}
     rows = [
         {"optimizer": name, "lr": lr, "last_loss": loss, "validations": [(9, loss)] if loss else []}
@@ -74,7 +72,7 @@ def test_the_target_is_a_loss_that_each_reaches() -> None:
 
 
 @pytest.mark.slow
-def test_optimizers_are_compared_once(texts: Path, tmp_path: Path) -> None:
+def test_optimizers_are_compared_once(texts, tmp_path):
     out = tmp_path / "out" / "optimizers.json"
     data = ["data=text", f"data.path={texts}", "data.vocab_size=300", "data.val_fraction=0.2"]
     own = ["rates=0.001", "steps=4", "val_every=2", f"out={out}", f"runs={tmp_path / 'r'}"]
@@ -91,9 +89,7 @@ def test_optimizers_are_compared_once(texts: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_waits_of_real_runs_are_timed(
-    texts: Path, tmp_path: Path, result_of: Callable[..., Any]
-) -> None:
+def test_waits_of_real_runs_are_timed(texts, tmp_path, result_of):
     data = ["data=text", f"data.path={texts}", "data.vocab_size=300"]
     result = result_of("waits", *TINY, *data, "steps=6", "starts=1", f"folder={tmp_path}/f")
     for start in (result["cold"], *result["warm"]):
@@ -105,7 +101,7 @@ def test_waits_of_real_runs_are_timed(
     assert not (tmp_path / "f").exists()
 
 
-def test_waits_that_fail_write_nothing(tmp_path: Path, refused: Callable[[int, str], str]) -> None:
+def test_waits_that_fail_write_nothing(tmp_path, refused):
     """A run that fails, and a folder with other things in it."""
     (tmp_path / "mine").write_text("x")
     own = [*TINY, "data=text", "data.path=nowhere.txt", f"out={tmp_path}/w"]
@@ -114,6 +110,6 @@ def test_waits_that_fail_write_nothing(tmp_path: Path, refused: Callable[[int, s
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_step_after_a_save_is_timed_with_it() -> None:
+def test_a_step_after_a_save_is_timed_with_it():
     rows = [{"step": n, "seconds": n + 5.0 * (n > 3), "ms_per_step": 1000.0} for n in range(1, 6)]
     assert step_seconds([{"step": 0, "val_loss": 2.0}, *rows]) == {2: 1, 3: 1, 4: 6, 5: 1}

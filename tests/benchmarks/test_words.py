@@ -3,7 +3,6 @@ GPU.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 
@@ -38,12 +37,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line(words: str, refused: Callable[[int, str], str]) -> None:
+def test_a_mistake_is_one_line(words, refused):
     refused(main(words.split()), MISTAKES[words])
 
 
 @pytest.mark.parametrize("name", ["extension", "optimizers"])
-def test_a_mistake_writes_nothing(name: str, tmp_path, monkeypatch) -> None:
+def test_a_mistake_writes_nothing(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([name, "seq_len=abc", "samples=0"]) == 2
     assert not list(tmp_path.iterdir())
@@ -51,11 +50,11 @@ def test_a_mistake_writes_nothing(name: str, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", ["attention", "caps", "context", "memory", "tune"])
-def test_no_gpu_is_refused(name: str, refused: Callable[[int, str], str]) -> None:
+def test_no_gpu_is_refused(name, refused):
     refused(main([name]), "no CUDA GPU")
 
 
-def test_help_names_benchmarks_and_keys(capsys) -> None:
+def test_help_names_benchmarks_and_keys(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in BENCHMARKS)

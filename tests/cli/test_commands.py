@@ -19,9 +19,7 @@ SHARE = key(0.5, "a share", between=(0, 1))
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_has_every_key_and_fits_80_columns(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_every_key_and_fits_80_columns(name, capsys):
     assert cli.main([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
     for option, declared in keys(cli.COMMANDS[name].schema).items():
@@ -32,7 +30,7 @@ def test_help_has_every_key_and_fits_80_columns(
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_help_has_presets_ranges_and_choices() -> None:
+def test_help_has_presets_ranges_and_choices():
     text = cli.help_text("train")
     for group in ("attention", "model", "memory", "optimizer", "rope", "data", "strategy"):
         assert f"  {group}=" in text and all(name in text for name in cli.names(group))
@@ -42,20 +40,20 @@ def test_help_has_presets_ranges_and_choices() -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["help"]])
-def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(argv, capsys):
     assert cli.main(argv) == 0
     text = capsys.readouterr().out
     assert all(f"longctx {name}" in text for name in cli.COMMANDS)
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_lists_are_written_with_and_without_brackets() -> None:
+def test_lists_are_written_with_and_without_brackets():
     for argument in ("lengths=512,1024", "lengths=[512,1024]"):
         assert cli.compose(Options, [argument]).config == Options(lengths=(512, 1024))
     assert cli.compose(Options, ["kernels=hopper"]).config.kernels == ("hopper",)
 
 
-def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_paths_are_taken_as_they_are(tmp_path):
     strange = tmp_path / "lr=1, (a) {b}"
     strange.mkdir()
     runs = [str(strange), "runs/lr=2", "runs/lr=3", "runs/out=3"]
@@ -67,7 +65,7 @@ def test_paths_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> None:
+def test_the_module_answers_from_any_folder_without_torch(tmp_path):
     code = (
         "import sys; from longctx import cli\n"
         "for name in cli.COMMANDS: assert cli.main([*name.split(), '--help']) == 0\n"
@@ -80,16 +78,14 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path: Path) -> Non
     assert process.stderr.startswith("error: none")
 
 
-def test_a_traceback_is_printed_if_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_traceback_is_printed_if_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("LONGCTX_TRACEBACK", "1")
     assert cli.main(["train", "seq_len=abc"]) == 2
     error = capsys.readouterr().err
     assert "Traceback" in error and error.splitlines()[-1].startswith("error: seq_len=abc")
 
 
-def test_output_that_cannot_be_encoded_ends_nothing() -> None:
+def test_output_that_cannot_be_encoded_ends_nothing():
     code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
     process = finished("-c", [code], ROOT, PYTHONIOENCODING="latin-1")
     assert (process.returncode, process.stdout) == (0, "9 ? 5 ? 3\n"), process.stderr
@@ -105,9 +101,7 @@ def test_output_that_cannot_be_encoded_ends_nothing() -> None:
         (signal.SIGHUP, signal.SIG_IGN, 0),  # under nohup
     ],
 )
-def test_a_signal_has_its_exit_code_even_behind_another_error(
-    number: int, handler: signal.Handlers, code: int
-) -> None:
+def test_a_signal_has_its_exit_code_even_behind_another_error(number, handler, code):
     def imports(argv: list[str]) -> int:
         try:
             signal.raise_signal(number)
@@ -123,9 +117,7 @@ def test_a_signal_has_its_exit_code_even_behind_another_error(
         signal.signal(number, before)
 
 
-def test_a_mistake_found_while_a_signal_waits_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_found_while_a_signal_waits_is_printed(capsys):
     def saves(argv: list[str]) -> int:
         with system.caught() as stop:
             stop.waits = True

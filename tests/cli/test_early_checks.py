@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,13 +86,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(["eval", "checkpoint=runs/done", "device=cuda"], "finds no GPU", marks=NO_GPU),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(
-    words: list[str],
-    message: str,
-    here: Path,
-    refused: Callable[[int, str], str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_is_one_line_that_names_it(words, message, here, refused, monkeypatch):
     monkeypatch.setattr("longctx.cli.libraries", imported)
     before = sorted(here.rglob("*"))
     refused(cli.main(words), message)
@@ -111,9 +104,7 @@ def imported() -> None:
         ([], {"RANK": "7"}, "WORLD_SIZE"),
     ],
 )
-def test_no_large_library_is_imported_before(
-    words: list[str], variables: dict[str, str], message: str, here: Path
-) -> None:
+def test_no_large_library_is_imported_before(words, variables, message, here):
     command = [sys.executable, "-c", WITHOUT_TORCH, "train", "device=cpu", *words]
     env = {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
     process = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -121,7 +112,7 @@ def test_no_large_library_is_imported_before(
     assert message in process.stderr
 
 
-def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here: Path) -> None:
+def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here):
     run = here / "runs" / "done"
     damaged = run / "checkpoints" / "step-00000008.ckpt"
     damaged.mkdir()
@@ -133,7 +124,7 @@ def test_a_damaged_last_checkpoint_is_no_end_of_a_run(here: Path) -> None:
         run_folder.check_unfinished(run, 8)
 
 
-def test_a_plan_needs_no_plugins_of_its_init(here: Path) -> None:
+def test_a_plan_needs_no_plugins_of_its_init(here):
     saved = "plugins: ['mine.py@sha256:0']\nmodel: {layers: 2}\n"
     (here / "runs" / "done" / "config.yaml").write_text(saved)
     request = early_checks.with_init(cli.compose("train", ["init=runs/done"]))
@@ -141,18 +132,14 @@ def test_a_plan_needs_no_plugins_of_its_init(here: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 8])
-def test_processes_that_share_cores_are_said(
-    devices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_share_cores_are_said(devices, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     early_checks.check_device(cli.compose("train", ["device=cpu", f"devices={devices}"]).config)
     assert ("2 cores" in capsys.readouterr().out) == (devices == 8)
 
 
 @NO_GPU
-def test_a_driver_that_shows_a_gpu_is_not_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_shows_a_gpu_is_not_asked(tmp_path, monkeypatch):
     """Asking starts it, which takes seconds."""
     assert not hardware.may_be_here()
     monkeypatch.setattr(hardware, "CONTROL", tmp_path)
@@ -161,9 +148,7 @@ def test_a_driver_that_shows_a_gpu_is_not_asked(
     assert not hardware.may_be_here()
 
 
-def test_checks_of_a_run_do_not_start_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_of_a_run_do_not_start_the_driver(tmp_path, monkeypatch):
     def asked() -> None:
         raise AssertionError("the driver was asked")
 
@@ -175,7 +160,7 @@ def test_checks_of_a_run_do_not_start_the_driver(
 
 
 @pytest.mark.gpu
-def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses() -> None:
+def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses():
     code = (
         "import threading; from longctx.planner import hardware; hardware.start_gpu(0);"
         "[t.join() for t in threading.enumerate() if t is not threading.main_thread()];"

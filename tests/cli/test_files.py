@@ -1,6 +1,5 @@
 """Keys from a file: one of the user's own, or the config.yaml of a run that is resumed."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def run_of(config: TrainConfig) -> Run:
     return scheduled(config, workload_of(config, "cpu", config.seq_len))
 
 
-def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
+def test_the_command_line_wins_over_a_file(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(
         "model: 124m\nseq_len: 512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
@@ -62,7 +61,7 @@ def test_the_command_line_wins_over_a_file(tmp_path: Path) -> None:
         ["model=tiny", "sample_every=5", "sample_prompt=def f():\n    '", "wandb.notes=it's"],
     ],
 )
-def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
+def test_a_run_is_read_back_as_it_was(words, tmp_path):
     config = cli.compose("train", words).config
     run_folder.write_config(tmp_path, run_folder.plain(config) | {"name": "there"})
     assert config_of(str(tmp_path / "config.yaml")) == config
@@ -72,7 +71,7 @@ def test_a_run_is_read_back_as_it_was(words: list[str], tmp_path: Path) -> None:
     assert config_of(str((tmp_path / "config.yaml").rename(tmp_path / "my.yaml"))) == config
 
 
-def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Path) -> None:
+def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
     file = tmp_path / "my.yaml"
     text = "devices: 4\n{}passkey: {{enabled: true, depths: [0.5]}}\n"
     for context in ("context: {degree: 4, method: allgather}\n", "context.method: allgather\n"):
@@ -100,9 +99,7 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path: Pa
         ("lr: ${oc.env:HOME}", "lr=${oc.env:HOME}"),
     ],
 )
-def test_a_mistake_in_a_file_is_one_line(
-    content: str | None, message: str, tmp_path: Path, refused: Callable[[int, str], str]
-) -> None:
+def test_a_mistake_in_a_file_is_one_line(content, message, tmp_path, refused):
     file = tmp_path / "my.yaml"
     if content is not None:
         file.write_text(content)
@@ -124,7 +121,7 @@ ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pa
     ],
     ids=lambda content: content[:12],
 )
-def test_a_file_that_is_no_run_is_refused_by_name(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_run_is_refused_by_name(content, tmp_path):
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"config\.yaml") as caught:
         saved_in(tmp_path / "config.yaml")
@@ -132,7 +129,7 @@ def test_a_file_that_is_no_run_is_refused_by_name(content: str, tmp_path: Path) 
     assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
 
 
-def test_a_saved_run_changes_by_overrides_alone(tmp_path: Path) -> None:
+def test_a_saved_run_changes_by_overrides_alone(tmp_path):
     words = ("lr=3e-5", "wandb.tags=[a,b]", "attention.options.kernel=portable", "max_steps=7")
     saved = run_of(config_of("model=tiny", *words, "data.tokenizer=a")).settings()
     run_folder.write_config(tmp_path, saved)

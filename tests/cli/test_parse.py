@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def needed(group: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
-def test_every_preset_composes(group: str, name: str) -> None:
+def test_every_preset_composes(group, name):
     composed = compose(f"{group}={name}", *needed(group, name))
     assert isinstance(composed.config, TrainConfig)
     assert name == "auto" or composed.choices[group] == name
@@ -44,7 +43,7 @@ def test_every_preset_composes(group: str, name: str) -> None:
         assert cli.compose("eval", words).choices[group] == name
 
 
-def test_presets_say_only_what_differs_from_the_defaults() -> None:
+def test_presets_say_only_what_differs_from_the_defaults():
     defaults = run_folder.plain(TrainConfig())
     for group, name in PRESETS:
         first = next(iter(defaults[group]))
@@ -52,7 +51,7 @@ def test_presets_say_only_what_differs_from_the_defaults() -> None:
             assert key == first or value != defaults[group][key], (group, name, key)
 
 
-def test_no_words_give_the_defaults_of_the_dataclass() -> None:
+def test_no_words_give_the_defaults_of_the_dataclass():
     config = cli.compose("train", []).config
     assert config.attention.options == {"kernel": "auto"}
     config.attention.options = {}
@@ -84,14 +83,14 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("word", "name", "value"), VALUES)
-def test_a_word_gives_the_value_that_it_shows(word: str, name: str, value: object) -> None:
+def test_a_word_gives_the_value_that_it_shows(word, name, value):
     found: object = cli.compose("train", [word]).config
     for part in name.split("."):
         found = getattr(found, part)
     assert found == value and type(found) is type(value)
 
 
-def test_model_auto_follows_the_device_and_keeps_overrides() -> None:
+def test_model_auto_follows_the_device_and_keeps_overrides():
     own = ["model.ffn=77", "model.rope_scaling.rope_type=linear", "model.rope_scaling.factor=2"]
     assert cli.compose("train", own).choices["model"] == "auto"
     on_cpu, on_gpu = compose(*own), compose(*own, gpu=True)
@@ -165,7 +164,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         ("objective=dpo data=embedded", "objective=dpo: data=embedded has no answers"),
     ],
 )
-def test_a_mistake_names_the_key_or_the_remedy(words: str, message: str) -> None:
+def test_a_mistake_names_the_key_or_the_remedy(words, message):
     start = "^" if message == words else ""
     with pytest.raises(ValueError, match=start + re.escape(message)) as caught:
         compose(*words.split())
@@ -182,7 +181,7 @@ def test_a_mistake_names_the_key_or_the_remedy(words: str, message: str) -> None
         "data=needles data.path=x data.errors=replace data.vocab_size=300",
     ],
 )
-def test_words_that_belong_together_compose(words: str) -> None:
+def test_words_that_belong_together_compose(words):
     assert isinstance(compose(*words.split()).config, TrainConfig)
 
 
@@ -196,16 +195,14 @@ def test_words_that_belong_together_compose(words: str) -> None:
         (["memory=long", "memory.offload=0"], ["long"]),
     ],
 )
-def test_memory_auto_offers_the_policies_that_fit(argv: list[str], policies: list[str]) -> None:
+def test_memory_auto_offers_the_policies_that_fit(argv, policies):
     config = compose(*argv).config
     assert config.memory.policies() == policies
     workload = workload_of(config, "cpu", 64)
     assert workload.memory == config.memory.filled(policies[0])
 
 
-def test_a_misspelt_key_in_a_preset_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_key_in_a_preset_is_an_error(tmp_path, monkeypatch):
     shutil.copytree(presets.CONFIGS, tmp_path / "configs")
     (tmp_path / "configs" / "model" / "odd.yaml").write_text("layrs: 3\n")
     monkeypatch.setattr(presets, "CONFIGS", tmp_path / "configs")
@@ -215,7 +212,7 @@ def test_a_misspelt_key_in_a_preset_is_an_error(
     presets.files.cache_clear()
 
 
-def test_a_sweep_is_every_combination_in_order() -> None:
+def test_a_sweep_is_every_combination_in_order():
     jobs = cli.jobs(["attention=naive,flash", "context=1,2", "lr=0.1"])
     assert jobs == [
         ["attention=naive", "context.degree=1", "lr=0.1"],
@@ -237,9 +234,7 @@ def test_a_sweep_is_every_combination_in_order() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["plain", "lr=1", "'a, b'", "it's"])
-def test_a_job_of_a_sweep_has_the_values_that_were_given(
-    text: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_a_sweep_has_the_values_that_were_given(text, name, monkeypatch):
     monkeypatch.setattr(early_checks, "check_training", lambda config: None)
     words = ["lr=0.001,0.002", "sample_every=5", f"sample_prompt={text}", f"init={name}"]
     for lr, job in zip((0.001, 0.002), checked_jobs(words), strict=True):
@@ -248,9 +243,7 @@ def test_a_job_of_a_sweep_has_the_values_that_were_given(
         assert config.init == name.strip("'" * name.startswith("'"))
 
 
-def test_a_sweep_pins_the_model_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_pins_the_model_of_its_file(tmp_path, monkeypatch):
     def pin(config: TrainConfig) -> None:
         config.init = "me/small@commit"
 
@@ -260,7 +253,7 @@ def test_a_sweep_pins_the_model_of_its_file(
         assert cli.compose("train", job).config.init == "me/small@commit"
 
 
-def test_what_depends_on_the_device_is_filled_in() -> None:
+def test_what_depends_on_the_device_is_filled_in():
     gpu = workload_of(compose("seq_len=16384", gpu=True).config, "cuda", 16384)
     assert (gpu.batch_size, gpu.accumulate, gpu.precision, gpu.compile) == (1, 4, "bf16", True)
     assert workload_of(compose(gpu=True).config, "cuda", 4096).tokens_per_step == 65536
@@ -270,7 +263,7 @@ def test_what_depends_on_the_device_is_filled_in() -> None:
     assert scheduled(config, cpu).max_steps == 3
 
 
-def test_a_name_has_what_differs() -> None:
+def test_a_name_has_what_differs():
     words = ["seq_len=16384", "lr=0.003", "max_steps=5", "data.documents=9", "workers=0"]
     composed = compose(*words)
     assert run_folder.stem(composed.choices, 16384, composed.overrides) == "tiny-flash-16k-lr0.003"

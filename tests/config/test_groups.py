@@ -19,7 +19,7 @@ class Declared:
     pair: tuple[float, float] = key((0.1, 0.2), "a pair")
 
 
-def test_counts_have_units() -> None:
+def test_counts_have_units():
     words = ["seq_len=2k", "max_tokens=1.5B", "passkey=true", "passkey.lengths=[1k,512]"]
     words.append("log_every=1e3")
     config = cli.compose("train", words).config
@@ -48,12 +48,12 @@ def test_counts_have_units() -> None:
         ({"other": 1}, "other is not a key"),
     ],
 )
-def test_a_value_outside_its_declaration_is_refused(values: dict, message: str) -> None:
+def test_a_value_outside_its_declaration_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         check(build(Declared, values))
 
 
-def test_values_get_the_type_of_their_declaration() -> None:
+def test_values_get_the_type_of_their_declaration():
     values = {"share": "1e-3", "norm": None, "sizes": ["4"], "length": "max", "pair": [1, 2]}
     config = build(Declared, values)
     check(config)
@@ -61,7 +61,7 @@ def test_values_get_the_type_of_their_declaration() -> None:
 
 
 @pytest.mark.parametrize("value", ["all", "0", "null", "4"])
-def test_a_context_degree_divides_the_devices(value: str) -> None:
+def test_a_context_degree_divides_the_devices(value):
     for auto in ("auto", "3"):
         config = cli.compose("train", [f"context.degree={auto}", "devices=6"]).config
         assert str(config.context.degree) == auto
@@ -69,7 +69,7 @@ def test_a_context_degree_divides_the_devices(value: str) -> None:
         cli.compose("train", [f"context.degree={value}", "devices=6"])
 
 
-def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
+def test_auto_offers_what_is_possible_and_a_choice_itself():
     auto = ContextConfig(degree="auto")
     choices = [(x.degree, x.method) for x in auto.each(4, heads=6, takes_intervals=True)]
     assert choices == [(1, "auto"), (2, "ulysses"), (2, "allgather"), (4, "allgather")]
@@ -81,7 +81,7 @@ def test_auto_offers_what_is_possible_and_a_choice_itself() -> None:
         ulysses.method_for(6)
 
 
-def test_a_changed_policy_is_not_called_by_its_name_alone() -> None:
+def test_a_changed_policy_is_not_called_by_its_name_alone():
     assert str(MemoryConfig("balanced", recompute="none")) == "balanced, recompute=none"
     assert str(MemoryConfig("fast")) == "fast"
     assert str(MemoryConfig("balanced").filled("balanced")) == "balanced"

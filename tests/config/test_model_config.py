@@ -21,13 +21,13 @@ SMALL = GPTConfig(vocab_size=61, layers=3, channels=24, heads=6, kv_heads=2, ffn
     ("name", "parameters"),
     [("124m", 123_587_328), ("350m", 350_405_632), ("1b", 1_235_814_400), ("8b", 8_030_261_248)],
 )
-def test_presets_have_their_size(name: str, parameters: int) -> None:
+def test_presets_have_their_size(name, parameters):
     config = GPTConfig(**yaml.safe_load((PRESETS / f"{name}.yaml").read_text()))
     config.validate()
     assert config.parameters() == parameters
 
 
-def test_sizes_of_a_saved_model_are_checked_too() -> None:
+def test_sizes_of_a_saved_model_are_checked_too():
     with pytest.raises(ValueError, match=r"model\.layers=1000000"):
         GPTConfig.of_saved({"layers": 10**6})
     with pytest.raises(ValueError, match=r"model\.recompute"):
@@ -49,14 +49,14 @@ def test_sizes_of_a_saved_model_are_checked_too() -> None:
         ({"window": 4, "window_layers": [[0]]}, r"model.window_layers=\[\[0\]\]: a list without"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(changes: dict, message: str) -> None:
+def test_impossible_sizes_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes).validate()
     with pytest.raises(ValueError, match=message):
         GPT(replace(SMALL, **changes), "naive")
 
 
-def test_a_model_needs_a_vocabulary() -> None:
+def test_a_model_needs_a_vocabulary():
     unknown = replace(SMALL, vocab_size=None)
     unknown.validate()
     with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
@@ -79,7 +79,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
-def test_parameters_and_flops_are_those_of_the_module(changes: dict) -> None:
+def test_parameters_and_flops_are_those_of_the_module(changes):
     """naive under a full mask computes every pair: torch's counter sees the pairs that the formula
     is given.
     """

@@ -1,7 +1,5 @@
 """Keys and values of other projects are answered with ours."""
 
-from collections.abc import Callable
-
 import pytest
 
 from longctx import cli
@@ -15,7 +13,7 @@ from longctx.config.train_config import TrainConfig
 SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
 
 
-def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
+def test_every_answer_is_a_key_or_a_value_of_ours():
     for ours in (*NAMES, *NOTES):
         assert any(ours in known for known in SCHEMAS), ours
     for name, ours in OF_OTHERS:
@@ -45,7 +43,5 @@ def test_every_answer_is_a_key_or_a_value_of_ours() -> None:
         ("generate runs/a max_tokens=4", "here it is max_new_tokens"),
     ],
 )
-def test_an_argument_of_others_is_answered(
-    words: str, answer: str, refused: Callable[[int, str], str]
-) -> None:
+def test_an_argument_of_others_is_answered(words, answer, refused):
     refused(cli.main(words.split()), answer)

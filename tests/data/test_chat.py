@@ -116,9 +116,7 @@ def parts(conversation: Document) -> list[str]:
         ("gemma4_v5", PLAIN, ["a1<turn|>\n", "a2<turn|>\n"]),
     ],
 )
-def test_answers_of_known_templates_are_learned(
-    folder: Path, template: str, messages: Messages, learned: list[str]
-) -> None:
+def test_answers_of_known_templates_are_learned(folder, template, messages, learned):
     template = template if "{%" in template else shipped(template)
     conversation = written(folder, template, messages)
     assert parts(conversation) == learned
@@ -140,16 +138,14 @@ def test_answers_of_known_templates_are_learned(
         ("lfm2_v2", CALLING),
     ],
 )
-def test_learned_is_what_training_templates_mark(
-    folder: Path, name: str, messages: Messages
-) -> None:
+def test_learned_is_what_training_templates_mark(folder, name, messages):
     ours = written(folder, shipped(name), messages)
     assert ours == written(folder, shipped(f"{name}_training"), messages)
     assert written(folder, shipped(name), messages, "all").spans == ours.spans
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "qwen3_5_think", "gptoss"])
-def test_every_turn_is_learned_without_its_opening(folder: Path, name: str) -> None:
+def test_every_turn_is_learned_without_its_opening(folder, name):
     for messages in (PLAIN, THINKING[:4]):
         conversation = written(folder, shipped(name), messages, "all")
         first, last = parts(conversation)
@@ -159,7 +155,7 @@ def test_every_turn_is_learned_without_its_opening(folder: Path, name: str) -> N
         assert not conversation.shortened
 
 
-def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
+def test_a_last_turn_follows_its_prompt(folder):
     """Mistral Nemo writes the system message in the prompt, and nowhere in the whole."""
     messages = [SYSTEM, *PLAIN, asks("q3")]
     ours = written(folder, NEMO, messages)
@@ -171,7 +167,7 @@ def test_a_last_turn_follows_its_prompt(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, NEMO, SPACE, INST, "llama3_2", "qwen3", "gptoss"])
-def test_a_completion_is_learned_after_its_prompt(folder: Path, template: str) -> None:
+def test_a_completion_is_learned_after_its_prompt(folder, template):
     write(folder, template if "{%" in template else shipped(template))
     prompt = [SYSTEM, *PLAIN[:3]] if template in (CHATML, NEMO) else PLAIN[:3]
     for answer in ("a2", "another one"):
@@ -183,7 +179,7 @@ def test_a_completion_is_learned_after_its_prompt(folder: Path, template: str) -
         assert answer in pair.text[first:]
 
 
-def test_of_a_completion_the_tools_are_not_learned(folder: Path) -> None:
+def test_of_a_completion_the_tools_are_not_learned(folder):
     write(folder, shipped("qwen3"))
     call, answer = parts(Template(folder).answered("name", CALLING[:3], CALLING[3:], TOOLS))
     assert call.endswith(CALLED)
@@ -192,7 +188,7 @@ def test_of_a_completion_the_tools_are_not_learned(folder: Path) -> None:
         Template(folder).answered("name", PLAIN, [asks("q3")])
 
 
-def test_arguments_that_are_json_text_are_not_quoted_again(folder: Path) -> None:
+def test_arguments_that_are_json_text_are_not_quoted_again(folder):
     function = {"name": "f", "arguments": '{"x": 1}'}  # as OpenAI's
     messages = [*CALLING[:3], says(None, tool_calls=[CALL | {"function": function}])]
     document = written(folder, shipped("llama3_2"), messages)
@@ -202,7 +198,7 @@ def test_arguments_that_are_json_text_are_not_quoted_again(folder: Path) -> None
     assert '```json\n{"x": 1}\n```' in answer
 
 
-def test_the_last_turn_alone_is_learned_if_asked_for(folder: Path) -> None:
+def test_the_last_turn_alone_is_learned_if_asked_for(folder):
     last = written(folder, CHATML, PLAIN, "last")
     assert parts(last) == ["a2<|im_end|>\n"]
     assert not last.shortened
@@ -210,7 +206,7 @@ def test_the_last_turn_alone_is_learned_if_asked_for(folder: Path) -> None:
         written(folder, INST, PLAIN, "last")
 
 
-def test_thinking_missing_in_a_middle_turn_is_found(folder: Path) -> None:
+def test_thinking_missing_in_a_middle_turn_is_found(folder):
     """The first and the last turn stand in the text as they are asked for."""
     condition = "loop.last or (not loop.last and reasoning_content)"
     template = shipped("qwen3")
@@ -221,7 +217,7 @@ def test_thinking_missing_in_a_middle_turn_is_found(folder: Path) -> None:
     assert parts(conversation) == ["a3<|im_end|>\n"]
 
 
-def test_results_of_tools_among_an_answer_are_refused(folder: Path) -> None:
+def test_results_of_tools_among_an_answer_are_refused(folder):
     with pytest.raises(ValueError, match=r"here: .*results of tools.*\{% generation %\}"):
         written(folder, shipped("gemma4_v5"), CALLING)
 
@@ -240,7 +236,7 @@ def test_results_of_tools_among_an_answer_are_refused(folder: Path) -> None:
         "{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}{% endfor %}",
     ],
 )
-def test_generation_marks_are_those_of_transformers(folder: Path, template: str) -> None:
+def test_generation_marks_are_those_of_transformers(folder, template):
     messages = [asks("a rose"), says("a rose is"), asks("a"), says("user a rose")] * 3
     conversation = written(folder, template, messages)
     ids, learned = Tokenizer.load(folder).encode_conversation(conversation.text, conversation.spans)
@@ -253,7 +249,7 @@ def test_generation_marks_are_those_of_transformers(folder: Path, template: str)
 
 @pytest.mark.parametrize("ending", [" ", "\n", "\n\n", "\n \n  ", "</s>"])
 @pytest.mark.parametrize("answer", ["a rose", "rose", "42 roses", "(see)", "\u6c34", "I"])
-def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer: str) -> None:
+def test_a_model_is_asked_for_what_it_learned(folder, ending, answer):
     """The first token of an answer may take white space of the prompt."""
     template = SPACE.replace("Answer: ", f"Answer:{ending}")
     template = template.replace("}}: {{", "}}:{{ '" + ending.replace("\n", "\\n") + "' }}{{")
@@ -271,9 +267,7 @@ def test_a_model_is_asked_for_what_it_learned(folder: Path, ending: str, answer:
 
 
 @pytest.mark.parametrize("template", [CHATML, INST, "qwen3"])
-def test_long_conversations_take_linear_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
+def test_long_conversations_take_linear_time(folder, monkeypatch, template):
     characters: list[int] = []
     render = Template.render
 
@@ -297,12 +291,12 @@ def test_long_conversations_take_linear_time(
         "{% for m in messages %}{% endfor %}{{ all() }}",
     ],
 )
-def test_answers_without_an_opening_are_refused(folder: Path, template: str) -> None:
+def test_answers_without_an_opening_are_refused(folder, template):
     with pytest.raises(ValueError, match=r"here: .*\{% generation %\}"):
         written(folder, template, PLAIN)
 
 
-def test_training_writes_the_same_day(folder: Path) -> None:
+def test_training_writes_the_same_day(folder):
     write(folder, shipped("llama3_2"))
     (talk,) = Template(folder).conversations([("name", "here", {"messages": PLAIN})])
     assert "Date: 26 Jul 2024" in talk.text
@@ -327,7 +321,7 @@ def scored(data: Any) -> list[int]:
         (INST, " A rose is a rose. été <|im_end|> is a rose<|im_end|>"),
     ],
 )
-def test_only_the_assistants_tokens_are_targets(folder: Path, template: str, learned: str) -> None:
+def test_only_the_assistants_tokens_are_targets(folder, template, learned):
     write(folder, template)
     data = load(chats(folder, {"messages": TALK}), 256)
     expected = by_transformers(folder, TALK, tokenize=True, return_dict=False)
@@ -340,7 +334,7 @@ def test_only_the_assistants_tokens_are_targets(folder: Path, template: str, lea
     assert [expected[position + 1] for position in positions] == scored(data)
 
 
-def test_cut_conversations_keep_their_marks(folder: Path) -> None:
+def test_cut_conversations_keep_their_marks(folder):
     config = chats(folder, *({"messages": TALK * (n + 1)} for n in range(6)))
     uncut, cut = load(config, 2048), load(config, 48)
     assert len(scored(uncut)) == len(scored(cut)) > 0
@@ -372,7 +366,7 @@ SPECIAL = "x<|im_end|>"
         ({"messages": [{**asks("q"), "train": True}]}, "message 1: only the assistant"),
     ],
 )
-def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], message: str) -> None:
+def test_a_wrong_conversation_is_one_line(folder, row, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(chats(folder, row), 64)
     assert "\n" not in str(caught.value)
@@ -388,14 +382,14 @@ def test_a_wrong_conversation_is_one_line(folder: Path, row: dict[str, Any], mes
         (None, "no chat template.*data.tokenizer="),
     ],
 )
-def test_templates_are_not_trusted(folder: Path, template: Any, message: str) -> None:
+def test_templates_are_not_trusted(folder, template, message):
     write(folder, template)
     with pytest.raises(ValueError, match=message) as caught:
         load(chats(folder, {"messages": TALK}), 64)
     assert "\n" not in str(caught.value)
 
 
-def test_named_templates_and_files_are_found(folder: Path) -> None:
+def test_named_templates_and_files_are_found(folder):
     write(folder, [{"name": "default", "template": CHATML}, {"name": "other", "template": INST}])
     first = Template(folder)
     (folder / "chat_template.jinja").write_text(INST)
@@ -414,20 +408,18 @@ def test_named_templates_and_files_are_found(folder: Path) -> None:
         ({"chat": False, "turns": "last"}, r"data\.turns=last: .*data\.chat=true"),
     ],
 )
-def test_keys_without_conversations_are_refused(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_keys_without_conversations_are_refused(folder, changes, message):
     with pytest.raises(ValueError, match=message):
         load(chats(folder, {"messages": TALK}, **changes), 64)
 
 
-def test_half_of_a_surrogate_pair_can_be_replaced(folder: Path) -> None:
+def test_half_of_a_surrogate_pair_can_be_replaced(folder):
     messages = [asks("a \ud83d rose"), says("rose \ud83d")]
     data = load(chats(folder, {"messages": messages}, errors="replace"), 64)
     assert data.tokenizer.decode(scored(data)) == "rose ?<|im_end|>\n"
 
 
-def test_shortened_conversations_are_counted(folder: Path) -> None:
+def test_shortened_conversations_are_counted(folder):
     write(folder, shipped("qwen3"))
     rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
     for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache

@@ -49,7 +49,7 @@ def content_of(data: Data) -> list[list[int]]:
     return rows + [ids.tolist() for _, ids, *_ in data.documents("val")]
 
 
-def test_processes_build_once_and_agree(corpus, tmp_path) -> None:
+def test_processes_build_once_and_agree(corpus, tmp_path):
     processes = [start(BUILD, corpus, tmp_path / "cache") for _ in range(3)]
     for process in processes:
         process.stdin.close()
@@ -62,7 +62,7 @@ def test_processes_build_once_and_agree(corpus, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["longctx.data.store.near_duplicates", "os.replace"])
-def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment) -> None:
+def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path, moment):
     module, name = moment.rsplit(".", 1)
     dying = (
         f"import os, signal, {module} as m\n"
@@ -82,7 +82,7 @@ def full_disk(*_, **__) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatch) -> None:
+def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatch):
     (corpus / "bad.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"bad\.jsonl:1"):
         Data(text_config(), 32)
@@ -97,7 +97,7 @@ def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatc
         Data(text_config(cache=str(tmp_path / "file" / "cache")), 32)
 
 
-def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys) -> None:
+def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys):
     before = content_of(Data(text_config(), 32))
     rng = random.Random(0)
     for file in files_of(tmp_path / "cache"):
@@ -112,7 +112,7 @@ def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "fifo", "zero", "loop", "[]", "[" * 10**5])
 @pytest.mark.parametrize("name", ["complete.json", "documents.arrow"])
-def test_an_odd_file_is_built_again(text_config, capsys, name, fault) -> None:
+def test_an_odd_file_is_built_again(text_config, capsys, name, fault):
     before = content_of(data := Data(text_config(), 32))
     file = data.parts[""].store.folder / name
     file.unlink()
@@ -127,7 +127,7 @@ def test_an_odd_file_is_built_again(text_config, capsys, name, fault) -> None:
     assert capsys.readouterr().err.count("built again") == 1
 
 
-def test_other_choices_have_other_folders(text_config, corpus) -> None:
+def test_other_choices_have_other_folders(text_config, corpus):
     first = Data(text_config(), 32)
     for other in (
         text_config(vocab_size=300),
@@ -140,7 +140,7 @@ def test_other_choices_have_other_folders(text_config, corpus) -> None:
         assert data.tokenizer.decode(ids[:-1]) == (corpus / name).read_text(encoding="utf-8")
 
 
-def test_the_arrow_file_opens_in_datasets(text_config) -> None:
+def test_the_arrow_file_opens_in_datasets(text_config):
     store = Data(text_config(), 32).parts[""].store
     theirs = datasets.Dataset.from_file(str(store.folder / "documents.arrow"))
     assert theirs.column_names == ["name", "input_ids", "n_bytes"]
@@ -149,7 +149,7 @@ def test_the_arrow_file_opens_in_datasets(text_config) -> None:
         assert theirs[document]["name"] == store.name(document)
 
 
-def test_the_environment_names_the_cache(monkeypatch, tmp_path) -> None:
+def test_the_environment_names_the_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("LONGCTX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert DataConfig().cache_folder() == tmp_path / "xdg" / "longctx"

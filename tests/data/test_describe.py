@@ -12,7 +12,7 @@ from tests.model.families.parity import write_tokenizer
 from tests.processes import ROOT
 
 
-def test_histogram_counts_every_token(text_config) -> None:
+def test_histogram_counts_every_token(text_config):
     data = load(text_config(), 64)
     lengths = data.lengths
     bins = describe.histogram(data)
@@ -23,7 +23,7 @@ def test_histogram_counts_every_token(text_config) -> None:
         assert (part.documents, part.tokens) == (inside.sum(), lengths[inside].sum())
 
 
-def test_a_mix_is_printed(corpus, tmp_path, capsys) -> None:
+def test_a_mix_is_printed(corpus, tmp_path, capsys):
     recall = {"source": "needles", "path": corpus, "documents": 4, "length": 600}
     overrides = [f"data.mix.recall.{key}={value}" for key, value in recall.items()]
     overrides += ["data=mix", f"data.mix.long.path={corpus}", "data.mix.long.weight=3"]
@@ -34,7 +34,7 @@ def test_a_mix_is_printed(corpus, tmp_path, capsys) -> None:
     assert "1 without text left out" in printed
 
 
-def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch) -> None:
+def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     write_tokenizer(tmp_path)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -53,7 +53,7 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch) -> N
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth: "),
     ],
 )
-def test_a_mistake_is_one_line(overrides, message, refused, tmp_path, monkeypatch) -> None:
+def test_a_mistake_is_one_line(overrides, message, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").touch()
     refused(main(["data", *overrides.split()]), message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def sharegpt(messages: Any) -> list[dict[str, Any]]:
     return [{"from": FROM[each["role"]], "value": each["content"]} for each in messages]
 
 
-def test_sharegpt_is_the_same_conversation() -> None:
+def test_sharegpt_is_the_same_conversation():
     row = {"conversations": sharegpt(PLAIN), "system": "Be brief.", "tools": json.dumps(TOOLS)}
     assert format_of(row) == "ShareGPT"
     assert read(row) == ([SYSTEM, *PLAIN], TOOLS)
@@ -47,14 +46,14 @@ def test_sharegpt_is_the_same_conversation() -> None:
     assert read({"messages": [{"role": "user", "content": texts}]})[0] == [asks("q1")]
 
 
-def test_alpaca_is_the_same_conversation() -> None:
+def test_alpaca_is_the_same_conversation():
     row = {"instruction": "q2", "input": "x", "output": "a2", "history": [["q1", "a1"]]}
     assert format_of(row) == "Alpaca"
     assert read(row)[0] == [*PLAIN[:2], asks("q2\n\nx"), says("a2")]
     assert read(row | {"input": "", "history": None, "system": ""})[0] == PLAIN[2:]
 
 
-def test_of_a_completion_the_prompt_is_not_learned() -> None:
+def test_of_a_completion_the_prompt_is_not_learned():
     assert read({"prompt": "q", "completion": "a"})[0] == [asks("q"), says("a")]
     messages, _ = read({"prompt": PLAIN[:3], "completion": PLAIN[3:]})
     assert [message["content"] for message in messages] == [each["content"] for each in PLAIN]
@@ -63,7 +62,7 @@ def test_of_a_completion_the_prompt_is_not_learned() -> None:
 
 
 @pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
-def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
+def test_an_array_is_read_as_its_lines(folder, name):
     rows = [{"conversations": sharegpt(PLAIN)}, {"instruction": "who", "output": "a rose"}]
     opened = gzip.open if name.endswith(".gz") else open
     with opened(folder / name, "wt") as file:
@@ -78,21 +77,19 @@ def test_an_array_is_read_as_its_lines(folder: Path, name: str) -> None:
     ("text", "message"),
     [("[{}, 3]", "row 1: .*messages"), ('{"a": 1}', ".*an array"), ("[{", "not JSON")],
 )
-def test_a_wrong_array_is_one_line(folder: Path, text: str, message: str) -> None:
+def test_a_wrong_array_is_one_line(folder, text, message):
     (folder / "chats.json").write_text(text)
     with pytest.raises(ValueError, match=f"chats.json: {message}"):
         load(chats(folder, path=str(folder / "chats.json")), 256)
 
 
-def test_other_formats_are_named(folder: Path) -> None:
+def test_other_formats_are_named(folder):
     for row, name in (({"conversations": sharegpt(PLAIN)}, "ShareGPT"), ({"a": 1}, "text_column")):
         with pytest.raises(ValueError, match=f"chats.jsonl:1: no field 'text' .*{name}"):
             load(chats(folder, row, chat=False), 64)
 
 
-def test_a_conversation_is_shown_with_its_targets(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_is_shown_with_its_targets(folder, capsys):
     config = chats(folder, {"instruction": "[b] who", "output": "a rose " * 100})
     overrides = ["data=text", f"data.path={config.path}", "data.chat=true", "data.val_fraction=0"]
     overrides += [f"data.tokenizer={folder}", f"data.cache={folder / 'cache'}"]
@@ -107,13 +104,13 @@ def test_a_conversation_is_shown_with_its_targets(
     ("changes", "learned"),
     [({}, 1), ({"train": None, "weight": 1.0}, 1), ({"train": False}, 0), ({"weight": 0.0}, 0)],
 )
-def test_messages_say_if_they_are_learned(changes: dict[str, Any], learned: int) -> None:
+def test_messages_say_if_they_are_learned(changes, learned):
     messages, _ = read({"messages": [asks("q1"), says("a1", **changes)]})
     assert [is_learned(message) for message in messages] == [False, bool(learned)]
 
 
 @pytest.mark.parametrize("template", [CHATML, INST])
-def test_excluded_turns_are_not_learned(folder: Path, template: str) -> None:
+def test_excluded_turns_are_not_learned(folder, template):
     every = written(folder, template, PLAIN)
     for excluded, left in ((1, parts(every)[1:]), (3, parts(every)[:1])):
         messages = [dict(message) for message in PLAIN]
@@ -125,7 +122,7 @@ def test_excluded_turns_are_not_learned(folder: Path, template: str) -> None:
         written(folder, template, [asks("q"), says("a", train=False)])
 
 
-def test_of_rewritten_turns_the_last_learned_is_written(folder: Path) -> None:
+def test_of_rewritten_turns_the_last_learned_is_written(folder):
     """Qwen3 leaves out the thinking of earlier turns, so the text ends with the learned one."""
     qwen3 = shipped("qwen3")
     talk = written(folder, qwen3, [*THINKING[:5], says("a3", train=False)])
@@ -135,7 +132,7 @@ def test_of_rewritten_turns_the_last_learned_is_written(folder: Path) -> None:
     assert "a2" in answer
 
 
-def test_marks_without_messages_cannot_be_excluded(folder: Path) -> None:
+def test_marks_without_messages_cannot_be_excluded(folder):
     template = "{% for n in range(2) %}{% generation %}{{ messages[n].content }}{% endgeneration %}"
     with pytest.raises(ValueError, match="leave out train and weight"):
         written(folder, template + "{% endfor %}", [says("a"), says("b", train=False)])

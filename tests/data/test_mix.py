@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def config(text_config: Make, corpus: Path) -> DataConfig:
     return text_config(source="mix", path=None, mix=mix)
 
 
-def test_a_mix_is_its_sources_in_order(config: DataConfig) -> None:
+def test_a_mix_is_its_sources_in_order(config):
     data = load(config, 64)
     long, recall = (part.rows("train") for part in data.parts.values())
     assert len(data.train) == len(long) + len(recall)
@@ -47,7 +46,7 @@ def test_a_mix_is_its_sources_in_order(config: DataConfig) -> None:
     assert next(iter(data.order(1, 0, 1, 0))) in range(len(data.train))
 
 
-def test_validation_is_trained_on_in_no_source(text_config: Make, tmp_path: Path) -> None:
+def test_validation_is_trained_on_in_no_source(text_config, tmp_path):
     """Two sources have nearly the same documents; a third makes its own from those of the first."""
     for name, ending in (("a", ""), ("b", " again")):
         (tmp_path / name).mkdir()
@@ -77,14 +76,14 @@ def test_validation_is_trained_on_in_no_source(text_config: Make, tmp_path: Path
     assert not any(line in generated for line in lines["val"])
 
 
-def test_fingerprint_covers_sources_and_weights(config: DataConfig) -> None:
+def test_fingerprint_covers_sources_and_weights(config):
     first = load(config, 64)
     assert load(config, 32).fingerprint == first.fingerprint
     other = config.mix | {"long": config.mix["long"] | {"weight": 4}}
     assert load(replace(config, mix=other), 64).fingerprint != first.fingerprint
 
 
-def test_cut_prompts_fill_no_more_than_a_sequence(text_config: Make, folder: Path) -> None:
+def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder):
     rows = [{"prompt": "a rose " * 99, "chosen": f"{n}", "rejected": f"{n}!"} for n in range(9)]
     pairs = {"path": chats(folder, *rows).path}
     values = {"preferences": "pairs", "tokenizer": str(folder), "path": None}
@@ -94,7 +93,7 @@ def test_cut_prompts_fill_no_more_than_a_sequence(text_config: Make, folder: Pat
     assert summary["train_efficiency"] == summary["mix"]["a"]["train_efficiency"] <= 1
 
 
-def test_conversations_are_mixed_with_text(text_config: Make, folder: Path, corpus: Path) -> None:
+def test_conversations_are_mixed_with_text(text_config, folder, corpus):
     talk = chats(folder, {"messages": TALK})
     text = {"path": str(corpus), "chat": False}
     needles = {"source": "needles", "documents": 3, "length": 300} | text
@@ -126,7 +125,7 @@ def test_conversations_are_mixed_with_text(text_config: Make, folder: Path, corp
         ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: "),
     ],
 )
-def test_a_mistake_is_one_line(text_config: Make, changes: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_one_line(text_config, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         load(text_config(**{"source": "mix", "path": None} | changes), 64)
     assert "\n" not in str(caught.value)

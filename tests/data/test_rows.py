@@ -25,7 +25,7 @@ def pieces(row):
 
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_every_token_but_the_first_is_a_target(text_config, seq_len, split) -> None:
+def test_every_token_but_the_first_is_a_target(text_config, seq_len, split):
     data = load(text_config(), seq_len)
     rows, eos = getattr(data, split), data.tokenizer.eos_id
     scored, inputs, expected, present = Counter(), Counter(), Counter(), Counter()
@@ -45,7 +45,7 @@ def test_every_token_but_the_first_is_a_target(text_config, seq_len, split) -> N
 
 
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
-def test_sequences_keep_their_contract(text_config, seq_len) -> None:
+def test_sequences_keep_their_contract(text_config, seq_len):
     data = load(text_config(), seq_len)
     filled = 0
     for index in range(len(data.train)):
@@ -66,13 +66,13 @@ def test_sequences_keep_their_contract(text_config, seq_len) -> None:
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0, 0), (1e-9, 1)])
-def test_smallest_fractions_of_validation(text_config, fraction, count) -> None:
+def test_smallest_fractions_of_validation(text_config, fraction, count):
     data = load(text_config(val_fraction=fraction), 32)
     assert data.summary()["val_documents"] == len(list(data.documents("val"))) == count
     assert (len(data.val) > 0) == (count > 0)
 
 
-def test_nothing_to_predict_is_refused(text_config, corpus) -> None:
+def test_nothing_to_predict_is_refused(text_config, corpus):
     with pytest.raises(ValueError, match="seq_len=1"):
         load(text_config(), 1)
     for file in corpus.iterdir():
@@ -81,7 +81,7 @@ def test_nothing_to_predict_is_refused(text_config, corpus) -> None:
         load(text_config(), 16)
 
 
-def test_a_changed_file_is_read_again(text_config, corpus) -> None:
+def test_a_changed_file_is_read_again(text_config, corpus):
     before = load(text_config(), 16)
     (corpus / "00.txt").write_text("now something else entirely")
     after = load(text_config(), 16)

@@ -25,13 +25,13 @@ def interleaved(source: str, seed: int, ranks: int, consumed: int, count: int) -
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("consumed", [0, 1, 30, 31, 1000, 7000])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 40])
-def test_resumed_order_is_the_uninterrupted_one(source: str, consumed: int, ranks: int) -> None:
+def test_resumed_order_is_the_uninterrupted_one(source, consumed, ranks):
     uninterrupted = list(islice(SampleStream(*SOURCES[source], 9), consumed + 120))
     assert interleaved(source, 9, ranks, consumed, 120) == uninterrupted[consumed:]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13, 64])
-def test_an_epoch_shows_every_sequence_once(rows: int) -> None:
+def test_an_epoch_shows_every_sequence_once(rows):
     samples = list(islice(SampleStream([rows], [1.0], 3), 4 * rows))
     epochs = [samples[epoch * rows : (epoch + 1) * rows] for epoch in range(4)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
@@ -40,7 +40,7 @@ def test_an_epoch_shows_every_sequence_once(rows: int) -> None:
         assert epochs[0] != list(islice(SampleStream([rows], [1.0], 4), rows))
 
 
-def test_weights_are_shares_of_sequences() -> None:
+def test_weights_are_shares_of_sequences():
     rows = np.array(list(islice(SampleStream([5, 13, 400], [1.0, 2.5, 6.5], 0), 20_000)))
     shares = np.bincount(np.searchsorted([5, 18], rows, side="right")) / len(rows)
     assert shares == pytest.approx([0.1, 0.25, 0.65], abs=0.01)
@@ -50,13 +50,13 @@ def test_weights_are_shares_of_sequences() -> None:
     assert set(rows.tolist()) == set(range(418))
 
 
-def test_order_does_not_change_with_a_release() -> None:
+def test_order_does_not_change_with_a_release():
     assert permutation(8, seed=0, epoch=0).tolist() == [4, 0, 1, 7, 6, 2, 5, 3]
     assert permutation(8, seed=1337, epoch=2).tolist() == [7, 6, 1, 2, 4, 5, 0, 3]
     mixed = islice(SampleStream([5, 13], [1.0, 2.5], 9), 8)
     assert list(mixed) == [17, 6, 14, 12, 1, 7, 13, 9]
 
 
-def test_a_source_without_sequences_is_refused() -> None:
+def test_a_source_without_sequences_is_refused():
     with pytest.raises(ValueError, match="nothing to sample"):
         SampleStream([0], [1.0], 0)

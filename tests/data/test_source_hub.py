@@ -32,14 +32,14 @@ def texts(config: DataConfig) -> list[str]:
     return [document.text for document in read_documents(config)]
 
 
-def test_a_builder_streams_its_files_in_order(files) -> None:
+def test_a_builder_streams_its_files_in_order(files):
     assert len(texts(hub(files))) == 40
     assert texts(hub(files))[25].startswith("document number 25 ")
     assert len(texts(hub(files, documents=7))) == 7
     assert load(hub(files, documents=7, val_fraction=0.3), 32).summary()["documents"] == 7
 
 
-def test_a_folder_is_a_data_set(files) -> None:
+def test_a_folder_is_a_data_set(files):
     folder = files / "folder"
     folder.mkdir()
     (files / "a.jsonl").rename(folder / "train.jsonl")
@@ -49,7 +49,7 @@ def test_a_folder_is_a_data_set(files) -> None:
         sources.check_files(hub(files, path=str(folder), files=["b.jsonl"]))
 
 
-def test_pinned_files_are_found_from_every_folder(files, monkeypatch) -> None:
+def test_pinned_files_are_found_from_every_folder(files, monkeypatch):
     monkeypatch.chdir(files)
     config = hub(files, files=["*.jsonl"])
     mixed = DataConfig("mix", mix={"a": {"source": "hub", "path": "json", "files": "a.jsonl"}})
@@ -67,7 +67,7 @@ def test_pinned_files_are_found_from_every_folder(files, monkeypatch) -> None:
     assert sources.pinned(on_the_hub).files == ["data/a.parquet"]
 
 
-def test_changed_files_are_read_again(files) -> None:
+def test_changed_files_are_read_again(files):
     before = load(hub(files), 32)
     (files / "b.jsonl").write_text(json.dumps({"text": "only this"}) + "\n")
     after = load(hub(files), 32)
@@ -86,13 +86,13 @@ def test_changed_files_are_read_again(files) -> None:
         ({"path": None}, r"data\.path is not set"),
     ],
 )
-def test_an_unreadable_data_set_is_one_line(files, options, message) -> None:
+def test_an_unreadable_data_set_is_one_line(files, options, message):
     with pytest.raises((ValueError, OSError), match=message) as caught:
         texts(hub(files, **options))
     assert "\n" not in str(caught.value)
 
 
-def test_a_known_revision_needs_no_network(files, monkeypatch, capsys) -> None:
+def test_a_known_revision_needs_no_network(files, monkeypatch, capsys):
     """A stream stands in for the Hub; then the network is gone, and the cache still answers."""
 
     revisions = []

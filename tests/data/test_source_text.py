@@ -50,7 +50,7 @@ def parquet(columns: list[Any], names: list[str]) -> bytes:
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
-def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
+def test_every_format_compressed_or_not(tmp_path, kind, suffix):
     content = {".parquet": parquet([TEXTS, [1, 2, 3]], ["text", "id"]), ".txt": TEXTS[1].encode()}
     content[".md"] = content[".txt"]
     file = tmp_path / f"file{kind}{suffix}"
@@ -63,7 +63,7 @@ def test_every_format_compressed_or_not(tmp_path, kind, suffix) -> None:
         assert documents == list(map(Document, names, TEXTS))
 
 
-def test_a_folder_is_read_in_order(tmp_path) -> None:
+def test_a_folder_is_read_in_order(tmp_path):
     names = ("b/2.txt", "b/10.md", "a/x.jsonl", "c.txt", "skip.png", ".hidden.txt", ".git/c.txt")
     for file in (tmp_path / name for name in names):
         file.parent.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def test_a_folder_is_read_in_order(tmp_path) -> None:
     assert [document.name for document in twice] == ["10.md", "2.txt", expected[0], expected[3]]
 
 
-def test_objects_in_json_are_rows_archives_are_refused(tmp_path) -> None:
+def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
     file = tmp_path / "a.json"
     lines = '{"text": "x"}\n\n{"text": "y"}\n'
     array = '\n[ {"text": "x"}]'
@@ -106,7 +106,7 @@ def test_objects_in_json_are_rows_archives_are_refused(tmp_path) -> None:
         ("**.py", ["a.py"]),
     ],
 )
-def test_globs_find_files_of_any_ending(tmp_path, pattern, names) -> None:
+def test_globs_find_files_of_any_ending(tmp_path, pattern, names):
     for name in ("a.py", "sub/b.py", "sub/deep/c.py", "sub/deep/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -114,7 +114,7 @@ def test_globs_find_files_of_any_ending(tmp_path, pattern, names) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["", "**/*.txt"])
-def test_loops_of_links_end(tmp_path, pattern) -> None:
+def test_loops_of_links_end(tmp_path, pattern):
     folder = tmp_path / "docs"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a.txt").write_text("a")
@@ -138,7 +138,7 @@ def test_loops_of_links_end(tmp_path, pattern) -> None:
         ("a.jsonl", b'{"text": "\\ud800x"}\n', {"errors": "replace"}, ["?x"]),
     ],
 )
-def test_text_is_decoded(tmp_path, name, content, options, expected) -> None:
+def test_text_is_decoded(tmp_path, name, content, options, expected):
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path, **options) == expected
 
@@ -165,7 +165,7 @@ def test_text_is_decoded(tmp_path, name, content, options, expected) -> None:
     ],
     ids=lambda value: None if isinstance(value, bytes) else value,
 )
-def test_a_broken_file_is_named(tmp_path, name, content, message) -> None:
+def test_a_broken_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=message) as caught:
         texts(tmp_path)
@@ -174,7 +174,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, message) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "hub", "string", "dictionary"])
-def test_null_texts_are_left_out_and_counted(tmp_path, kind) -> None:
+def test_null_texts_are_left_out_and_counted(tmp_path, kind):
     words = ["many words of a text", None, "others of another", None]
     values = pyarrow.array(words)
     file = tmp_path / ("a.jsonl" if kind in ("jsonl", "hub") else "a.parquet")
@@ -191,7 +191,7 @@ def test_null_texts_are_left_out_and_counted(tmp_path, kind) -> None:
     assert (counts["documents"], counts["documents_dropped"]) == (2, 2)
 
 
-def test_parquet_strings_are_checked_for_utf8(tmp_path) -> None:
+def test_parquet_strings_are_checked_for_utf8(tmp_path):
     offsets = pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0\7\0\0\0")
     buffers = [None, offsets, pyarrow.py_buffer(b"gooda\xffb")]
     column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
@@ -212,7 +212,7 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path) -> None:
         (3, "data.path=3"),
     ],
 )
-def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, message) -> None:
+def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.pdf").write_bytes(b"x")
     (tmp_path / "hidden").mkdir()
@@ -222,7 +222,7 @@ def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, messag
         read(path)
 
 
-def test_a_name_of_other_bytes_is_replaced(tmp_path) -> None:
+def test_a_name_of_other_bytes_is_replaced(tmp_path):
     (tmp_path / "docs").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path / "docs") + b"/a\xff.txt")).write_text("text " * 99)
     values = {"source": "text", "path": str(tmp_path / "docs"), "vocab_size": 300}
@@ -230,7 +230,7 @@ def test_a_name_of_other_bytes_is_replaced(tmp_path) -> None:
     assert [document.name for document in data.documents("train")] == ["a?.txt"]
 
 
-def test_an_unreadable_folder_is_named(tmp_path, monkeypatch) -> None:
+def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     real = os.scandir
 
@@ -256,7 +256,7 @@ def bomb(file: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.parquet.gz", "a.parquet"])
-def test_a_bomb_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_bomb_is_refused(tmp_path, name):
     file = tmp_path / name
     bomb(file, name.rpartition(".")[2])
     assert file.stat().st_size < 2 << 20
@@ -269,7 +269,7 @@ def test_a_bomb_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
-def test_an_irregular_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_an_irregular_file_is_refused(tmp_path, kind):
     file = tmp_path / "a.txt"
     if kind == "fifo":
         os.mkfifo(file)
@@ -280,7 +280,7 @@ def test_an_irregular_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
-def test_streams_of_xz_follow_one_another(tmp_path: Path, padding: bytes) -> None:
+def test_streams_of_xz_follow_one_another(tmp_path, padding):
     expected = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
     packed = padding.join(lzma.compress(text.encode()) for text in expected)
     file = tmp_path / "a.txt.xz"

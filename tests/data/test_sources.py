@@ -59,7 +59,7 @@ def counting(tmp_path: Path) -> Iterator[DataConfig]:
     SOURCES.remove("counting")
 
 
-def test_a_registered_source_becomes_sequences(counting: DataConfig) -> None:
+def test_a_registered_source_becomes_sequences(counting):
     data = load(counting, 32)
     texts = {document.name: document.text for document in read_documents(counting)}
     assert data.summary()["documents"] == len(texts) == 16
@@ -70,7 +70,7 @@ def test_a_registered_source_becomes_sequences(counting: DataConfig) -> None:
     assert load(replace(counting, length=544), 32).fingerprint != data.fingerprint
 
 
-def test_a_registered_source_is_mixed(counting: DataConfig, corpus: Path) -> None:
+def test_a_registered_source_is_mixed(counting, corpus):
     mix = {"own": {"source": "counting", "length": 640}, "files": {"path": str(corpus)}}
     data = load(replace(counting, source="mix", length=8192, mix=mix), 32)
     names = {document.name.partition("/")[0] for document in data.documents("train")}
@@ -78,7 +78,7 @@ def test_a_registered_source_is_mixed(counting: DataConfig, corpus: Path) -> Non
     assert data.summary()["mix"]["own"]["documents"] == 20
 
 
-def test_a_registered_source_checks_its_keys(counting: DataConfig) -> None:
+def test_a_registered_source_checks_its_keys(counting):
     with pytest.raises(ValueError, match=r"data\.length=513: "):
         load(replace(counting, length=513), 32)
     with pytest.raises(ValueError, match=r"data\.path=docs: data=counting "):
@@ -99,13 +99,13 @@ def test_a_registered_source_checks_its_keys(counting: DataConfig) -> None:
         (DataConfig(source="mix", mix={"a": {"source": "needles"}}), "errors", "mix"),
     ],
 )
-def test_an_override_without_effect_is_refused(config: DataConfig, key: str, reason: str) -> None:
+def test_an_override_without_effect_is_refused(config, key, reason):
     check(config)
     with pytest.raises(ValueError, match=rf"data\.{key}=x: .*{reason}"):
         check_overrides(config, {f"data.{key}": "x"})
 
 
-def test_pinned_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     assert pinned(DataConfig(source="text", path="a")).path == f"{here}/a"
@@ -122,7 +122,7 @@ def test_pinned_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # The embedded corpus
 
 
-def test_embedded_has_both_libraries() -> None:
+def test_embedded_has_both_libraries():
     corpus = open_corpus(DataConfig())
     names = [shard.name for shard in corpus.shards]
     assert names == [shard.name for shard in open_corpus(DataConfig()).shards]
@@ -137,9 +137,7 @@ def test_embedded_has_both_libraries() -> None:
     assert len(sample) >= 8
 
 
-def test_a_file_changed_at_the_same_size_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_changed_at_the_same_size_is_read_again(tmp_path, monkeypatch):
     """Neither size nor time tells: an image of a machine may have replaced both."""
     library = tmp_path / "stdlib"
     library.mkdir()
@@ -169,7 +167,7 @@ def facts(tmp_path: Path) -> DataConfig:
     return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
 
 
-def test_every_question_is_answered_before(facts: DataConfig) -> None:
+def test_every_question_is_answered_before(facts):
     documents = list(open_corpus(facts).documents())
     assert len({document.text for document in documents}) == len(documents) == 20
     for text in (document.text for document in documents):
@@ -184,7 +182,7 @@ def test_every_question_is_answered_before(facts: DataConfig) -> None:
         assert questions[-1].end() == len(text)
 
 
-def test_facts_follow_from_their_number(facts: DataConfig) -> None:
+def test_facts_follow_from_their_number(facts):
     documents = list(open_corpus(facts).documents())
     assert documents == list(open_corpus(facts).documents())
     assert list(open_corpus(replace(facts, documents=7)).documents()) == documents[:7]
@@ -192,7 +190,7 @@ def test_facts_follow_from_their_number(facts: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_has_one_answer(kind: str) -> None:
+def test_a_task_has_one_answer(kind):
     for seed in range(50):
         task = needles.task(kind, random.Random(seed))
         assert task.answer.strip() in task.fact
@@ -200,7 +198,7 @@ def test_a_task_has_one_answer(kind: str) -> None:
         assert not any(task.answer.strip() in other or other == task.fact for other in task.others)
 
 
-def test_facts_are_in_embedded_text_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_in_embedded_text_by_default(monkeypatch):
     monkeypatch.setattr(needles, "FILLER_LIMIT", 1 << 20)
     [document] = open_corpus(DataConfig(source="needles", documents=1, length=3000)).documents()
     assert "The pass key is" in document.text

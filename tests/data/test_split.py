@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def lengths_of(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 10, 50])
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
-def test_groups_stay_together_at_the_asked_share(size: int, fraction: float) -> None:
+def test_groups_stay_together_at_the_asked_share(size, fraction):
     store = Documents(lengths_of(2000), firsts(np.arange(2000) // size))
     trained = split(store, fraction)
     assert ((trained == 0) | (trained == store.lengths)).all()
@@ -72,7 +71,7 @@ def test_groups_stay_together_at_the_asked_share(size: int, fraction: float) -> 
     assert validating_share(store, trained) == pytest.approx(fraction, rel=0.15)
 
 
-def test_groups_larger_than_the_share_give_the_smallest() -> None:
+def test_groups_larger_than_the_share_give_the_smallest():
     store = Documents(lengths_of(200), firsts(np.arange(200) // 50))
     trained = split(store, 0.001)
     assert (trained == 0).sum() == 50
@@ -85,7 +84,7 @@ def test_groups_larger_than_the_share_give_the_smallest() -> None:
     ("lengths", "fraction"),
     [([300_007], 0.02), ([5001, 4003, 7001], 0.1), ([1_000_000, *[100] * 20], 0.02)],
 )
-def test_the_ends_of_few_documents_validate(lengths: list[int], fraction: float) -> None:
+def test_the_ends_of_few_documents_validate(lengths, fraction):
     store = Documents(lengths)
     trained = split(store, fraction)
     assert (trained < store.lengths).any()
@@ -94,7 +93,7 @@ def test_the_ends_of_few_documents_validate(lengths: list[int], fraction: float)
 
 
 @pytest.mark.parametrize("lengths", [[5001, 4003, 7001], [300_007]])
-def test_a_conversation_is_cut_only_if_it_is_the_only_one(lengths: list[int]) -> None:
+def test_a_conversation_is_cut_only_if_it_is_the_only_one(lengths):
     store = Documents(lengths)
     store.are_conversations = True
     trained = split(store, 0.1)
@@ -103,7 +102,7 @@ def test_a_conversation_is_cut_only_if_it_is_the_only_one(lengths: list[int]) ->
     assert (trained < store.lengths).sum() == 1
 
 
-def test_ends_of_near_duplicates_do_not_validate() -> None:
+def test_ends_of_near_duplicates_do_not_validate():
     """The end of one near-duplicate may lie in the middle of another."""
     store = Documents([1000, 1000, 5000], np.array([0, 0, 2]))
     trained = split(store, 0.05)
@@ -117,12 +116,12 @@ def test_ends_of_near_duplicates_do_not_validate() -> None:
 @pytest.mark.parametrize(
     ("total", "share"), [(10_000, 0.1), (300_000, 0.1), (500_000, 0.0655), (20_000_000, 0.02)]
 )
-def test_without_a_fraction_enough_validates(total: int, share: float) -> None:
+def test_without_a_fraction_enough_validates(total, share):
     store = Documents([total // 500] * 500)
     assert validating_share(store, split(store, None)) == pytest.approx(share, rel=0.1)
 
 
-def test_the_split_depends_on_the_texts_alone() -> None:
+def test_the_split_depends_on_the_texts_alone():
     """In whatever order they come; and few change sides where others come."""
     store = Documents(lengths_of(500), firsts(np.arange(500) // 3))
     trained = split(store, 0.1)
@@ -139,7 +138,7 @@ def test_the_split_depends_on_the_texts_alone() -> None:
     assert (fewer != trained[:480]).mean() < 0.03
 
 
-def test_groups_of_two_stores_are_on_one_side() -> None:
+def test_groups_of_two_stores_are_on_one_side():
     a, b = Documents(lengths_of(300)), Documents(lengths_of(300, 1), seed=1)
     rng = np.random.default_rng(2)
     a.signatures = rng.integers(0, 2**32, (300, 64), dtype=np.uint64).astype(np.uint32)
@@ -159,9 +158,7 @@ def test_groups_of_two_stores_are_on_one_side() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.2003, 0.3017])
 @pytest.mark.parametrize("text", [prose(1000, 5), "😀水é" * 400])
 @pytest.mark.parametrize("vocab_size", [257, 400])
-def test_one_file_validates_on_its_end(
-    text_config: Make, tmp_path: Path, vocab_size: int, text: str, share: float
-) -> None:
+def test_one_file_validates_on_its_end(text_config, tmp_path, vocab_size, text, share):
     """No character is cut, though it takes several tokens of a small vocabulary."""
     file = tmp_path / "input.txt"
     file.write_text(text, encoding="utf-8")
@@ -182,9 +179,7 @@ def test_one_file_validates_on_its_end(
 
 
 @pytest.mark.parametrize("text", ["x", "xy"])
-def test_text_too_short_for_both_sides_is_refused(
-    text_config: Make, tmp_path: Path, text: str
-) -> None:
+def test_text_too_short_for_both_sides_is_refused(text_config, tmp_path, text):
     file = tmp_path / "short.txt"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"data\.val_fraction=null: .*val_fraction=0 "):
@@ -201,7 +196,7 @@ def grouped(texts: list[str]) -> list[int]:
     return near_duplicates(np.stack([signature(text) for text in texts])).tolist()
 
 
-def test_signatures_estimate_equal_shingles() -> None:
+def test_signatures_estimate_equal_shingles():
     words = prose(3000, 0).split()
     for shared in (0, 600, 1500, 2700):
         other = [*words[:shared], *prose(3000 - shared, 77).split()]
@@ -213,7 +208,7 @@ def test_signatures_estimate_equal_shingles() -> None:
         assert estimate == pytest.approx(jaccard, abs=0.2)
 
 
-def test_copies_differ_in_white_space_and_case() -> None:
+def test_copies_differ_in_white_space_and_case():
     text = prose(300, 1)
     others = [text.upper(), text.replace("\n", " \n\n  "), prose(300, 3)]
     assert grouped([text, prose(300, 2), *others]) == [0, 1, 0, 0, 4]
@@ -221,7 +216,7 @@ def test_copies_differ_in_white_space_and_case() -> None:
 
 
 @pytest.mark.parametrize("size", [60, 400, 3000])
-def test_lightly_edited_copies_are_grouped(size: int) -> None:
+def test_lightly_edited_copies_are_grouped(size):
     originals = [prose(size, seed) for seed in range(20)]
     copies = [edited(text, 0.01, seed) for seed, text in enumerate(originals)]
     group = grouped(originals + copies)
@@ -232,6 +227,6 @@ def test_lightly_edited_copies_are_grouped(size: int) -> None:
     assert grouped(originals + others) == list(range(40))
 
 
-def test_signatures_do_not_change_with_a_release() -> None:
+def test_signatures_do_not_change_with_a_release():
     first = signature("the quick brown fox jumps over the lazy dog")[:4].tolist()
     assert first == [45200130, 288114253, 161584545, 1690409200]

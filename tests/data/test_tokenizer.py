@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -34,7 +33,7 @@ def arbitrary(rng: random.Random) -> str:
     return "".join(chr(rng.randint(*rng.choice(ranges))) for _ in range(rng.randrange(60)))
 
 
-def test_decode_undoes_encode_for_any_text(trained) -> None:
+def test_decode_undoes_encode_for_any_text(trained):
     rng = random.Random(0)
     odd = ["", " ", "\n\n", "\x00", "\r\n", "e\u0301", "\U0010ffff", "a" * 10_000]
     odd.append(f"before {EOS} after")
@@ -45,13 +44,13 @@ def test_decode_undoes_encode_for_any_text(trained) -> None:
         assert trained.eos_id not in ids
 
 
-def test_documents_end_once(trained) -> None:
+def test_documents_end_once(trained):
     texts = ["", "one", "two\nlines", "é" * 50, f"a {EOS} b"]
     for text, ids in zip(texts, trained.encode_documents(texts), strict=True):
         assert ids.tolist() == [*trained.encode(text), trained.eos_id]
 
 
-def test_splitting_a_long_text_changes_no_token(trained) -> None:
+def test_splitting_a_long_text_changes_no_token(trained):
     rng = random.Random(1)
     pieces = ["rain", "the ", "12", "\n", "\n\n  ", " \n", "x_\n", "!\n", "été\n", "水\n", "\t"]
     pieces += ["'s\n", "\r\n"]
@@ -69,7 +68,7 @@ def test_an_endless_run_can_be_trained_on(run) -> None:
     assert train(["some words", run * (200_000 // len(run))], 400).vocab_size <= 400
 
 
-def test_save_and_load_keep_everything(trained, tmp_path) -> None:
+def test_save_and_load_keep_everything(trained, tmp_path):
     trained.save(tmp_path / "tokenizer.json")
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["tokenizer.json", "tokenizer_config.json"]
@@ -95,7 +94,7 @@ def test_save_and_load_keep_everything(trained, tmp_path) -> None:
         ("generation_config.json", {"eos_token_id": 5}),
     ],
 )
-def test_end_of_text_is_found_and_saved(tmp_path, file, content) -> None:
+def test_end_of_text_is_found_and_saved(tmp_path, file, content):
     word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / file).write_text(json.dumps(content))
     tokenizer = Tokenizer.load(tmp_path)
@@ -106,7 +105,7 @@ def test_end_of_text_is_found_and_saved(tmp_path, file, content) -> None:
     assert Tokenizer.load(run).eos == "<stop>"
 
 
-def test_begin_of_text_is_that_of_the_post_processor(tmp_path) -> None:
+def test_begin_of_text_is_that_of_the_post_processor(tmp_path):
     plain = word_level("<s>", "</s>")
     plain.save(str(tmp_path / "plain.json"))
     plain.post_processor = processors.TemplateProcessing(
@@ -125,7 +124,7 @@ def test_begin_of_text_is_that_of_the_post_processor(tmp_path) -> None:
     assert plain.encode_prompt("a b") == [0, 1] and plain.encode_prompt("") == [plain.eos_id]
 
 
-def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path) -> None:
+def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path):
     words = {"▁": 0, "a": 1, "\n": 2, "</s>": 3, "b": 4, "c": 5, "d": 6, "▁a": 7}
     tokenizer = tokenizers.Tokenizer(models.BPE(words, [("▁", "a")]))
     tokenizer.normalizer = normalizers.Prepend("▁")
@@ -147,7 +146,7 @@ def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path) -> None:
         (models.BPE({"a": 0, EOS: 1}, [], dropout=0.5), "tokenizer.json: .*dropout"),
     ],
 )
-def test_a_broken_tokenizer_is_named(tmp_path: Path, content, message) -> None:
+def test_a_broken_tokenizer_is_named(tmp_path, content, message):
     file = tmp_path / "tokenizer.json"
     if isinstance(content, models.Model):
         content = tokenizers.Tokenizer(content)
@@ -160,7 +159,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, content, message) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_vocabulary_size_covers_ids_with_gaps(tmp_path) -> None:
+def test_vocabulary_size_covers_ids_with_gaps(tmp_path):
     words = models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]")
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.load(tmp_path).vocab_size == 42

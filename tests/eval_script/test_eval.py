@@ -5,7 +5,6 @@ code 2.
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,14 @@ from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Sharded
-from tests.eval_script.sample import SCRIPT, Evaluate, write_tasks
+from tests.eval_script.sample import SCRIPT, write_tasks
 from tests.processes import ROOT, finished
 from tests.written import write
 
 VT = ["ruler=true", "ruler.tasks=[vt]"]
 
 
-def test_a_mistake_on_several_devices_is_one_line(run: Path) -> None:
+def test_a_mistake_on_several_devices_is_one_line(run):
     """One that rank 0 finds while another rank waits for sequences to compute."""
     keys = [f"checkpoint={run}", "devices=2", "device=cpu", *VT, "ruler.lengths=[200]"]
     process = finished(SCRIPT, keys, ROOT, LONGCTX_ARRIVAL_SECONDS=500)
@@ -32,7 +31,7 @@ def test_a_mistake_on_several_devices_is_one_line(run: Path) -> None:
     assert len(errors) == 1 and errors[0].startswith("error: ruler.lengths=[200]")
 
 
-def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evaluate) -> None:
+def test_a_run_is_scored_on_its_validation_documents(run, evaluate):
     content, output = evaluate("batch_size=4")
     assert (content["context"], content["stride"]) == (64, 32)
     assert content["attention"] == "flash"
@@ -47,9 +46,7 @@ def test_a_run_is_scored_on_its_validation_documents(run: Path, evaluate: Evalua
     assert "seq_len=" not in output
 
 
-def test_memory_that_runs_out_on_a_cpu_is_one_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
     def fails(*anything: object) -> None:
         torch.empty(1 << 60)
 
@@ -58,9 +55,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(
     assert "error: out of memory on process 0; seq_len=64 " in capsys.readouterr().err
 
 
-def test_numbers_that_are_not_finite_are_null(
-    run: Path, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     path = run_folder.checkpoint_path(run, 3)
     intact = path.rename(tmp_path / "intact")
     checkpoint = checkpoints.read(intact)
@@ -83,7 +78,7 @@ def test_numbers_that_are_not_finite_are_null(
     file.unlink()
 
 
-def test_splits_lengths_limits_and_backends(run: Path, evaluate: Evaluate) -> None:
+def test_splits_lengths_limits_and_backends(run, evaluate):
     file = run / "checkpoints" / "last.ckpt"
     file.symlink_to(run_folder.checkpoint_path(run, 3).name)
     scores = {}
@@ -150,13 +145,7 @@ WRONG_CHECKPOINTS = [
         *[(["checkpoint={run}", *overrides], message) for overrides, message in MISTAKES],
     ],
 )
-def test_mistake_is_one_line_and_writes_nothing(
-    run: Path,
-    refused: Callable[[int, str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    message: str,
-) -> None:
+def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, overrides, message):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: "installed")
     folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
@@ -165,29 +154,19 @@ def test_mistake_is_one_line_and_writes_nothing(
     assert sorted(run.rglob("*")) == before
 
 
-def test_file_in_the_place_of_the_results_is_refused(
-    run: Path, tmp_path: Path, refused: Callable[[int, str], str]
-) -> None:
+def test_file_in_the_place_of_the_results_is_refused(run, tmp_path, refused):
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
     refused(evaluation.main([f"checkpoint={other}", "device=cpu"]), f"{other}/eval: ")
 
 
-def test_tasks_without_lm_eval_say_what_to_install(
-    run: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[int, str], str]
-) -> None:
+def test_tasks_without_lm_eval_say_what_to_install(run, monkeypatch, refused):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(evaluation.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
     assert "pip install lm-eval" in error
 
 
-def test_tasks_run_from_the_command_line(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    evaluate: Evaluate,
-) -> None:
+def test_tasks_run_from_the_command_line(run, tmp_path, monkeypatch, capsys, evaluate):
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tasks = write_tasks(tmp_path / "tasks")
@@ -200,13 +179,7 @@ def test_tasks_run_from_the_command_line(
     assert f"{missing}: " in capsys.readouterr().err
 
 
-def test_passkeys_of_a_run_and_of_its_export(
-    run: Path,
-    tmp_path: Path,
-    evaluate: Evaluate,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]"]
     content, output = evaluate(*keys, "passkey.lengths=[600,500]")
@@ -228,7 +201,7 @@ def test_passkeys_of_a_run_and_of_its_export(
         assert f"error: {wrong}: " in capsys.readouterr().err
 
 
-def test_ruler_of_a_run(evaluate: Evaluate) -> None:
+def test_ruler_of_a_run(evaluate):
     keys = ["ruler=true", "ruler.tasks=[niah_single_2,fwe,qa_1]", "ruler.samples=2"]
     keys += ["ruler.lengths=[1500,900]"]
     content, output = evaluate(*keys)

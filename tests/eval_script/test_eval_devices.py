@@ -15,7 +15,7 @@ import pytest
 from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.runs import checkpoints, run_folder
-from tests.eval_script.sample import Evaluate, write_tasks
+from tests.eval_script.sample import write_tasks
 from tests.processes import ROOT, children, environment, finished
 
 MARKED = Path(__file__).with_name("marked_evaluation.py")
@@ -42,14 +42,8 @@ TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=6
     ],
 )
 def test_several_devices_write_what_one_writes(
-    run: Path,
-    evaluate: Evaluate,
-    overrides: list[str],
-    layout: list[str],
-    launcher: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    run, evaluate, overrides, layout, launcher, tmp_path, monkeypatch
+):
     """Lengths and numbers of texts divide by no number of devices."""
     if overrides is TASKS:
         pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install lm-eval")
@@ -91,7 +85,7 @@ def flat(content: Any) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_ends_all(run, tmp_path):
     words = [f"checkpoint={run}", "device=cpu", "devices=2", "documents=2"]
     process = finished(MARKED, words, tmp_path, MARKS=tmp_path, FULL=1)
     assert process.returncode == FULL_DISK
@@ -99,7 +93,7 @@ def test_a_full_disk_is_one_line_and_ends_all(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_the_evaluation(run: Path, tmp_path: Path) -> None:
+def test_a_lost_process_ends_the_evaluation(run, tmp_path):
     (tmp_path / "long.txt").write_text("a rose is a rose is a violet\n" * 100_000)
     overrides = ["data=text", f"data.path={tmp_path / 'long.txt'}", "stride=1", "devices=2"]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARKS": str(tmp_path)}

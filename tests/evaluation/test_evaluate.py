@@ -53,7 +53,7 @@ def strategy_of(config: EvalConfig) -> str:
         (EvalConfig("runs/a", seq_len=5000), Forward("seq_len", 8, 5000, 1, False)),
     ],
 )
-def test_a_forward_is_as_long_as_the_longest_text(config: EvalConfig, forward: Forward) -> None:
+def test_a_forward_is_as_long_as_the_longest_text(config, forward):
     assert forward_of(config) == forward
     assert forward.tokens == forward.rows * forward.length // forward.sharing
 
@@ -69,5 +69,5 @@ def test_a_forward_is_as_long_as_the_longest_text(config: EvalConfig, forward: F
         (evaluation(devices=2, strategy=StrategyConfig("fsdp")), "fsdp"),
     ],
 )
-def test_devices_hold_slices_if_copies_do_not_fit(config: EvalConfig, strategy: str) -> None:
+def test_devices_hold_slices_if_copies_do_not_fit(config, strategy):
     assert strategy_of(config) == strategy

@@ -4,7 +4,6 @@ without a network.
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,7 +52,7 @@ def ln_p(model: GPT, before: list[int], after: list[int]) -> float:
     return float(logp.gather(1, torch.tensor(after)[:, None]).sum())
 
 
-def test_greedy_continuations_are_known(model: GPT, tokenizer: Tokenizer) -> None:
+def test_greedy_continuations_are_known(model, tokenizer):
     before, after = [7, 8, 9], list[int]()
     for _ in range(3):
         after.append(int(model(torch.tensor([before + after]))[0, -1].argmax()))
@@ -62,7 +61,7 @@ def test_greedy_continuations_are_known(model: GPT, tokenizer: Tokenizer) -> Non
     assert [is_greedy for _, is_greedy in answers] == [True, False]
 
 
-def test_a_long_continuation_is_scored_in_pieces(model: GPT, tokenizer: Tokenizer) -> None:
+def test_a_long_continuation_is_scored_in_pieces(model, tokenizer):
     after = np.random.default_rng(1).integers(256, size=75).tolist()
     ((total, _),) = harness(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
     ids, expected = [7, *after], 0.0
@@ -73,7 +72,7 @@ def test_a_long_continuation_is_scored_in_pieces(model: GPT, tokenizer: Tokenize
     assert total == pytest.approx(expected, rel=1e-4)
 
 
-def test_answers_are_those_of_single_forwards(model: GPT, tokenizer: Tokenizer) -> None:
+def test_answers_are_those_of_single_forwards(model, tokenizer):
     lm, requests, expected = harness(model, tokenizer, 64), [], []
     for n, most in [(4, 5), (30, 9), (0, 7), (9, 1), (52, 11), (12, 9), (7, 12)]:
         until = ["e", "is a"] if n % 2 else []
@@ -91,7 +90,7 @@ def test_answers_are_those_of_single_forwards(model: GPT, tokenizer: Tokenizer) 
         lm.generate_until([SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7}))])
 
 
-def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
+def test_log_likelihoods_are_those_of_hflm(tmp_path):
     """A small Llama of transformers whose tokenizer puts <s> before every text."""
     plain = train([TEXT * 9], 300)
     begins = with_begin(plain)
@@ -139,9 +138,7 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path: Path) -> None:
     assert ours._text(Question(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
 
 
-def test_texts_are_scored_in_the_windows_of_hflm(
-    model: GPT, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_texts_are_scored_in_the_windows_of_hflm(model, tokenizer, tmp_path):
     """Texts of less than a window, of several, and of one token more than two."""
     tokenizer.save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "hf", context=32)
@@ -156,7 +153,7 @@ def test_texts_are_scored_in_the_windows_of_hflm(
     assert ours.loglikelihood_rolling(requests) == pytest.approx(want, rel=1e-4)
 
 
-def test_padding_does_not_stretch_a_model(tokenizer: Tokenizer) -> None:
+def test_padding_does_not_stretch_a_model(tokenizer):
     torch.manual_seed(0)
     scaling = {"rope_type": "dynamic", "factor": 4.0}
     config = GPTConfig(tokenizer.vocab_size, rope_scaling=scaling, context=8, **SHAPE)
@@ -168,9 +165,7 @@ def test_padding_does_not_stretch_a_model(tokenizer: Tokenizer) -> None:
         assert total == pytest.approx(ln_p(model, before, after), rel=1e-4)
 
 
-def test_local_tasks_run_without_a_network(
-    model: GPT, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_tasks_run_without_a_network(model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, lm = write_tasks(tmp_path / "tasks"), harness(model, tokenizer)
     output = evaluate_tasks(lm, ["my_choice", "my_text", "my_answer"], tmp_path, folder)

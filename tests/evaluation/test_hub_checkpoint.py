@@ -3,7 +3,6 @@ network, and nothing is written into that.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["me/small", f"me/small@{COMMIT}", "me/small@main"])
-def test_a_model_of_the_hub_is_continued_as_its_folder(
-    snapshot: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_the_hub_is_continued_as_its_folder(snapshot, name, capsys):
     texts = []
     for checkpoint in (str(snapshot), name):
         keys = ["prompt=a rose", "max_new_tokens=9", "temperature=0", "device=cpu"]
@@ -40,9 +37,7 @@ def test_a_model_of_the_hub_is_continued_as_its_folder(
     assert texts[0] == texts[1] != ""
 
 
-def test_a_hub_evaluation_records_the_commit(
-    snapshot: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_evaluation_records_the_commit(snapshot, capsys):
     before = sorted(snapshot.parents[1].rglob("*"))
     Path("a.txt").write_text("a rose is a rose in 1812\n" * 20)
     documents = ["data=text", "data.path=a.txt", "device=cpu"]
@@ -59,9 +54,7 @@ def test_a_hub_evaluation_records_the_commit(
 @pytest.mark.parametrize(
     ("name", "problem"), [("me/other", "folder here"), ("runs/no", "file or folder")]
 )
-def test_a_model_that_is_absent_is_one_line(
-    snapshot: Path, command: list[str], name: str, problem: str, refused: Callable[[int, str], str]
-) -> None:
+def test_a_model_that_is_absent_is_one_line(snapshot, command, name, problem, refused):
     """A run that is absent is not looked for at the Hub."""
     words = [*command, name] if len(command) == 1 else [command[0], f"{command[1]}{name}"]
     refused(cli.main([*words, "device=cpu"]), f"checkpoint={name}: no such {problem}")

@@ -45,9 +45,7 @@ def with_begin(plain: Tokenizer) -> Tokenizer:
     return Tokenizer(begins, plain.eos)
 
 
-def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
-    folder: Path, tokenizer: Tokenizer
-) -> None:
+def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(folder, tokenizer):
     documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
     assert len(documents) == len(TEXTS)
     for name, ids, n_bytes, n_words, _ in documents:
@@ -58,9 +56,7 @@ def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(
         assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
 
 
-def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_texts_end_at_the_tokens_that_transformers_ends_them_at(tmp_path, tokenizer):
     assert tokenizer.end_tokens == {tokenizer.eos_id}
     tokenizer.save(tmp_path / "tokenizer.json")
     model = Tokenizer.load(tmp_path)
@@ -73,9 +69,7 @@ def test_texts_end_at_the_tokens_that_transformers_ends_them_at(
 
 
 @pytest.mark.parametrize("learnt", [["abc"], ["😀 😁 😂 😃"] * 9])
-def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(
-    tmp_path: Path, learnt: list[str]
-) -> None:
+def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(tmp_path, learnt):
     tokenizer = train(learnt, 264)
     for text in ("é!", "😄 !", "\ufffd?", "a"):
         ids = tokenizer.encode(text)
@@ -88,7 +82,7 @@ def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(
     )
 
 
-def test_bytes_of_tokens_that_stand_for_bytes() -> None:
+def test_bytes_of_tokens_that_stand_for_bytes():
     """As in Llama 2: characters, and <0x..> for those that the vocabulary lacks."""
     words = ["<s>", "</s>", "<unk>", "a", "水", "\ufffd", *(f"<0x{n:02X}>" for n in range(256))]
     model = tokenizers.models.BPE(
@@ -105,9 +99,7 @@ def test_bytes_of_tokens_that_stand_for_bytes() -> None:
     assert tokenizer.n_bytes(tokenizer.eos_id) == 0
 
 
-def test_documents_without_text_are_left_out_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_without_text_are_left_out_and_said(tmp_path, capsys):
     plain = train(["abc"], 257)
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("abc")
@@ -118,9 +110,7 @@ def test_documents_without_text_are_left_out_and_said(
         assert "1 document" in capsys.readouterr().err
 
 
-def test_documents_of_a_run_are_those_of_its_split(
-    folder: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_of_a_run_are_those_of_its_split(folder, tokenizer, capsys):
     (run := folder / "run").mkdir()
     tokenizer.save(run / "tokenizer.json")
     data = {"source": "text", "path": str(folder / "docs"), "cache": str(folder / "cache")}
@@ -146,7 +136,7 @@ def test_documents_of_a_run_are_those_of_its_split(
     assert str(run) in capsys.readouterr().err
 
 
-def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: Tokenizer) -> None:
+def test_begin_of_text_has_no_bytes_in_a_cut_document(folder, tokenizer):
     (run := folder / "run").mkdir()
     with_begin(tokenizer).save(run / "tokenizer.json")
     (folder / "one.txt").write_text("a rose is a rose \n" * 90)
@@ -156,7 +146,7 @@ def test_begin_of_text_has_no_bytes_in_a_cut_document(folder: Path, tokenizer: T
     assert cut.n_bytes == len(tokenizer.decode(cut.ids[1:]).encode())
 
 
-def test_a_conversation_is_scored_as_its_val_loss(folder: Path) -> None:
+def test_a_conversation_is_scored_as_its_val_loss(folder):
     (run := folder / "run").mkdir()
     write_tokenizer(run)
     write(run, CHATML)

@@ -61,9 +61,7 @@ class Oracle(GPT):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
-def test_a_text_has_its_length_and_key_depth(
-    tokenizer: Tokenizer, filler: np.ndarray, kind: str, depth: float
-) -> None:
+def test_a_text_has_its_length_and_key_depth(tokenizer, filler, kind, depth):
     hidden = task(kind, Random(3))
     others = [0.1, 0.5, 0.9][: len(hidden.others)]
     ids, answer = text(hidden, tokenizer, filler, 400, depth, others)
@@ -77,9 +75,7 @@ def test_a_text_has_its_length_and_key_depth(
     assert all(other in shown for other in hidden.others)
 
 
-def test_recall_is_right_where_the_model_sees_the_fact(
-    tokenizer: Tokenizer, filler: np.ndarray
-) -> None:
+def test_recall_is_right_where_the_model_sees_the_fact(tokenizer, filler):
     scorer = Scorer(Oracle(tokenizer))
     cells = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
     assert len(cells) == 2 * 2 * 3
@@ -91,7 +87,7 @@ def test_recall_is_right_where_the_model_sees_the_fact(
     assert blind[0].logprob < -10
 
 
-def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.ndarray) -> None:
+def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=448, layers=1, channels=16, heads=2, ffn=16)).train()
     [cell] = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
@@ -107,7 +103,7 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer: Tokenizer, filler: np.nd
     assert cell.right == int((logp.argmax(-1) == torch.from_numpy(ids[-answer:])).all())
 
 
-def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
+def test_filler_is_text_alone(tokenizer):
     ids = [5, 6, 7, tokenizer.eos_id], [8, 9]
     documents = [Document("a", np.array(tokens), 3) for tokens in ids]
     assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
@@ -115,9 +111,7 @@ def test_filler_is_text_alone(tokenizer: Tokenizer) -> None:
     assert len(filler_of([], tokenizer, 10)) == 0
 
 
-def test_lengths_that_cannot_be_filled_are_refused(
-    tokenizer: Tokenizer, filler: np.ndarray
-) -> None:
+def test_lengths_that_cannot_be_filled_are_refused(tokenizer, filler):
     model = Oracle(tokenizer)
     with pytest.raises(ValueError, match=r"passkey\.lengths=\[256\]:"):
         recall(Scorer(model), tokenizer, filler[:10], [256])

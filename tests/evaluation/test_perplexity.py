@@ -5,8 +5,6 @@ batched.
 import copy
 import math
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +51,7 @@ def nats(model: GPT, ids: np.ndarray) -> Tensor:
     return -logp[:-1].gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
 
 
-def test_windows_agree_with_the_recipe_of_transformers(model: GPT, tmp_path: Path) -> None:
+def test_windows_agree_with_the_recipe_of_transformers(model, tmp_path):
     """https://huggingface.co/docs/transformers/perplexity, on the exported model, every token."""
     transformers = pytest.importorskip("transformers")
     train(["a rose"], 300).save(tmp_path / "tokenizer.json")
@@ -80,7 +78,7 @@ def test_windows_agree_with_the_recipe_of_transformers(model: GPT, tmp_path: Pat
         assert ours.perplexity == pytest.approx(math.exp(total / scored), rel=1e-6)
 
 
-def test_totals_are_sums_and_not_means(model: GPT) -> None:
+def test_totals_are_sums_and_not_means(model):
     result = perplexity(Scorer(model), documents(60, 4, 1), context=20)
     total = result.total
     assert total.tokens == 59 + 3
@@ -94,12 +92,12 @@ def test_totals_are_sums_and_not_means(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])
-def test_nothing_to_score_is_refused(model: GPT, lengths: tuple[int, ...]) -> None:
+def test_nothing_to_score_is_refused(model, lengths):
     with pytest.raises(ValueError, match="documents:"):
         perplexity(Scorer(model), documents(*lengths), context=10)
 
 
-def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
+def test_matrices_rounded_once_equal_autocast(model):
     rounded = copy.deepcopy(model)
     round_matrices(rounded, torch.bfloat16)
     assert rounded.embed.weight.dtype == torch.float32
@@ -114,7 +112,7 @@ def test_matrices_rounded_once_equal_autocast(model: GPT) -> None:
     assert one.total.nats == pytest.approx(exact, rel=0.02)
 
 
-def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
+def test_the_same_tokens_are_scored_at_every_context(model):
     """Against one forward per target and context over exactly the tokens that it may see."""
     docs, contexts = documents(100, 33, 32, 70), [8, 16, 32]
     result = perplexity(Scorer(model), docs, context=32, contexts=contexts, batch_size=3)
@@ -137,7 +135,7 @@ def test_the_same_tokens_are_scored_at_every_context(model: GPT) -> None:
     )
 
 
-def test_loss_by_position_is_of_the_same_documents(model: GPT) -> None:
+def test_loss_by_position_is_of_the_same_documents(model):
     docs = documents(40, 33, 32, *[90] * 8, 5)
     rows = perplexity(Scorer(model), docs, context=63).by_position()
     assert [(row["first"], row["last"]) for row in rows] == [
@@ -151,7 +149,7 @@ def test_loss_by_position_is_of_the_same_documents(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[9, 4, 1, 16], [70] * FEWEST + [300, 2], [1, 1], [40] * 7])
-def test_packed_rows_have_the_means_of_their_documents(lengths: list[int]) -> None:
+def test_packed_rows_have_the_means_of_their_documents(lengths):
     """`lengths` in tokens; the last token of each document has no target."""
     nats = np.random.default_rng(0).random(sum(lengths)) * 9
     offsets = np.cumsum([0, *lengths])
@@ -170,7 +168,7 @@ def test_packed_rows_have_the_means_of_their_documents(lengths: list[int]) -> No
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
 
 
-def test_longest_bucket_is_filled_by_enough_documents() -> None:
+def test_longest_bucket_is_filled_by_enough_documents():
     few = [Filled(FEWEST - 1, [1.0] * 5), Filled(1, [1.0] * 3), Filled(4, [1.0])]
     assert len(mean_losses(few)) == 3
     assert len(mean_losses(few[:1])) == 5
@@ -190,7 +188,7 @@ ROPES = {
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
-def test_scores_do_not_depend_on_packing(rope: dict[str, Any], batch_size: int) -> None:
+def test_scores_do_not_depend_on_packing(rope, batch_size):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=V, rope_scaling=rope, context=40, **SHAPE), "naive").eval()
     docs = documents(150, 97, 33, 1, 2, 20, 100, 41)
@@ -206,7 +204,7 @@ def test_scores_do_not_depend_on_packing(rope: dict[str, Any], batch_size: int) 
         assert score.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_standard_error_is_of_the_mean() -> None:
+def test_standard_error_is_of_the_mean():
     """Of equal documents it is the textbook one; and other draws differ by about as much."""
     rng = np.random.default_rng(0)
     values = rng.normal(3, 1, 400)
@@ -220,7 +218,7 @@ def test_standard_error_is_of_the_mean() -> None:
     assert math.isnan(error_of_ratio([(3.0, 2)]))
 
 
-def test_one_document_has_an_error_over_windows(model: GPT) -> None:
+def test_one_document_has_an_error_over_windows(model):
     (document,) = documents(150)
     result = perplexity(Scorer(model), [document], context=40, stride=40)
     each = [
@@ -236,7 +234,7 @@ def test_one_document_has_an_error_over_windows(model: GPT) -> None:
 
 @pytest.mark.parametrize("context", [1, 2, 5, 8, 64])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 9, 10, 33, 64, 65, 66])
-def test_every_token_is_scored_once(tokens: int, context: int) -> None:
+def test_every_token_is_scored_once(tokens, context):
     for stride in range(1, context + 1):
         scored: list[int] = []
         for begin, end, first in spans(tokens, context, stride):
@@ -248,7 +246,7 @@ def test_every_token_is_scored_once(tokens: int, context: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_sequences_hold_every_window_once(rows: int) -> None:
+def test_sequences_hold_every_window_once(rows):
     lengths = np.random.default_rng(0).integers(1, 101, size=400)
     windows = (Window(n, 0, np.arange(length + 1), 0) for n, length in enumerate(lengths))
     packed = list(batches(windows, 100, rows))

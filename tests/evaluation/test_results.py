@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def printed(content: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("documents", [5, 40])
-def test_few_documents_are_all_shown_many_in_part(documents: int) -> None:
+def test_few_documents_are_all_shown_many_in_part(documents):
     content = result(documents).content()
     text = printed(content)
     is_shown = [f"docs/[{n}].md" in text for n in range(documents)]
@@ -63,14 +62,14 @@ def test_few_documents_are_all_shown_many_in_part(documents: int) -> None:
     assert f"{content['total']['perplexity']:,.3f}" in text
 
 
-def test_positions_and_contexts_are_shown() -> None:
+def test_positions_and_contexts_are_shown():
     text = printed(full())
     for cells in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000"):
         assert cells in text
     assert full()["by_context"][1]["gain"] == 0.5
 
 
-def test_contents_have_the_numbers_of_each_cell() -> None:
+def test_contents_have_the_numbers_of_each_cell():
     cells = itertools.product(KINDS, (256, 1024), (0.0, 0.5, 1.0))
     recalled = passkey.content([Cell(*cell, 4, int(4 * cell[2]), -2.0) for cell in cells])
     assert recalled["samples"] == 4
@@ -79,17 +78,17 @@ def test_contents_have_the_numbers_of_each_cell() -> None:
     assert of_ruler()["ruler"]["scores"] == {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
 
 
-def test_perplexity_that_overflows_is_infinite() -> None:
+def test_perplexity_that_overflows_is_infinite():
     assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
     assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
 
 
-def test_device_and_batch_size_decide_nothing() -> None:
+def test_device_and_batch_size_decide_nothing():
     assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
     assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())
 
 
-def test_compare_shows_the_scores_of_ruler(tmp_path: Path) -> None:
+def test_compare_shows_the_scores_of_ruler(tmp_path):
     evaluations.write(of_ruler(), tmp_path / "eval" / "ruler-x.json")
     (tmp_path / "config.yaml").write_text("seq_len: 512\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_seen": 64, "elapsed_s": 1.0}\n')

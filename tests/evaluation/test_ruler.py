@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -78,7 +77,7 @@ class Reader(Scorer):
 
 
 @pytest.mark.parametrize("task", RULER_TASKS)
-def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task: str) -> None:
+def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
     texts = texts_of(tokenizer, tasks=[task])
     room = LENGTH - TASKS[task].answer
     rows = list(texts.samples(task, LENGTH))
@@ -92,7 +91,7 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer: Tokenizer, task:
     assert rows[0][0] != rows[1][0]
 
 
-def test_the_same_seed_makes_the_same_texts(tokenizer: Tokenizer) -> None:
+def test_the_same_seed_makes_the_same_texts(tokenizer):
     for task in ("niah_multikey_2", "vt", "qa_2"):
         first, again, other = (
             [sample for sample, _ in texts_of(tokenizer, seed=seed).samples(task, LENGTH)]
@@ -102,14 +101,14 @@ def test_the_same_seed_makes_the_same_texts(tokenizer: Tokenizer) -> None:
         assert first[0].outputs != other[0].outputs
 
 
-def test_who_finds_everything_scores_1(tokenizer: Tokenizer) -> None:
+def test_who_finds_everything_scores_1(tokenizer):
     texts = texts_of(tokenizer)
     scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH], {tokenizer.eos_id}))
     assert len(scored) == 2 * len(RULER_TASKS) * 2
     assert {row["score"] for row in scored} == {1.0}
 
 
-def test_scores_are_those_of_lm_eval() -> None:
+def test_scores_are_those_of_lm_eval():
     pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness")
     common = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
     rng = Random(5)
@@ -123,7 +122,7 @@ def test_scores_are_those_of_lm_eval() -> None:
         assert score("qa_2", answer, [first]) == theirs
 
 
-def test_essays_are_cut_into_sentences_wherever_there_are_some() -> None:
+def test_essays_are_cut_into_sentences_wherever_there_are_some():
     assert sentences(essay_words("A dog.  A\ncat! End")) == ["A dog.", "A cat!", "End"]
     assert len(sentences(essay_words("x " * 100))) == 3
     unspaced = essay_words("数" * 100 + "。" + "字" * 5)
@@ -153,7 +152,7 @@ HOTPOT = [
 ]
 
 
-def test_questions_of_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_questions_of_files(tmp_path, tokenizer):
     files = {"squad": tmp_path / "squad.json", "hotpotqa": tmp_path / "hotpot.json"}
     files["squad"].write_text(json.dumps(SQUAD))
     files["hotpotqa"].write_text(json.dumps(HOTPOT))

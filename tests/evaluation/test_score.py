@@ -24,7 +24,7 @@ def model() -> GPT:
     return GPT(GPTConfig(vocab_size=64, **shape)).eval()
 
 
-def test_answers_are_greedy_and_end(model: GPT) -> None:
+def test_answers_are_greedy_and_end(model):
     expected = []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -37,7 +37,7 @@ def test_answers_are_greedy_and_end(model: GPT) -> None:
     assert Scorer(model).answers(PROMPTS, 6, [end], 11) == until
 
 
-def test_batches_of_one_length_share_a_cache(model: GPT) -> None:
+def test_batches_of_one_length_share_a_cache(model):
     scorer = Scorer(model)
     decoders = set()
     for prompts in (PROMPTS, [[6, 5], [4]], [[3, 2, 1], [8] * 5, [9, 1, 9, 1]]):
@@ -51,7 +51,7 @@ def test_batches_of_one_length_share_a_cache(model: GPT) -> None:
     assert len({*decoders, scorer.decoder}) == 3
 
 
-def test_a_batch_stops_when_each_answer_has_ended(model: GPT) -> None:
+def test_a_batch_stops_when_each_answer_has_ended(model):
     seen: list[tuple[int, int]] = []
 
     def has_ended(number: int, tokens: list[int]) -> bool:
@@ -63,7 +63,7 @@ def test_a_batch_stops_when_each_answer_has_ended(model: GPT) -> None:
     assert max(count for _, count in seen) == 3
 
 
-def test_speed_is_that_after_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_that_after_the_first_batch(monkeypatch):
     """By a clock that says 0, 90, 180, … seconds."""
     clock = iter(range(0, 900, 90))
     monkeypatch.setattr(score, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
@@ -85,7 +85,7 @@ def wide(vocab_size: int) -> GPT:
 
 
 @pytest.mark.gpu
-def test_many_batches_agree_with_the_cpu() -> None:
+def test_many_batches_agree_with_the_cpu():
     rng = np.random.default_rng(0)
     documents = [
         Document(str(n), rng.integers(1000, size=int(size)), 9)
@@ -102,7 +102,7 @@ def test_many_batches_agree_with_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_holds_no_logits_of_all_tokens() -> None:
+def test_memory_holds_no_logits_of_all_tokens():
     gpu = wide(50_000).cuda()
     ids = np.random.default_rng(0).integers(50_000, size=65_537)
     torch.cuda.reset_peak_memory_stats()
@@ -115,7 +115,7 @@ def test_memory_holds_no_logits_of_all_tokens() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_reused_graph_answers_as_launches(tied: bool) -> None:
+def test_a_reused_graph_answers_as_launches(tied):
     torch.manual_seed(0)
     sizes = {"layers": 2, "channels": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "init_std": 0.2}
     model = GPT(GPTConfig(vocab_size=307, tied=tied, **sizes), "flash").cuda().eval()

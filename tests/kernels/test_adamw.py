@@ -23,7 +23,7 @@ def draw(n: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("n", [1, 7, 1023, 1024, 2049])
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
-def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.dtype) -> None:
+def test_steps_are_those_of_torch(n, factor, average):
     p, m, v = (
         draw(n, 0).to(DEVICE),
         *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2)),
@@ -45,9 +45,7 @@ def test_steps_are_those_of_torch(n: int, factor: float | None, average: torch.d
 
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
-def test_one_launch_for_all_gives_the_bits_of_one_each(
-    factor: float | None, average: torch.dtype
-) -> None:
+def test_one_launch_for_all_gives_the_bits_of_one_each(factor, average):
     sizes = [1, 7, 1023, 1024, 2049, 5000]
     scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
     undecayed = rates(3, weight_decay=0.0)
@@ -71,7 +69,7 @@ def test_one_launch_for_all_gives_the_bits_of_one_each(
         assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
 
 
-def test_one_launch_refuses_other_tensors() -> None:
+def test_one_launch_refuses_other_tensors():
     p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
     assert table_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
     assert table_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
@@ -79,7 +77,7 @@ def test_one_launch_refuses_other_tensors() -> None:
     assert table_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
 
 
-def test_it_writes_nothing_past_the_end() -> None:
+def test_it_writes_nothing_past_the_end():
     places = [draw(2000, seed).abs().to(DEVICE) for seed in range(4)]
     before = [x.clone() for x in places]
     adamw_(*(x[:1500] for x in places), None, rates(1), BETAS, EPS)
@@ -89,7 +87,7 @@ def test_it_writes_nothing_past_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_an_int32_counts() -> None:
+def test_more_elements_than_an_int32_counts():
     n = 2**31 + 5
     p, grad, m, v = (torch.zeros(n, dtype=torch.float32, device="cuda") for _ in range(4))
     grad[-3:] = torch.tensor([1.0, -2.0, 3.0], device="cuda")

@@ -34,12 +34,12 @@ def check_fits(target: str, *sizes: str) -> None:
         assert {k: r for k, r in reports.items() if r["spilled"] > limits[k]} == {}
 
 
-def test_heads_of_64_fit_an_a100() -> None:
+def test_heads_of_64_fit_an_a100():
     check_fits("80", "64")
 
 
 @pytest.mark.slow
-def test_heads_of_512_fit() -> None:
+def test_heads_of_512_fit():
     """Tiles that are short of registers keep parts of their sums elsewhere."""
     for target in ("80", "90", "120", "gfx942"):
         reports = compile_all([target, "--", "512"], "compile_matrix.py")

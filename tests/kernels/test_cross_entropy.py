@@ -50,7 +50,7 @@ def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
         *((2, 8192), (3, 8193), (2, 16384), (3, 16385), (2, 40013)),
     ],
 )
-def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
+def test_loss_and_gradient(n, V, dtype):
     generator = torch.Generator().manual_seed(V)
     wide = torch.randn(n, V + 3, generator=generator).mul(4).to(DEVICE, dtype)
     z, target = wide[:, :V], torch.randint(V, (n,), generator=generator).to(DEVICE)
@@ -64,7 +64,7 @@ def test_loss_and_gradient(n: int, V: int, dtype: torch.dtype) -> None:
     assert torch.equal(wide[:, V:], beyond)
 
 
-def test_logits_stay_without_gradient() -> None:
+def test_logits_stay_without_gradient():
     z = torch.randn(3, 130, device=DEVICE)
     before, target = z.clone(), torch.tensor([5, -100, 129], device=DEVICE)
     loss = run(z, target, gradient=False)
@@ -73,7 +73,7 @@ def test_logits_stay_without_gradient() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(before, target, reduction="none"))
 
 
-def test_an_ignored_row_of_nan_is_zero() -> None:
+def test_an_ignored_row_of_nan_is_zero():
     z = torch.full((2, 300), float("nan"), device=DEVICE)
     z[1] = 0
     loss = run(z, torch.tensor([-100, 7], device=DEVICE))
@@ -83,7 +83,7 @@ def test_an_ignored_row_of_nan_is_zero() -> None:
 
 
 @pytest.mark.parametrize("confidence", [1e-1, 1e-3, 1e-4, 1e-8])
-def test_a_confident_token_keeps_its_gradient(confidence: float) -> None:
+def test_a_confident_token_keeps_its_gradient(confidence):
     z = torch.zeros(1, 2, device=DEVICE)
     z[0, 0] = -torch.tensor(confidence).log()
     target = torch.tensor([0], device=DEVICE)
@@ -92,7 +92,7 @@ def test_a_confident_token_keeps_its_gradient(confidence: float) -> None:
     torch.testing.assert_close(z.double(), want, rtol=2e-4, atol=5e-8)  # fp32 sums
 
 
-def test_extreme_logits() -> None:
+def test_extreme_logits():
     z = torch.tensor(
         [[2e38, -2e38, 0.0], [-float("inf"), 1.0, 1.0], [-2e4, -2e4, -2e4]], device=DEVICE
     )
@@ -109,9 +109,7 @@ def test_extreme_logits() -> None:
     [(1, 1.0, None), (100, 1.0, None), (7, 0.3, None), (7, 1.0, 3.0), (9, 2.0, 3.0)],
 )
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
-def test_the_chunked_loss_by_the_kernel(
-    chunk: int, factor: float, cap: float | None, z_loss: float
-) -> None:
+def test_the_chunked_loss_by_the_kernel(chunk, factor, cap, z_loss):
     hidden, weight, targets = inputs()
     scale = torch.tensor(0.375, device=DEVICE)
     extra = ZLoss(z_loss) if z_loss else None
@@ -132,7 +130,7 @@ def test_the_chunked_loss_by_the_kernel(
 
 
 @pytest.mark.parametrize(("chunk", "factor", "cap"), [(100, 1.0, None), (9, 2.0, 3.0)])
-def test_the_loss_of_each_token_by_the_kernel(chunk: int, factor: float, cap: float | None) -> None:
+def test_the_loss_of_each_token_by_the_kernel(chunk, factor, cap):
     hidden, weight, targets = inputs()
     losses = linear_cross_entropy(
         hidden, weight, targets, chunk, "none", logit_scale=factor, softcap=cap
@@ -156,7 +154,7 @@ def test_multiply_reaches_every_element(by: float, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_bf16_gradients_are_as_near_fp32_as_untiled() -> None:
+def test_bf16_gradients_are_as_near_fp32_as_untiled():
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(4096, 768, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (
@@ -180,7 +178,7 @@ def test_bf16_gradients_are_as_near_fp32_as_untiled() -> None:
 
 
 @pytest.mark.gpu
-def test_beyond_two_to_the_31_elements() -> None:
+def test_beyond_two_to_the_31_elements():
     n, V = 4200, 2**19 + 1  # 2.2e9 logits
     z = torch.zeros(n, V, dtype=torch.bfloat16, device="cuda")
     z[-1, -1] = 10

@@ -13,7 +13,7 @@ from tests.inputs import DEVICE, inputs
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_linear_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
+def test_linear_is_the_formula(dtype, bias):
     x, weight, b = inputs(2, 9, 13).to(dtype), inputs(7, 13, seed=1), inputs(7, seed=2)
     leaves = [t.requires_grad_() for t in (x, weight, b)[: 3 if bias else 2]]
     exact = [
@@ -37,7 +37,7 @@ def test_linear_is_the_formula(dtype: torch.dtype, bias: bool) -> None:
         torch.testing.assert_close(a.double(), b, **close)
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     x, weight = inputs(4, 5).bfloat16().requires_grad_(), inputs(3, 5, seed=1).requires_grad_()
     squares = linear(x, weight, None).square().sum()
     (dx,) = torch.autograd.grad(squares, x, create_graph=True)
@@ -45,7 +45,7 @@ def test_second_derivatives_are_refused() -> None:
         dx.sum().backward()
 
 
-def test_frozen_weight_has_no_gradient() -> None:
+def test_frozen_weight_has_no_gradient():
     layer = Linear(5, 3).to(DEVICE)
     layer.weight.requires_grad_(False)
     x = inputs(4, 5).bfloat16().requires_grad_()
@@ -57,7 +57,7 @@ def test_frozen_weight_has_no_gradient() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_of_fp32_weights_is_not_rounded(compiled: bool) -> None:
+def test_the_gradient_of_fp32_weights_is_not_rounded(compiled):
     layer, x = Linear(96, 64, bias=False).cuda(), inputs(4096, 96).bfloat16()
     run = torch.compile(layer) if compiled else layer
     dy = inputs(4096, 64, seed=1).bfloat16()

@@ -36,7 +36,7 @@ def exact(shape: tuple[int, int], dtype: torch.dtype, power: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("R", "C"), [(1, 1), (3, 5), (65, 129), (48, 304)])
-def test_both_copies_are_torchs_to_the_bit(R: int, C: int, dtype: torch.dtype) -> None:
+def test_both_copies_are_torchs_to_the_bit(R, C, dtype):
     for power, of in ((-60, torch.float32), (3, torch.bfloat16), (0, torch.float16)):
         inputs = [exact((R, C), dtype, power)]
         if DEVICE == "cuda":
@@ -54,7 +54,7 @@ def test_both_copies_are_torchs_to_the_bit(R: int, C: int, dtype: torch.dtype) -
             assert torch.equal(again.view(torch.uint8), columns.view(torch.uint8))
 
 
-def test_zeros_stay_zeros_and_nan_has_scale_nan() -> None:
+def test_zeros_stay_zeros_and_nan_has_scale_nan():
     x = torch.zeros(3, 70, device=DEVICE)
     rows, _, scale = quantize(x, None, FORMATS[0], True, False)
     assert not rows.float().any() and scale.isfinite() and (1 / scale).isfinite()
@@ -64,7 +64,7 @@ def test_zeros_stay_zeros_and_nan_has_scale_nan() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_beyond_a_grids_second_axis() -> None:
+def test_rows_beyond_a_grids_second_axis():
     R = 65_535 * TILE[0] + 5
     x = torch.zeros(R, 16, dtype=torch.bfloat16, device="cuda")
     x[-3:] = 1.0

@@ -28,9 +28,7 @@ def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
     [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)],
 )
 @pytest.mark.parametrize("rows", [(2, 5), (1, 11)])
-def test_forward_and_backward(
-    rows: tuple[int, int], H: int, G: int, D: int, dtype: torch.dtype
-) -> None:
+def test_forward_and_backward(rows, H, G, D, dtype):
     qkv, (cos, sin) = inputs(*rows, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(*rows, D)
     exact = qkv.detach().double().requires_grad_()
     q, k, v = exact.unflatten(-1, (-1, D)).split((H, G, G), dim=2)
@@ -50,7 +48,7 @@ def test_forward_and_backward(
 
 
 @pytest.mark.gpu
-def test_more_elements_than_an_int32_counts() -> None:
+def test_more_elements_than_an_int32_counts():
     H, G, D = 32, 8, 64
     N = 2**31 // ((H + 2 * G) * D) + 5
     qkv = torch.empty(N, (H + 2 * G) * D, dtype=torch.bfloat16, device="cuda").normal_()
@@ -65,9 +63,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 
 
 @pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
-def test_layer_uses_the_kernel_without_norm_between(
-    unlike: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_uses_the_kernel_without_norm_between(unlike, monkeypatch):
     config = GPTConfig(
         channels=24, heads=3, kv_heads=1, qk_norm="head" if unlike == "qk_norm" else "none"
     )

@@ -38,7 +38,7 @@ def places(*each: int) -> Tensor:
         *((8, 2, 128, 5), (20, 1, 24, 2), (4, 2, 256, 3)),
     ],
 )
-def test_equals_naive_attention(Hq: int, Hkv: int, D: int, parts: int | None) -> None:
+def test_equals_naive_attention(Hq, Hkv, D, parts):
     q, k, v = inputs(3, 149, Hq, Hkv, D)
     first, last = places(0, 0, 31), places(148, 0, 97)  # all keys, one, a window of 67
     out = decode(q, k, v, first, last, D**-0.5, parts)
@@ -46,7 +46,7 @@ def test_equals_naive_attention(Hq: int, Hkv: int, D: int, parts: int | None) ->
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65])
-def test_lengths_around_a_tile(width: int) -> None:
+def test_lengths_around_a_tile(width):
     q, k, v = inputs(2, 140, 4, 2, 64)
     last = places(139, width)
     first = (last - (width - 1)).clamp(min=0).int()
@@ -57,7 +57,7 @@ def test_lengths_around_a_tile(width: int) -> None:
         )
 
 
-def test_half_precision_is_rounded_once() -> None:
+def test_half_precision_is_rounded_once():
     q, k, v = (x.half() for x in inputs(2, 77, 4, 2, 64))
     first, last = places(0, 50), places(76, 60)
     out = decode(q, k, v, first, last, 0.125)
@@ -65,7 +65,7 @@ def test_half_precision_is_rounded_once() -> None:
     torch.testing.assert_close(out.double(), exact(q, k, v, first, last), **CLOSE[torch.float16])
 
 
-def test_keys_that_are_not_seen_are_not_read() -> None:
+def test_keys_that_are_not_seen_are_not_read():
     q, k, v = inputs(2, 40, 2, 1, 32)
     first, last = places(3, 0), places(20, 33)
     expected = decode(q, k, v, first, last, 0.2)
@@ -76,14 +76,14 @@ def test_keys_that_are_not_seen_are_not_read() -> None:
     assert torch.equal(decode(q, k, v, first, last, 0.2), expected)
 
 
-def test_a_row_that_sees_nothing_gets_zeros() -> None:
+def test_a_row_that_sees_nothing_gets_zeros():
     q, k, v = inputs(2, 20, 2, 2, 32)
     out = decode(q, k, v, places(0, 5), places(9, 4), 0.2)
     assert not out[1].any()
     assert out[0].all()
 
 
-def test_strided_caches_are_read_in_place() -> None:
+def test_strided_caches_are_read_in_place():
     q, k, v = inputs(2, 50, 4, 2, 32)
     wide = torch.cat([k, v], dim=-1).transpose(1, 2).contiguous().transpose(1, 2)
     halves = wide[..., :32], wide[..., 32:]
@@ -91,7 +91,7 @@ def test_strided_caches_are_read_in_place() -> None:
     assert torch.equal(decode(q, *halves, first, last, 0.2), decode(q, k, v, first, last, 0.2))
 
 
-def test_parts_fill_a_device_and_have_a_tile_of_keys() -> None:
+def test_parts_fill_a_device_and_have_a_tile_of_keys():
     tile = launch_config(4, 128, 2)[2]
     device = torch.device("cpu")  # counts as four multiprocessors of two programs
     assert parts_of(1, 10**6, 2, tile, device) == 4

@@ -25,7 +25,7 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("N", "width"), [(1, 1), (3, 5), (7, 127), (2, 128), (5, 2049), (2, 4100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_forward_and_backward(N: int, width: int, dtype: torch.dtype, activation: str) -> None:
+def test_forward_and_backward(N, width, dtype, activation):
     gate_up, dact = inputs(N, 2 * width).to(dtype), inputs(N, width, seed=1).to(dtype)
     exact = gate_up.double().requires_grad_()
     want = gated(exact, activation)
@@ -41,7 +41,7 @@ def test_forward_and_backward(N: int, width: int, dtype: torch.dtype, activation
 
 @pytest.mark.parametrize("with_output", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
-def test_with_the_down_projection(bias: bool, with_output: bool) -> None:
+def test_with_the_down_projection(bias, with_output):
     leaves = [inputs(2, 9, 26), inputs(6, 13, seed=1), inputs(6, seed=2)][: 3 if bias else 2]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
@@ -61,7 +61,7 @@ def test_with_the_down_projection(bias: bool, with_output: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_layer_is_the_formula_and_saves_no_activation(activation: str) -> None:
+def test_layer_is_the_formula_and_saves_no_activation(activation):
     config = GPTConfig(channels=16, ffn=24, activation=activation)
     layer = SwiGLU(config.block(0).mlp).to(DEVICE)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -78,7 +78,7 @@ def test_layer_is_the_formula_and_saves_no_activation(activation: str) -> None:
     assert 3 * 11 * 48 in sizes
 
 
-def test_it_compiles_with_weights_cast_by_autocast() -> None:
+def test_it_compiles_with_weights_cast_by_autocast():
     layer = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE)
     x = inputs(3, 11, 16)
     grads = []

@@ -3,7 +3,6 @@ are those of a forward over the whole text. Sampling follows the rules of transf
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def greedy(decoder: Decoder, texts: list[list[int]], most: int, ends: Any = ()) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_text_is_that_of_transformers(name, tmp_path):
     theirs = reference(MODELS[name])
     theirs.save_pretrained(tmp_path)
     settings = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
@@ -78,9 +77,7 @@ def small(**changes: Any) -> GPT:
 
 
 @pytest.mark.parametrize(("decode", "window"), [("torch", None), ("torch", 5), ("triton", 5)])
-def test_logits_are_those_of_a_forward_over_the_whole_text(
-    decode: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_a_forward_over_the_whole_text(decode, window, monkeypatch):
     if decode == "triton" and not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     device = "cuda" if decode == "triton" and torch.cuda.is_available() else "cpu"
@@ -99,14 +96,14 @@ def test_logits_are_those_of_a_forward_over_the_whole_text(
             torch.testing.assert_close(ours[row], expected[n + more - 1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_takes_the_memory_that_is_foretold() -> None:
+def test_a_cache_takes_the_memory_that_is_foretold():
     config = small().config
     cache = KVCache(config, 3, 17, torch.float16, "cpu")
     bytes_held = sum(x.numel() * x.itemsize for x in (*cache.keys, *cache.values))
     assert bytes_held == KVCache.bytes_of(config, 3, 17, torch.float16)
 
 
-def test_a_kernel_that_cannot_run_on_the_cpu_is_refused() -> None:
+def test_a_kernel_that_cannot_run_on_the_cpu_is_refused():
     with pytest.raises(ValueError, match="decode=torch"):
         Decoder(small(), 1, 8, decode="triton")
 
@@ -118,9 +115,7 @@ LOGITS = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
     ("temperature", "top_k", "top_p"),
     [(1.0, None, None), (0.7, 5, None), (1.5, None, 0.9), (0.8, 20, 0.6), (1.0, 99, 1.0)],
 )
-def test_probabilities_are_those_of_transformers(
-    temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_probabilities_are_those_of_transformers(temperature, top_k, top_p):
     rules = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     rules += [] if top_k is None else [TopKLogitsWarper(min(top_k, 50))]
     rules += [] if top_p is None else [TopPLogitsWarper(top_p)]
@@ -133,7 +128,7 @@ def test_probabilities_are_those_of_transformers(
     torch.testing.assert_close(actual, expected)
 
 
-def test_choices_follow_the_probabilities() -> None:
+def test_choices_follow_the_probabilities():
     sampler = Sampler(range(4000), 0.8, top_k=6)
     logits = LOGITS[:1].expand(4000, -1)
     counts = torch.bincount(sampler(logits), minlength=50) / 4000
@@ -142,7 +137,7 @@ def test_choices_follow_the_probabilities() -> None:
     assert (counts - p).abs().max() < 0.04  # five standard deviations
 
 
-def test_a_text_is_chosen_alike_whatever_is_beside_it() -> None:
+def test_a_text_is_chosen_alike_whatever_is_beside_it():
     together, alone = Sampler([0, 1, 2], 1.0, seed=5), Sampler([1], 1.0, seed=5)
     other = Sampler([1], 1.0, seed=6)
     beside = [together(LOGITS)[1].item() for _ in range(20)]
@@ -150,7 +145,7 @@ def test_a_text_is_chosen_alike_whatever_is_beside_it() -> None:
     assert beside != [other(LOGITS[1:2]).item() for _ in range(20)]
 
 
-def test_odd_logits_and_temperatures_choose_a_token_of_the_vocabulary() -> None:
+def test_odd_logits_and_temperatures_choose_a_token_of_the_vocabulary():
     for logits in (torch.full((3, 5), math.nan), torch.full((3, 5), math.inf), LOGITS):
         for temperature in (1e-38, 0.8, 100.0):
             chosen = Sampler(range(3), temperature)(logits)
@@ -159,13 +154,13 @@ def test_odd_logits_and_temperatures_choose_a_token_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("how", [(0.0,), (2.0, 1), (2.0, None, 1e-6)])
-def test_the_likeliest_token_is_chosen_if_it_is_alone(how: tuple[Any, ...]) -> None:
+def test_the_likeliest_token_is_chosen_if_it_is_alone(how):
     assert torch.equal(Sampler(range(3), *how)(LOGITS), LOGITS.argmax(-1))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decode", ["triton", "torch"])
-def test_a_graph_computes_what_single_launches_do(decode: str) -> None:
+def test_a_graph_computes_what_single_launches_do(decode):
     model = small(head_dim=16, window=9).cuda()
     texts = [[token % 71 for token in text] for text in prompts()]
     plain, graph = (Decoder(model, 3, 80, decode, graphs) for graphs in (False, True))

@@ -62,7 +62,7 @@ def balance_of(chances: list[Tensor], per_token: int) -> Tensor:
 @pytest.mark.parametrize("router", ["softmax", "sigmoid_bias"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("memory", FEW)
-def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str, router: str) -> None:
+def test_the_balancing_loss_is_that_of_all_layers(memory, reduction, router):
     routed = replace(MODEL.experts, router=router)
     model = make(memory, replace(MODEL, experts=routed))
     plain = make(config=replace(MODEL, experts=replace(routed, balance=0.0)))
@@ -81,12 +81,12 @@ def test_the_balancing_loss_is_that_of_all_layers(memory: str, reduction: str, r
         assert (grad - expected[name]).abs().max() < 2e-5 * expected[name].abs().max(), name
 
 
-def test_each_thread_balances_its_own_forward() -> None:
+def test_each_thread_balances_its_own_forward():
     with experts.balancing(experts.Balance(0.3)), ThreadPoolExecutor(1) as pool:
         assert pool.submit(experts.running).result() is None
 
 
-def test_evaluation_does_not_add_the_balancing_loss() -> None:
+def test_evaluation_does_not_add_the_balancing_loss():
     model = make()
     with torch.no_grad():
         each = model(TOKENS, TARGETS, reduction="none")
@@ -95,7 +95,7 @@ def test_evaluation_does_not_add_the_balancing_loss() -> None:
     assert model(TOKENS, TARGETS, reduction="sum") > each.sum() + 1
 
 
-def test_experts_without_tokens_have_no_gradient() -> None:
+def test_experts_without_tokens_have_no_gradient():
     module = MODEL.block(0).mlp.build()
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.5)
@@ -108,7 +108,7 @@ def test_experts_without_tokens_have_no_gradient() -> None:
     assert module.gate_up.weight.grad.unflatten(0, (8, -1))[2].any()
 
 
-def test_autocast_computes_in_16_bits() -> None:
+def test_autocast_computes_in_16_bits():
     model = make()
     module, x = model.blocks[0].mlp, torch.randn(1, 50, 24)
     with torch.autocast("cpu", torch.bfloat16):
@@ -120,7 +120,7 @@ def test_autocast_computes_in_16_bits() -> None:
     assert all(p.dtype == torch.float32 for p in gradients(model).values())
 
 
-def test_few_weights_multiply_a_token() -> None:
+def test_few_weights_multiply_a_token():
     model = make()
     assert sum(p.numel() for p in model.parameters()) == MODEL.parameters()
     attention, dense, expert, router = 24 * 24 * 2 + 24 * 16, 3 * 24 * 40, 3 * 24 * 16, 24 * 8
@@ -159,16 +159,7 @@ class Shapes:
         (128, 448, 8, 2, 555, 7.0, "softmax"),
     ],
 )
-def test_memory_is_predicted(
-    channels: int,
-    ffn: int,
-    count: int,
-    per_token: int,
-    tokens: int,
-    clamp: float | None,
-    router: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_predicted(channels, ffn, count, per_token, tokens, clamp, router, monkeypatch):
     replaced = ["grouped", "grouped_outer", *(["gated", "gated_backward"] if clamp is None else [])]
     for name in replaced:
         monkeypatch.setattr(experts, name, getattr(Shapes, name))
@@ -197,7 +188,7 @@ def test_memory_is_predicted(
     assert live.peak - weights <= 1.02 * part.forward(through)
 
 
-def test_lora_and_fp8_of_experts_are_refused() -> None:
+def test_lora_and_fp8_of_experts_are_refused():
     config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=2"]).config
     with pytest.raises(ValueError, match=r"lora\.targets=\[qkv,out,gate_up,down\]"):
         config.check_experts(MODEL)

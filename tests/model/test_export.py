@@ -16,7 +16,7 @@ from longctx.model.export import export
 from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import Sharded
-from tests.training.sample_run import Refused, newest, replace_newest
+from tests.training.sample_run import newest, replace_newest
 from tests.written import files_below, write
 
 SMALL: dict[str, Any] = {
@@ -57,21 +57,19 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
         ({"qkv_bias": True}, r"tokenizer\.json: does not normalize and split text as Qwen2 does"),
     ],
 )
-def test_model_without_a_class_in_transformers_is_refused(
-    run: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_model_without_a_class_in_transformers_is_refused(run, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         export(GPT(GPTConfig(**SMALL | changes)), run, tmp_path / "out", context=48)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_nothing(run, tmp_path):
     with files_below(20_000), pytest.raises(OSError, match="out: cannot be written"):
         export(GPT(GPTConfig(**SMALL)), run, tmp_path / "out", context=48)
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused: Refused) -> None:
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, refused):
     path = run / "checkpoints" / "step-00000007.ckpt"
     (file,) = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -81,9 +79,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_the_newest_checkpoint(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_newest_checkpoint(run, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     assert main(["export", str(run), str(tmp_path / "out"), "dtype=bf16"]) == 0
     assert "step-00000007.ckpt, bf16, for 48 tokens" in capsys.readouterr().out
@@ -114,14 +110,7 @@ def test_the_command_writes_the_newest_checkpoint(
     ("number", "dtype", "warns"),
     [(float("nan"), "fp32", True), (7e4, "fp16", True), (7e4, "bf16", False)],
 )
-def test_an_export_of_numbers_not_finite_warns(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    number: float,
-    dtype: str,
-    warns: bool,
-) -> None:
+def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dtype, warns):
     content = newest(run)
     content["state_dict"]["model.blocks.1.mlp.gate_up.weight"][50, 3] = number
     replace_newest(content, run)
@@ -139,13 +128,7 @@ def test_an_export_of_numbers_not_finite_warns(
         (["export", "{run}/tokenizer.json", "{new}"], "not a whole checkpoint"),
     ],
 )
-def test_a_mistake_is_one_line(
-    run: Path,
-    tmp_path: Path,
-    refused: Refused,
-    overrides: list[str],
-    message: str,
-) -> None:
+def test_a_mistake_is_one_line(run, tmp_path, refused, overrides, message):
     refused(
         main([override.format(run=run, new=tmp_path / "new") for override in overrides]), message
     )
@@ -153,8 +136,6 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize("config", [CONFIG, {"model": {"rows": 3}}])
-def test_weights_of_another_model_are_refused(
-    config: dict[str, Any], run: Path, refused: Refused
-) -> None:
+def test_weights_of_another_model_are_refused(config, run, refused):
     save({"model.x": torch.zeros(3)}, config, run / "checkpoints" / "step-00000007.ckpt")
     refused(main(["export", str(run), str(run / "out")]), "error: ")

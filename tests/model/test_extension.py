@@ -1,7 +1,6 @@
 """What rope=NAME makes of a model and a length, and what it refuses."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -47,22 +46,20 @@ YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
         ),
     ],
 )
-def test_a_plain_model(
-    rope: dict[str, Any], seq_len: int, scaling: dict[str, Any], context: int, line: str
-) -> None:
+def test_a_plain_model(rope, seq_len, scaling, context, line):
     stretched, how = extended(PLAIN, RopeConfig(**rope), seq_len)
     assert (stretched.rope_scaling, stretched.context, how) == (scaling, context, line)
     assert replace(stretched, rope_scaling={}, context=2048) == PLAIN
     GPT(stretched, "naive")(torch.zeros(1, 5, dtype=torch.int64))
 
 
-def test_a_given_factor_is_known_to_the_next_run() -> None:
+def test_a_given_factor_is_known_to_the_next_run():
     first, _ = extended(PLAIN, RopeConfig("linear", factor=4), 4096)
     _, how = extended(first, RopeConfig("auto"), 16384)
     assert how == "auto: linear: 2,048 tokens × 8 = 16,384"
 
 
-def test_raised_base_writes_no_rope_scaling() -> None:
+def test_raised_base_writes_no_rope_scaling():
     stretched, how = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
     assert (stretched.rope_theta, stretched.rope_scaling, stretched.context) == (5e5, {}, 8192)
     assert how == "abf: base 10000 → 500000"
@@ -82,9 +79,7 @@ def test_raised_base_writes_no_rope_scaling() -> None:
         ({"rope_type": "dynamic", "factor": 2.0}, 2.0, {}),
     ],
 )
-def test_auto_continues_the_scaling_of_the_weights(
-    scaling: dict[str, Any], factor: float, kept: dict[str, Any]
-) -> None:
+def test_auto_continues_the_scaling_of_the_weights(scaling, factor, kept):
     model = replace(PLAIN, rope_scaling=scaling)
     stretched, how = extended(model, RopeConfig("auto"), 8192)
     assert stretched.rope_scaling["rope_type"] == scaling["rope_type"]
@@ -119,9 +114,7 @@ LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
         (LONGROPE, {"type": "auto"}, "longrope's factors were searched for 2,048 tokens"),
     ],
 )
-def test_impossible_rope_is_refused_by_key(
-    model: dict[str, Any], rope: dict[str, Any], message: str
-) -> None:
+def test_impossible_rope_is_refused_by_key(model, rope, message):
     with pytest.raises(ValueError, match=message) as caught:
         extended(replace(PLAIN, **model), RopeConfig(**rope), 8192)
     assert "\n" not in str(caught.value)

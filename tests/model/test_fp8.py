@@ -51,7 +51,7 @@ def layer_in_fp8(bias: bool = False) -> Linear:
 
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_is_the_product_of_rounded_operands(bias: bool, once: bool) -> None:
+def test_a_layer_is_the_product_of_rounded_operands(bias, once):
     layer = layer_in_fp8(bias)
     x, dy = inputs(3, 7, 48).bfloat16().requires_grad_(), inputs(3, 7, 32, seed=2).bfloat16()
     with weights_quantized(layer) if once else nullcontext():
@@ -69,20 +69,20 @@ def test_a_layer_is_the_product_of_rounded_operands(bias: bool, once: bool) -> N
         torch.testing.assert_close(grads[2].double(), dy.double().sum((0, 1)), **CLOSE)
 
 
-def test_one_number_that_is_not_finite_makes_every_result_nan() -> None:
+def test_one_number_that_is_not_finite_makes_every_result_nan():
     x = inputs(5, 48)
     x[3, 2] = torch.inf
     assert layer_in_fp8()(x).isnan().all()
 
 
-def test_in_eval_mode_a_layer_computes_in_the_dtype_of_its_input() -> None:
+def test_in_eval_mode_a_layer_computes_in_the_dtype_of_its_input():
     layer, x = layer_in_fp8().eval(), inputs(5, 48)
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("with_output", [True, False])
-def test_the_fused_mlp_is_the_formula(with_output: bool) -> None:
+def test_the_fused_mlp_is_the_formula(with_output):
     layer = layer_in_fp8()
     gate_up = inputs(9, 96).requires_grad_()
     down = layer.product.gated_down
@@ -101,7 +101,7 @@ def test_the_fused_mlp_is_the_formula(with_output: bool) -> None:
     torch.testing.assert_close(grads[1].double(), dweight, rtol=1e-2, atol=0.3)
 
 
-def test_blocks_are_compiled_with_and_without_copies_made_before() -> None:
+def test_blocks_are_compiled_with_and_without_copies_made_before():
     layer, x = layer_in_fp8(), inputs(3, 7, 48).bfloat16()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for once in (False, True):
@@ -111,7 +111,7 @@ def test_blocks_are_compiled_with_and_without_copies_made_before() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned() -> None:
+def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned():
     """Than one in 16 bits, for N tokens that need no padding."""
     N, sizes = 32, {name: size for name, size in SIZES.items() if name != "layers"}
     config, saved, planned = GPTConfig(**sizes, layers=1), [], []
@@ -161,14 +161,14 @@ def losses(model: GPT, steps: int) -> list[float]:
     return each
 
 
-def test_a_model_trains_as_in_bf16() -> None:
+def test_a_model_trains_as_in_bf16():
     bf16, eight = (losses(model_of(precision), 12) for precision in ("bf16", "fp8"))
     assert eight != bf16
     assert bf16[-1] < 0.7 * bf16[0]
     assert eight == pytest.approx(bf16, rel=0.02)
 
 
-def test_recomputed_blocks_have_the_gradients_of_saved_ones() -> None:
+def test_recomputed_blocks_have_the_gradients_of_saved_ones():
     grads = []
     for memory in ("fast", "balanced", "long"):
         model = model_of("fp8", memory)
@@ -182,14 +182,14 @@ def test_recomputed_blocks_have_the_gradients_of_saved_ones() -> None:
             assert (other[name] - grad).norm() <= 0.02 * grad.norm(), name
 
 
-def test_chosen_blocks_stay_in_bf16_and_names_stay_as_they_are() -> None:
+def test_chosen_blocks_stay_in_bf16_and_names_stay_as_they_are():
     model = model_of("fp8", bf16_layers=[0, -1])
     is_fp8 = [isinstance(block.mlp.down.product, Product) for block in model.blocks]
     assert is_fp8 == [False, True, False]
     assert model.state_dict().keys() == model_of("bf16").state_dict().keys()
 
 
-def test_lora_multiplies_its_frozen_weights_in_eight_bits() -> None:
+def test_lora_multiplies_its_frozen_weights_in_eight_bits():
     model = lora.add(model_of("bf16"), LoraConfig(rank=4))
     fp8.convert(model.to(DEVICE))
     layer, x = model.blocks[0].attention.qkv, inputs(5, 64).requires_grad_()

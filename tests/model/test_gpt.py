@@ -3,7 +3,6 @@
 import importlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def doc_ids(*lengths: int) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
 
 
-def test_tied_weights_stay_tied_after_loading() -> None:
+def test_tied_weights_stay_tied_after_loading():
     model = make()
     model.load_state_dict(make(seed=3).state_dict(), assign=True)
     assert model.lm_head_weight is model.embed.weight
@@ -44,7 +43,7 @@ def test_tied_weights_stay_tied_after_loading() -> None:
     )
 
 
-def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> None:
+def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone():
     config = replace(CONFIG, channels=128, ffn=256, layers=8, init_std=0.02, qkv_bias=True)
     model = make(config)
     for name, p in model.named_parameters():
@@ -63,7 +62,7 @@ def test_initial_weights_have_their_spread_and_depend_on_the_seed_alone() -> Non
 
 
 @pytest.mark.parametrize("qk_norm", ["none", "head", "whole"])
-def test_16_bits_stay_near_fp32(qk_norm: str) -> None:
+def test_16_bits_stay_near_fp32(qk_norm):
     config = replace(CONFIG, qk_norm=qk_norm, qkv_bias=True)
     x = tokens(2, 33)
     expected = make(config)(x, x)
@@ -82,7 +81,7 @@ def test_16_bits_stay_near_fp32(qk_norm: str) -> None:
     torch.testing.assert_close(small_loss, expected, rtol=0.02, atol=0)
 
 
-def test_attention_options_reach_the_backend() -> None:
+def test_attention_options_reach_the_backend():
     with pytest.raises(
         ValueError, match=r"attention\.options\.colour=blue is not an option of naive"
     ):
@@ -92,7 +91,7 @@ def test_attention_options_reach_the_backend() -> None:
 @pytest.mark.parametrize(
     "shapes", [((4,), None), ((2, 4), (2, 5)), ((2, 4), (4, 2)), ((1, 0), None)]
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: tuple) -> None:
+def test_shapes_that_do_not_fit_are_refused(shapes):
     x, y = (None if s is None else torch.zeros(s, dtype=torch.int64) for s in shapes)
     with pytest.raises(ValueError, match=r"tokens and targets must both be \(B, T\)"):
         make()(x, y)
@@ -101,7 +100,7 @@ def test_shapes_that_do_not_fit_are_refused(shapes: tuple) -> None:
 
 
 @pytest.mark.parametrize("attention", ["naive", "flash"])
-def test_all_blocks_and_batches_share_one_graph(attention: str) -> None:
+def test_all_blocks_and_batches_share_one_graph(attention):
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list) -> object:
@@ -123,9 +122,7 @@ def test_all_blocks_and_batches_share_one_graph(attention: str) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_compiled_code_is_kept_for_one_source_of_a_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_kept_for_one_source_of_a_backend(tmp_path, monkeypatch):
     """A backend may be of a file of the user's, whose gradients are in what was compiled."""
     file, known = tmp_path / "own_backend_of_a_user.py", {compile_cache.sources()}
     file.write_text("from longctx.attention.naive import Naive\nclass Own(Naive): ...\n")
@@ -141,7 +138,7 @@ def test_compiled_code_is_kept_for_one_source_of_a_backend(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory", ["fast", "balanced", "long"])
-def test_compiled_blocks_are_found_again(memory: str) -> None:
+def test_compiled_blocks_are_found_again(memory):
     """As by the next process: torch's cache has the backward too, and it gives the same loss."""
     counters = torch._dynamo.utils.counters["aot_autograd"]
     x, mask = tokens(2, 200).cuda(), Mask.documents(doc_ids(120, 80).expand(2, -1))
@@ -159,7 +156,7 @@ def test_compiled_blocks_are_found_again(memory: str) -> None:
 
 
 @pytest.mark.gpu
-def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
+def test_forward_and_backward_do_not_wait_for_the_gpu():
     model = make(replace(CONFIG, channels=64, heads=4), "flash").cuda().bfloat16()
     x = tokens(2, 200).cuda()
     targets = x.masked_fill(x == 0, -100)
@@ -172,7 +169,7 @@ def test_forward_and_backward_do_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_block_at_the_recompile_limit_is_an_error() -> None:
+def test_block_at_the_recompile_limit_is_an_error():
     """At torch's recompile limit an error, not a silent fall back to eager."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
@@ -198,7 +195,7 @@ def gradients_of(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_gradients_add_in_place(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_gradients_add_in_place(tied, monkeypatch):
     model, x = make(replace(CONFIG, tied=tied)), tokens(2, 31)
     pairs = zip(
         *(gradients_of(model, x, together, monkeypatch) for together in (True, False)), strict=True
@@ -209,7 +206,7 @@ def test_tied_gradients_add_in_place(tied: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_tied_gradients_in_place_take_the_memory_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_gradients_in_place_take_the_memory_of_one(monkeypatch):
     config = replace(CONFIG, vocab_size=200_000, channels=64)
     model, x = make(config, "flash").cuda(), tokens(2, 300).cuda()
     model(x[:, :-1], x[:, 1:]).backward()  # what a process allocates once: workspaces, self-test
@@ -230,9 +227,7 @@ def test_tied_gradients_in_place_take_the_memory_of_one(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-def test_tied_gradients_add_in_one_order_where_runs_must_repeat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tied_gradients_add_in_one_order_where_runs_must_repeat(monkeypatch):
     """Three tokens that come up a hundred times each: their gradients are the same sums every time,
     and those of fp64.
     """

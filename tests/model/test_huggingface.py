@@ -46,7 +46,7 @@ def changed(llama: Path, tmp_path: Path) -> Change:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_shards_hold_what_one_file_holds(llama, tmp_path, dtype):
     model = pretrained(llama, dtype=dtype)
     export(model, llama, tmp_path / "one")
     export(model, llama, tmp_path / "many", shard_bytes=40_000)
@@ -64,21 +64,21 @@ def test_shards_hold_what_one_file_holds(llama: Path, tmp_path: Path, dtype: tor
     assert torch.equal(opened.lm_head.weight, model.lm_head_weight)
 
 
-def test_keys_without_effect_are_accepted(changed: Change, llama: Path) -> None:
+def test_keys_without_effect_are_accepted(changed, llama):
     keys = {"torch_dtype": "bfloat16", "unsloth_version": "2025.1", "use_cache": False}
     keys |= {"pretraining_tp": 2, "attention_dropout": 0.1, "an_unknown_key": None}
     keys |= {"_commit_hash": "5e1f", "_of_another_tool": {"x": 1}}
     assert read_config(changed(**keys)) == read_config(llama)
 
 
-def test_the_older_form_of_config_json_is_the_same_model(changed: Change, llama: Path) -> None:
+def test_the_older_form_of_config_json_is_the_same_model(changed, llama):
     folder = changed(
         rope_parameters="absent", rope_theta=5000.0, rope_scaling=None, torch_dtype="float32"
     )
     assert read_config(folder) == read_config(llama)
 
 
-def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Change) -> None:
+def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed):
     older = {"type": "yarn", "factor": 4.0}
     folder = changed(rope_parameters="absent", rope_theta=1000000.0, rope_scaling=older)
     opened = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -103,9 +103,7 @@ def test_scaling_of_the_older_form_is_read_as_transformers_reads_it(changed: Cha
     ],
 )
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_unsupported_ropes_are_refused_by_key(
-    changed: Change, key: str, rope: dict[str, Any], message: str
-) -> None:
+def test_unsupported_ropes_are_refused_by_key(changed, key, rope, message):
     with pytest.raises(ValueError, match=rf"config\.json: {key}\.{message}") as caught:
         read_config(changed(**{key: rope}))
     assert "\n" not in str(caught.value)
@@ -137,9 +135,7 @@ def test_unsupported_ropes_are_refused_by_key(
         ("llama", {"auto_map": {"AutoModel": "x.py"}}, "auto_map=.* is not covered yet"),
     ],
 )
-def test_unsupported_keys_are_refused_by_key_and_value(
-    changed: Change, model_type: str, keys: dict[str, Any], message: str
-) -> None:
+def test_unsupported_keys_are_refused_by_key_and_value(changed, model_type, keys, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_config(changed(model_type=model_type, **keys))
     assert "\n" not in str(caught.value)
@@ -159,14 +155,14 @@ def test_unsupported_keys_are_refused_by_key_and_value(
         ({"attention_bias": True}, r"no tensor model.layers.0.self_attn.q_proj.bias"),
     ],
 )
-def test_every_tensor_is_accounted_for(changed: Change, keys: dict[str, Any], message: str) -> None:
+def test_every_tensor_is_accounted_for(changed, keys, message):
     folder = changed(**keys)
     with pytest.raises(ValueError, match=message) as caught:
         pretrained(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path: Path) -> None:
+def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path):
     reference(
         LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True)
     ).save_pretrained(tmp_path)
@@ -177,7 +173,7 @@ def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path: Path) -> N
     assert pretrained(tmp_path).head is None
 
 
-def test_a_larger_vocabulary_keeps_its_own_rows(llama: Path) -> None:
+def test_a_larger_vocabulary_keeps_its_own_rows(llama):
     config = read_config(llama)
     config.vocab_size = 320
     model = GPT(config)
@@ -194,7 +190,7 @@ def test_a_larger_vocabulary_keeps_its_own_rows(llama: Path) -> None:
         load_weights(GPT(GPTConfig(vocab_size=301)), llama)
 
 
-def test_a_pickle_is_not_read(llama: Path, changed: Change) -> None:
+def test_a_pickle_is_not_read(llama, changed):
     folder = changed()
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -207,7 +203,7 @@ def test_a_pickle_is_not_read(llama: Path, changed: Change) -> None:
 @pytest.mark.parametrize(
     "name", ["../../x.safetensors", "/x.safetensors", "a/b.safetensors", "..", "x.bin", 3]
 )
-def test_an_index_names_only_safetensors_beside_it(changed: Change, name: Any) -> None:
+def test_an_index_names_only_safetensors_beside_it(changed, name):
     folder = changed()
     shutil.move(folder / "model.safetensors", folder.parent.parent / "x.safetensors")
     index = {"weight_map": {"model.norm.weight": name}}
@@ -216,7 +212,7 @@ def test_an_index_names_only_safetensors_beside_it(changed: Change, name: Any) -
         pretrained(folder)
 
 
-def test_broken_and_missing_shards_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_broken_and_missing_shards_are_refused(llama, tmp_path):
     folder = tmp_path / "many"
     export(pretrained(llama), llama, folder, shard_bytes=40_000)
     index = folder / "model.safetensors.index.json"
@@ -236,7 +232,7 @@ def test_broken_and_missing_shards_are_refused(llama: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, "\udcff"])
-def test_a_broken_config_is_one_line(changed: Change, content: str) -> None:
+def test_a_broken_config_is_one_line(changed, content):
     folder = changed()
     (folder / "config.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(

@@ -32,7 +32,7 @@ def with_lora(config: LoraConfig, memory: str = "fast") -> GPT:
         for m, memory in enumerate(FEW)
     ],
 )
-def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], memory: str) -> None:
+def test_only_adapters_learn_with_the_gradients_of_the_sum(targets, memory):
     config = LoraConfig(rank=3, scaling=1.5, targets=targets)
     model = with_lora(config, memory)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -50,7 +50,7 @@ def test_only_adapters_learn_with_the_gradients_of_the_sum(targets: list[str], m
         torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_frozen_weights_may_be_16_bits_wide() -> None:
+def test_frozen_weights_may_be_16_bits_wide():
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SIZES))
     model.cast(torch.bfloat16)
@@ -66,7 +66,7 @@ def test_frozen_weights_may_be_16_bits_wide() -> None:
     assert all(g is not None and g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
 
 
-def test_flops_with_frozen_weights() -> None:
+def test_flops_with_frozen_weights():
     model = GPTConfig(**SIZES)
     added = LoraConfig(rank=2).parameters(model)
     assert model.flops_per_token(0.0, added) == 4 * model.matmul_parameters() + 6 * added

@@ -38,9 +38,7 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str) -
 @pytest.mark.parametrize(
     ("chunk", "factor"), [*((n, None) for n in (1, 2, 7, N - 1, N, N + 1, 1000)), (5, 0.3)]
 )
-def test_loss_and_gradients_are_exact(
-    chunk: int, factor: float | None, shape: tuple[float, float | None], reduction: str
-) -> None:
+def test_loss_and_gradients_are_exact(chunk, factor, shape, reduction):
     hidden, weight, targets = inputs(torch.float64)
     scale = None if factor is None else torch.tensor(factor, dtype=torch.float64)
     loss = linear_cross_entropy(hidden, weight, targets, chunk, reduction, scale, *shape)
@@ -56,9 +54,7 @@ def test_loss_and_gradients_are_exact(
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 @pytest.mark.parametrize("shape", [(1.0, None), (1.7, 2.0)])
-def test_none_gives_a_loss_per_token_with_a_gradient_each(
-    shape: tuple[float, float | None], chunk: int
-) -> None:
+def test_none_gives_a_loss_per_token_with_a_gradient_each(shape, chunk):
     hidden, weight, targets = inputs(torch.float64)
     losses = linear_cross_entropy(hidden[None], weight, targets[None], chunk, "none", None, *shape)
     assert losses.shape == (1, N)
@@ -75,9 +71,7 @@ def test_none_gives_a_loss_per_token_with_a_gradient_each(
 
 @pytest.mark.parametrize("shape", [(1.0, None), (1.7, 2.0)])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_z_loss_is_in_the_gradients_alone(
-    reduction: str, shape: tuple[float, float | None]
-) -> None:
+def test_z_loss_is_in_the_gradients_alone(reduction, shape):
     hidden, weight, targets = inputs(torch.float32)
     z_loss, scale = ZLoss(0.03), torch.tensor(0.3)
     loss = linear_cross_entropy(hidden, weight, targets, 5, reduction, scale, *shape, z_loss)
@@ -91,7 +85,7 @@ def test_z_loss_is_in_the_gradients_alone(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
+def test_nothing_scored_gives_zero_and_zero_gradients(reduction):
     hidden, weight, targets = inputs(torch.float32, ignored=2.0)
     loss = linear_cross_entropy(hidden, weight, targets, 7, reduction)
     loss.backward()
@@ -100,7 +94,7 @@ def test_nothing_scored_gives_zero_and_zero_gradients(reduction: str) -> None:
     assert (weight.grad == 0).all()
 
 
-def test_an_ignored_token_leaves_no_trace_even_if_it_is_not_finite() -> None:
+def test_an_ignored_token_leaves_no_trace_even_if_it_is_not_finite():
     hidden, weight, targets = inputs(torch.float32)
     targets[3] = -100
     clean = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, 4), (hidden, weight))
@@ -112,7 +106,7 @@ def test_an_ignored_token_leaves_no_trace_even_if_it_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.3)])
-def test_no_grad_gives_the_same_number(scale: Tensor | None) -> None:
+def test_no_grad_gives_the_same_number(scale):
     hidden, weight, targets = inputs(torch.float32)
     with torch.no_grad():
         without = linear_cross_entropy(hidden, weight, targets, 6, "mean", scale)
@@ -122,7 +116,7 @@ def test_no_grad_gives_the_same_number(scale: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_the_gradients_asked_for(reduction: str) -> None:
+def test_only_the_gradients_asked_for(reduction):
     hidden, weight, targets = inputs(torch.float64)
     for frozen, free in ((hidden, weight), (weight, hidden)):
         expected = reference(hidden, weight, targets, reduction).exp().sum()
@@ -133,7 +127,7 @@ def test_only_the_gradients_asked_for(reduction: str) -> None:
         frozen.requires_grad_()
 
 
-def test_confident_tokens_keep_their_gradient_in_bf16() -> None:
+def test_confident_tokens_keep_their_gradient_in_bf16():
     """p[t] = 1 - 1e-4 is 1 in bf16; its gradient p[t] - 1 is not 0."""
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16)
     hidden = torch.tensor([[9.1875]], dtype=torch.bfloat16, requires_grad=True)
@@ -144,7 +138,7 @@ def test_confident_tokens_keep_their_gradient_in_bf16() -> None:
     assert hidden.grad.item() == pytest.approx(exact.grad.item(), rel=1e-2)
 
 
-def test_far_from_zero_logits_do_not_overflow() -> None:
+def test_far_from_zero_logits_do_not_overflow():
     hidden, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(hidden * 1e4, weight, targets, 5)
     loss.backward()
@@ -153,7 +147,7 @@ def test_far_from_zero_logits_do_not_overflow() -> None:
     assert weight.grad.isfinite().all()
 
 
-def test_second_backward_is_refused() -> None:
+def test_second_backward_is_refused():
     hidden, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, targets, 5)
     loss.backward(retain_graph=True)
@@ -162,14 +156,14 @@ def test_second_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_second_derivatives_are_refused(reduction: str) -> None:
+def test_second_derivatives_are_refused(reduction):
     hidden, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, targets, 5, reduction).sum()
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-def test_unknown_reduction_is_refused() -> None:
+def test_unknown_reduction_is_refused():
     hidden, weight, targets = inputs(torch.float32)
     with pytest.raises(ValueError, match="reduction='average' must be 'mean', 'sum' or 'none'"):
         linear_cross_entropy(hidden, weight, targets, 5, "average")
@@ -181,9 +175,7 @@ def test_unknown_reduction_is_refused() -> None:
 @pytest.mark.parametrize(
     ("device", "most"), [("cpu", 2e-2), pytest.param("cuda", 5e-2, marks=pytest.mark.gpu)]
 )
-def test_bf16_is_near_fp64(
-    device: str, most: float, autocast: bool, chunk: int, reduction: str
-) -> None:
+def test_bf16_is_near_fp64(device, most, autocast, chunk, reduction):
     """On the same bf16 inputs, relative to the largest entry."""
     hidden, weight, targets = inputs(torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -200,7 +192,7 @@ def test_bf16_is_near_fp64(
         assert (x.grad - y.grad).abs().max() < most * y.grad.abs().max()
 
 
-def test_a_factor_of_the_loss_keeps_small_gradients_in_fp16() -> None:
+def test_a_factor_of_the_loss_keeps_small_gradients_in_fp16():
     hidden, weight, targets = inputs(torch.float16, ignored=0.0)
     exact = inputs(torch.float64, ignored=0.0)
     factor = 2.0**20  # a GradScaler's, over the tokens of a long sequence
@@ -211,7 +203,7 @@ def test_a_factor_of_the_loss_keeps_small_gradients_in_fp16() -> None:
         assert (actual.grad - expected.grad).norm() <= 5e-3 * expected.grad.norm()
 
 
-def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
+def test_many_chunks_lose_nothing_of_dw_in_bf16():
     """512 chunks added in bf16 would be wrong by several percent."""
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.rand(512, 4, generator=generator) + 0.5).bfloat16()
@@ -224,7 +216,7 @@ def test_many_chunks_lose_nothing_of_dw_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_logits_of_one_chunk_at_most(reduction: str) -> None:
+def test_logits_of_one_chunk_at_most(reduction):
     n, chunk, v = 512, 16, 301
     hidden, weight = torch.randn(n, 4, requires_grad=True), torch.randn(v, 4, requires_grad=True)
     targets = torch.randint(v, (n,))

@@ -4,7 +4,6 @@ unpack to, and its loss is near that of the base in the precision of the run.
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("columns", [64, 192, 768])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nf4_is_as_near_as_in_qlora(columns: int, dtype: torch.dtype) -> None:
+def test_nf4_is_as_near_as_in_qlora(columns, dtype):
     w = weight(7, columns).to(dtype)
     rows = packed.parameter(w, "nf4")
     assert rows.shape == (7, packed_width("nf4", columns)) and rows.shape[1] % 16 == 0
@@ -74,7 +73,7 @@ def test_nf4_is_as_near_as_in_qlora(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_rounds_to_three_bits_below_the_first(dtype: torch.dtype) -> None:
+def test_fp8_rounds_to_three_bits_below_the_first(dtype):
     w = weight(5, 48).to(dtype)
     rows = packed.parameter(w, "fp8")
     assert rows.shape == (5, packed_width("fp8", 48)) and rows.shape[1] % 16 == 8
@@ -84,7 +83,7 @@ def test_fp8_rounds_to_three_bits_below_the_first(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_rows_are_packed_alone(base: str) -> None:
+def test_rows_are_packed_alone(base):
     w = weight(6, 128)
     whole = packed.parameter(w, base)
     parts = torch.zeros_like(whole)
@@ -105,9 +104,7 @@ def test_rows_are_packed_alone(base: str) -> None:
         ("fp8", "fast", {"experts": EXPERTS}),
     ],
 )
-def test_gradients_are_those_of_the_unpacked_base(
-    base: str, memory: str, sizes: dict[str, Any]
-) -> None:
+def test_gradients_are_those_of_the_unpacked_base(base, memory, sizes):
     model, twin = with_base(base, memory, **sizes), with_base(base, **sizes)
     packed.unpack(twin, torch.float32)
     found, expected = gradients(model), gradients(twin)
@@ -118,7 +115,7 @@ def test_gradients_are_those_of_the_unpacked_base(
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_under_autocast_and_compiled_it_learns(base: str) -> None:
+def test_under_autocast_and_compiled_it_learns(base):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SIZES), "naive")
     model.cast(torch.bfloat16)
@@ -138,7 +135,7 @@ def test_under_autocast_and_compiled_it_learns(base: str) -> None:
     torch.testing.assert_close(of(traced), of(lambda mlp: mlp), rtol=0.02, atol=1e-3)
 
 
-def test_scaled_products_are_near_the_unpacked_ones() -> None:
+def test_scaled_products_are_near_the_unpacked_ones():
     w, x = weight(32, 64), torch.linspace(-1, 1, 48 * 64).view(48, 64).bfloat16()
     rows, scale = packed.parameter(w, "fp8"), torch.tensor(1 / 256)
     x8 = (x / scale).to(torch.float8_e4m3fn)
@@ -149,14 +146,14 @@ def test_scaled_products_are_near_the_unpacked_ones() -> None:
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("sizes", [{}, {"experts": EXPERTS, "tied": False}])
-def test_bytes_are_predicted(base: str, sizes: dict[str, Any]) -> None:
+def test_bytes_are_predicted(base, sizes):
     model = with_base(base, **sizes)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     assert LoraConfig(rank=3, base=base).frozen_bytes(model.config, each=4) == frozen
 
 
 @pytest.mark.parametrize("by_transformers", ["never", "always"])
-def test_loading_holds_no_wide_copy(tmp_path: Path, by_transformers: str) -> None:
+def test_loading_holds_no_wide_copy(tmp_path, by_transformers):
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=128, intermediate_size=256)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
@@ -178,7 +175,7 @@ def test_loading_holds_no_wide_copy(tmp_path: Path, by_transformers: str) -> Non
     assert own == added.frozen_bytes(config, each=2) + 4 * added.parameters(config)
 
 
-def test_matrices_that_do_not_fit_are_refused() -> None:
+def test_matrices_that_do_not_fit_are_refused():
     narrow = GPTConfig(**SIZES | {"channels": 96, "heads": 6})
     with pytest.raises(ValueError, match=r"lora\.base=nf4: a matrix has 96 columns"):
         LoraConfig(rank=2, base="nf4").check_base(narrow)

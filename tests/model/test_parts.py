@@ -3,7 +3,6 @@ trained, and decoding, memory and checkpoints follow.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,17 +186,17 @@ def check_gradients(model: GPT, expected: GPT) -> None:
 
 @pytest.mark.parametrize("memory", FEW)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_gradients_are_those_of_the_formula(feature: str, memory: str) -> None:
+def test_gradients_are_those_of_the_formula(feature, memory):
     check_gradients(make(FEATURES[feature], memory=memory), make(FEATURES[feature]))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_naive_computes_the_formula(feature: str) -> None:
+def test_naive_computes_the_formula(feature):
     check_gradients(make(FEATURES[feature], "naive"), make(FEATURES[feature]))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_lora_adds_to_the_formula(feature: str) -> None:
+def test_lora_adds_to_the_formula(feature):
     model = lora.add(make(FEATURES[feature], memory="balanced"), LoraConfig(2, targets=ATTENTION))
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
@@ -209,7 +208,7 @@ def test_lora_adds_to_the_formula(feature: str) -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_decoding_continues_the_formula(feature: str) -> None:
+def test_decoding_continues_the_formula(feature):
     model = make(FEATURES[feature]).eval()
     decoder, n = Decoder(model, 2, 12), 7
     logits = [decoder.prefill([TOKENS[0, :n].tolist(), TOKENS[0, 1:3].tolist()])[0]]
@@ -220,7 +219,7 @@ def test_decoding_continues_the_formula(feature: str) -> None:
 
 
 @pytest.mark.parametrize("feature", [name for name in FEATURES if "experts" not in FEATURES[name]])
-def test_no_class_of_transformers_is_claimed_for_it(feature: str) -> None:
+def test_no_class_of_transformers_is_claimed_for_it(feature):
     with pytest.raises(ValueError, match=r"model\.[\w.]+=.*: no class of"):
         architecture(replace(SMALL, **FEATURES[feature]), 64)
 
@@ -253,11 +252,11 @@ N = 512 * 32  # tokens of a micro-batch on a GPU
         ("naive", {"softcap": 30.0}, 4 * 4 * 4 * 512 * N),
     ],
 )
-def test_what_parts_save_is_counted(attention: str, changes: dict[str, Any], more: float) -> None:
+def test_what_parts_save_is_counted(attention, changes, more):
     assert saved_activations(attention, **changes) - saved_activations(attention) == more
 
 
-def test_multipliers_are_counted() -> None:
+def test_multipliers_are_counted():
     overrides = ["model=tiny", "model.vocab_size=512", "seq_len=512", "memory=fast"]
     config = cli.compose("train", overrides).config
     workload = workload_of(config, "cuda", 512, config.model)
@@ -273,7 +272,7 @@ def test_multipliers_are_counted() -> None:
     assert more["backward of the embedding"] == 2 * 128 * N
 
 
-def test_scaling_leaves_the_base_of_windows_alone() -> None:
+def test_scaling_leaves_the_base_of_windows_alone():
     scaling = {"rope_type": "linear", "factor": 4.0}
     model = replace(SMALL, rope_scaling=scaling, window_rope_theta=300.0)
     assert [(rope.theta, rope.scaling) for rope in model.ropes()] == [
@@ -285,9 +284,7 @@ def test_scaling_leaves_the_base_of_windows_alone() -> None:
 
 
 @pytest.mark.parametrize("feature", ["softcap=30", "sinks=true"])
-def test_a_backend_without_a_part_is_refused_at_the_door(
-    feature: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_without_a_part_is_refused_at_the_door(feature, tmp_path, capsys):
     overrides = ["model=tiny", f"model.{feature}", "device=cpu", "attention=sdpa"]
     assert cli.main(["train", *overrides, f"runs={tmp_path}"]) == 2
     error = capsys.readouterr().err
@@ -295,7 +292,7 @@ def test_a_backend_without_a_part_is_refused_at_the_door(
     assert not any(tmp_path.iterdir())
 
 
-def test_sinks_ask_nothing_of_a_backend_that_does_not_train() -> None:
+def test_sinks_ask_nothing_of_a_backend_that_does_not_train():
     model = GPTConfig(sinks=True)
     check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model, "cpu")
     with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):

@@ -52,9 +52,7 @@ def test_logits_are_those_of_transformers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "chat"), [("smollm2", True), ("gemma3", False)], indirect=["folder"]
 )
-def test_greedy_text_is_that_of_transformers(
-    folder: Path, chat: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_greedy_text_is_that_of_transformers(folder, chat, capfd):
     prompt = "The sun is"
     words = [f"prompt={prompt}", f"chat={chat}".lower(), "max_new_tokens=24", "temperature=0"]
     assert cli.main(["generate", str(folder), "device=cpu", *words]) == 0
@@ -82,9 +80,7 @@ def results(folder: Path, tmp_path: Path, *words: str, documents: int = 3) -> di
 
 
 @pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
-def test_perplexity_of_prose_falls_with_context(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perplexity_of_prose_falls_with_context(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["seq_len=2048", "contexts=[64,256,1024]"]
     content = results(folder, tmp_path, *words, documents=1)
@@ -95,9 +91,7 @@ def test_perplexity_of_prose_falls_with_context(
 
 
 @pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
-def test_pass_keys_are_found_at_every_depth(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_keys_are_found_at_every_depth(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["passkey=true", "passkey.lengths=[512]", "passkey.kinds=[passkey]"]
     found = results(folder, tmp_path, *words, "passkey.samples=1", "passkey.depths=[0,0.5,1]")

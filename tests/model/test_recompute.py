@@ -78,15 +78,13 @@ def saved() -> dict[str, list[Tensor]]:
         ),
     ],
 )
-def test_gradients_are_those_of_saving_all(
-    attention: str, way: str, saved: dict[str, list[Tensor]]
-) -> None:
+def test_gradients_are_those_of_saving_all(attention, way, saved):
     actual = gradients(make(WAYS[way], attention=attention))
     torch.testing.assert_close(actual, saved[attention], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_runs_once(way, monkeypatch):
     calls = []
     forward_for = flash.forward_for
     monkeypatch.setattr(flash, "forward_for", lambda *args: calls.append(1) or forward_for(*args))
@@ -95,7 +93,7 @@ def test_attention_runs_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["balanced", "mlp in tiles", "long"])
-def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
+def test_under_autocast_every_weight_has_its_gradient(way):
     """A weight that autocast cast while gradients were off must not be taken for the one that is
     trained.
     """
@@ -112,9 +110,7 @@ def test_under_autocast_every_weight_has_its_gradient(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["balanced", "long"])
-def test_without_gradients_tiles_give_the_same_logits(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_tiles_give_the_same_logits(way, monkeypatch):
     model, longest = make(WAYS[way]), []
     after = Block.after
     monkeypatch.setattr(
@@ -127,9 +123,7 @@ def test_without_gradients_tiles_give_the_same_logits(
     assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
 
 
-def test_two_forwards_before_their_backwards_do_not_share_memory(
-    saved: dict[str, list[Tensor]],
-) -> None:
+def test_two_forwards_before_their_backwards_do_not_share_memory(saved):
     model = make(WAYS["host"])
     first, second = model(*batch()), model(*batch())
     first.backward()
@@ -138,7 +132,7 @@ def test_two_forwards_before_their_backwards_do_not_share_memory(
     torch.testing.assert_close([p.grad for p in model.parameters()], doubled, rtol=1e-5, atol=1e-6)
 
 
-def test_each_policy_saves_less() -> None:
+def test_each_policy_saves_less():
     sizes: dict[str, int] = {}
     for policy in POLICIES:
         saved_by_autograd: list[int] = []
@@ -165,7 +159,7 @@ def test_each_policy_saves_less() -> None:
     assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
 
 
-def test_compiled_parts_share_their_graphs() -> None:
+def test_compiled_parts_share_their_graphs():
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list) -> object:
@@ -183,7 +177,7 @@ def test_compiled_parts_share_their_graphs() -> None:
 
 
 @pytest.mark.parametrize("way", ["mlp", "long"])
-def test_the_whole_model_can_be_compiled(way: str) -> None:
+def test_the_whole_model_can_be_compiled(way):
     torch.compiler.reset()
     model = make(WAYS[way])
     torch.compile(model, backend="aot_eager")(*batch()).backward()
@@ -192,7 +186,7 @@ def test_the_whole_model_can_be_compiled(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["mlp", "long"])
-def test_weights_that_left_before_backward_are_refused(way: str) -> None:
+def test_weights_that_left_before_backward_are_refused(way):
     model = make(WAYS[way])
     others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     loss = torch.func.functional_call(model, others, batch())
@@ -203,7 +197,7 @@ def test_weights_that_left_before_backward_are_refused(way: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu(way: str, compiled: bool) -> None:
+def test_on_a_gpu(way, compiled):
     config = replace(CONFIG, channels=64)
     grads = []
     for memory in (MemoryConfig("fast"), WAYS[way]):
@@ -218,14 +212,12 @@ def test_on_a_gpu(way: str, compiled: bool) -> None:
         assert (actual - expected).norm() <= 3e-2 * expected.norm()
 
 
-def test_host_memory_that_is_not_there_is_a_memory_error() -> None:
+def test_host_memory_that_is_not_there_is_a_memory_error():
     with pytest.raises(MemoryError, match="GiB of host memory"):
         pinned(1 << 62, torch.uint8)
 
 
-def test_host_memory_is_given_back_but_for_what_a_forward_pass_holds(
-    saved: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_given_back_but_for_what_a_forward_pass_holds(saved, monkeypatch):
     monkeypatch.setattr(HostBuffers, "_pool", {})
     model = make(WAYS["host"])
     loss = model(*batch())

@@ -58,7 +58,7 @@ def theirs(theta: float, scaling: dict[str, Any]) -> LlamaConfig:
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.0])
 @pytest.mark.parametrize("length", [100, 2049, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
-def test_rotation_is_that_of_transformers(name: str, theta: float, length: int) -> None:
+def test_rotation_is_that_of_transformers(name, theta, length):
     rotary = LlamaRotaryEmbedding(theirs(theta, SCALINGS[name]))
     positions = torch.arange(length)[None]
     cos, sin = rotary(torch.zeros(1), positions)
@@ -72,7 +72,7 @@ def test_rotation_is_that_of_transformers(name: str, theta: float, length: int) 
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
+def test_cos_and_sin_are_right_at_a_million_positions(name):
     rope = Rope(64, 500000.0, SCALINGS[name], CONTEXT)
     position = 1_000_003
     cos, sin = rope(torch.tensor([[position]]))
@@ -82,7 +82,7 @@ def test_cos_and_sin_are_right_at_a_million_positions(name: str) -> None:
         assert found[0, 0, 0].tolist() == pytest.approx(expected, abs=2e-7)
 
 
-def test_no_document_is_longer_than_the_row_without_padding() -> None:
+def test_no_document_is_longer_than_the_row_without_padding():
     rope = Rope(64, 500000.0, SCALINGS["dynamic"], 64)
     table, number = rope.of_documents([104, 104], 100)
     expected, _ = rope.of_documents([100], 100)
@@ -90,7 +90,7 @@ def test_no_document_is_longer_than_the_row_without_padding() -> None:
     assert number.tolist() == [0] * 208
 
 
-def test_frequencies_stay_fp32_in_a_16_bit_module() -> None:
+def test_frequencies_stay_fp32_in_a_16_bit_module():
     rope = Rope(8, 10000.0).bfloat16()
     cos, _ = rope(torch.arange(4)[None])
     assert rope.frequencies.dtype == cos.dtype == torch.float32
@@ -98,7 +98,7 @@ def test_frequencies_stay_fp32_in_a_16_bit_module() -> None:
     assert rotate(x, *rope(torch.arange(4)[None])).dtype == torch.bfloat16
 
 
-def test_a_model_made_on_the_meta_device_has_its_frequencies() -> None:
+def test_a_model_made_on_the_meta_device_has_its_frequencies():
     with torch.device("meta"):
         ropes = [Rope(64, 5e5, scaling, CONTEXT) for scaling in SCALINGS.values()]
     assert all(rope.frequencies.device.type == "cpu" for rope in ropes)

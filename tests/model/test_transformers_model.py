@@ -3,8 +3,6 @@ the gradients of each document alone with transformers' own; what cannot be righ
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,13 +34,13 @@ KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(
 
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_equals_each_document_alone(kind: str, memory: str, tmp_path: Path) -> None:
+def test_packed_equals_each_document_alone(kind, memory, tmp_path):
     loss, gradient = models.differences(kind, tmp_path, models.LENGTHS, memory)
     assert loss < 1e-5
     assert gradient < 2e-5
 
 
-def test_autocast_keeps_norms_in_16_bits(tmp_path: Path) -> None:
+def test_autocast_keeps_norms_in_16_bits(tmp_path):
     reference("qwen3").save_pretrained(tmp_path)
     model, found = opened(tmp_path), {}
     for name, module in model.backbone.named_modules():
@@ -56,19 +54,19 @@ def test_autocast_keeps_norms_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_proves_itself(kind: str) -> None:
+def test_it_proves_itself(kind):
     prove(described(settings_of(kind)), "cpu", 256, packing=True)
 
 
 @pytest.mark.parametrize("kind", ["lfm3", "minimax", "qwen3_5_text"])
-def test_layers_that_leak_are_refused(kind: str) -> None:
+def test_layers_that_leak_are_refused(kind):
     config = described(settings_of(kind))
     with pytest.raises(ValueError, match=rf"model_type={kind}: .*data\.packing=false"):
         prove(config, "cpu", 256, packing=True)
     prove(config, "cpu", 256, packing=False)
 
 
-def test_layers_that_leak_are_scored_alone(tmp_path: Path) -> None:
+def test_layers_that_leak_are_scored_alone(tmp_path):
     theirs = reference("lfm3")
     theirs.save_pretrained(tmp_path)
     each = documents(LENGTHS)[0]
@@ -79,7 +77,7 @@ def test_layers_that_leak_are_scored_alone(tmp_path: Path) -> None:
     assert score.total.nats == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_hidden_window_is_found_at_any_length() -> None:
+def test_a_hidden_window_is_found_at_any_length():
     config = described(settings_of("phimoe") | {"sliding_window": 5000})
     prove(config, "cpu", 4096)
     with pytest.raises(ValueError, match="logits differ"):
@@ -87,7 +85,7 @@ def test_a_hidden_window_is_found_at_any_length() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bloom", "phimoe", "mpt"])
-def test_attention_of_another_kind_is_refused(kind: str) -> None:
+def test_attention_of_another_kind_is_refused(kind):
     with pytest.raises(ValueError, match=f"model_type={kind}"):
         prove(described(settings_of(kind)), "cpu", 256, packing=False)
 
@@ -107,9 +105,7 @@ def test_attention_of_another_kind_is_refused(kind: str) -> None:
         ({"num_attention_heads": "four"}, "transformers cannot build it"),
     ],
 )
-def test_what_does_not_train_is_refused(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_what_does_not_train_is_refused(changes, named, tmp_path):
     settings = settings_of(changes.get("model_type", "cohere")) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=named) as caught:
@@ -118,7 +114,7 @@ def test_what_does_not_train_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["cohere2", "qwen3_moe", "gpt_oss"])
-def test_an_export_is_the_model_again(kind: str, tmp_path: Path) -> None:
+def test_an_export_is_the_model_again(kind, tmp_path):
     theirs = reference(kind)
     theirs.save_pretrained(tmp_path / "in")
     write_tokenizer(tmp_path / "in")
@@ -132,7 +128,7 @@ def test_an_export_is_the_model_again(kind: str, tmp_path: Path) -> None:
     assert torch.equal(again.eval()(ids).logits, theirs(ids).logits)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(tmp_path):
     theirs = reference("cohere")
     state = {name: x for name, x in theirs.state_dict().items() if "layers.1.mlp.up" not in name}
     theirs.save_pretrained(tmp_path, state_dict=state)
@@ -141,7 +137,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2", "deepseek_v3"])
-def test_lora_begins_as_the_model_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_lora_begins_as_the_model_to_the_bit(kind, tmp_path):
     reference(kind).save_pretrained(tmp_path)
     model = opened(tmp_path)
     _, tokens, targets, mask = documents(LENGTHS)
@@ -149,20 +145,20 @@ def test_lora_begins_as_the_model_to_the_bit(kind: str, tmp_path: Path) -> None:
     assert torch.equal(lora.add(model, LoraConfig(rank=3))(tokens, targets, mask), before)
 
 
-def test_keys_with_an_underscore_describe_nothing() -> None:
+def test_keys_with_an_underscore_describe_nothing():
     settings = settings_of("cohere")
     known = described(settings)
     assert described(settings | {"_commit_hash": "5e1f", "_num_hidden_layers": 9}) == known
 
 
-def test_noise_of_routers_is_off() -> None:
+def test_noise_of_routers_is_off():
     config = described(settings_of("mixtral") | {"router_jitter_noise": 0.3})
     with torch.device("meta"):
         assert build(config).whole.config.router_jitter_noise == 0
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_lora_trains_merges_and_opens_in_peft(rslora: bool, tmp_path: Path) -> None:
+def test_lora_trains_merges_and_opens_in_peft(rslora, tmp_path):
     theirs = reference("cohere2")
     theirs.save_pretrained(tmp_path)
     config = LoraConfig(rank=3, rslora=rslora)
@@ -184,7 +180,7 @@ def test_lora_trains_merges_and_opens_in_peft(rslora: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["apertus", "gemma4_text", "deepseek_v3"])
-def test_new_weights_are_all_set(kind: str) -> None:
+def test_new_weights_are_all_set(kind):
     with torch.device("meta"):
         model = build(described(settings_of(kind)))
     model.to_empty(device="cpu")
@@ -194,7 +190,7 @@ def test_new_weights_are_all_set(kind: str) -> None:
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
-def test_counts_are_those_of_transformers() -> None:
+def test_counts_are_those_of_transformers():
     theirs = reference("mixtral")
     config = described(settings_of("mixtral"))
     assert config.parameters() == theirs.num_parameters()

@@ -21,7 +21,7 @@ SRUN = {
 }
 
 
-def test_the_processes_are_those_that_a_launcher_has_started() -> None:
+def test_the_processes_are_those_that_a_launcher_has_started():
     own = launched(replace(CONFIG, devices=2), {})
     assert (own.by, own.ranks, own.local_ranks, own.rank) == ("train.py", 2, 2, 0)
     expected = Launched("torchrun", 4, 2, 3, 1, "node1", 29500)
@@ -34,16 +34,16 @@ def test_the_processes_are_those_that_a_launcher_has_started() -> None:
 
 
 @pytest.mark.parametrize("alone", [{"RANK": "7"}, {"SLURM_PROCID": "7"}, TORCHRUN | {"RANK": "7"}])
-def test_number_without_others_silences_nobody(alone: dict[str, str]) -> None:
+def test_number_without_others_silences_nobody(alone):
     assert number_here(alone) == 0
 
 
-def test_one_task_of_srun_starts_the_others_itself() -> None:
+def test_one_task_of_srun_starts_the_others_itself():
     shell = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0"}
     assert launched(replace(CONFIG, devices=4), shell).by == "train.py"
 
 
-def test_a_child_that_is_no_process_of_the_run_sees_no_launcher() -> None:
+def test_a_child_that_is_no_process_of_the_run_sees_no_launcher():
     assert launched(CONFIG, without_launcher(TORCHRUN | SRUN)).ranks == 1
 
 
@@ -73,12 +73,12 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(environment: dict[str, str], message: str) -> None:
+def test_what_contradicts_itself_is_refused(environment, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         launched(CONFIG, environment)
 
 
-def test_a_request_fits_what_the_launcher_has_started() -> None:
+def test_a_request_fits_what_the_launcher_has_started():
     for environment, by in ((TORCHRUN, "torchrun"), (SRUN, "srun")):
         with pytest.raises(ValueError, match=f"devices=2: {by} has started 4 processes"):
             launched(replace(CONFIG, devices=2), environment)

@@ -20,7 +20,7 @@ import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
-from tests.training.sample_run import FAULTY, Overrides, steps
+from tests.training.sample_run import FAULTY, steps
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
 HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
@@ -84,9 +84,7 @@ def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]
     ],
     ids=["others", "rank 0"],
 )
-def test_a_process_that_never_arrives_is_named(
-    variables: dict[str, str], message: str, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_process_that_never_arrives_is_named(variables, message, overrides, tmp_path):
     variables |= {"LONGCTX_ARRIVAL_SECONDS": "2"}
     [error] = errors_of(begin([str(SCRIPT), *overrides(name="r")], tmp_path, **variables))
     assert message in error
@@ -94,7 +92,7 @@ def test_a_process_that_never_arrives_is_named(
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_named(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_named(overrides, tmp_path):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, **of_srun(0, 2, port))
@@ -103,14 +101,14 @@ def test_a_port_that_is_taken_is_named(overrides: Overrides, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_process_killed_before_it_arrives_is_named(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_process_killed_before_it_arrives_is_named(overrides, tmp_path):
     [error] = errors_of(begin([str(FAULTY), "absent", *overrides(name="r", devices=2)], tmp_path))
     assert "process 1 (PID " in error
     assert "has ended with SIGKILL" in error
 
 
 @pytest.mark.slow
-def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) -> None:
+def test_two_tasks_of_srun_train_together(overrides, tmp_path):
     """Each on a node of its own."""
     shape: dict[str, Any] = {"batch_size": 1, "max_steps": 3}
     assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
@@ -132,9 +130,7 @@ def test_two_tasks_of_srun_train_together(overrides: Overrides, tmp_path: Path) 
     ],
     ids=["devices", "data"],
 )
-def test_only_rank_0_prints_what_is_wrong(
-    changes: dict[str, Any], message: str, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_only_rank_0_prints_what_is_wrong(changes, message, overrides, tmp_path):
     port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", **changes)]
     first, second = (begin(command, tmp_path, **of_srun(rank, 2, port)) for rank in range(2))
@@ -157,13 +153,13 @@ def other(**changes: Any) -> Arrival:
         (other(problem="devices=8: too many"), "process 1 (PID 101 on node1): devices=8"),
     ],
 )
-def test_processes_that_do_not_fit_are_refused(arrived: Arrival, message: str) -> None:
+def test_processes_that_do_not_fit_are_refused(arrived, message):
     problem = misfit([HERE, arrived])
     assert message in problem
     assert bool(problem) == bool(message)
 
 
-def test_a_lost_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_lost_run_continues_from_its_checkpoint(tmp_path):
     assert "start it anew" in go_on(tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step-00000005.ckpt"
     checkpoint.mkdir(parents=True)
@@ -222,9 +218,7 @@ def check_ends(processes: Processes, pid: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "victim"), [*((0, victim) for victim in VICTIMS), (1, "rank 1"), (2, "rank 0")]
 )
-def test_a_killed_process_ends_the_run_with_one_line(
-    nodes: int, victim: str, overrides_in: OverridesIn, tmp_path: Path
-) -> None:
+def test_a_killed_process_ends_the_run_with_one_line(nodes, victim, overrides_in, tmp_path):
     with running(overrides_in, tmp_path, nodes) as processes:
         pid = pid_of(processes, victim)
         os.kill(pid, signal.SIGKILL)
@@ -232,7 +226,7 @@ def test_a_killed_process_ends_the_run_with_one_line(
 
 
 @pytest.mark.slow
-def test_a_stopped_process_ends_the_run_in_time(overrides_in: OverridesIn, tmp_path: Path) -> None:
+def test_a_stopped_process_ends_the_run_in_time(overrides_in, tmp_path):
     """A run of which all processes are stopped goes on; one stops when a collective times out."""
     folder = tmp_path / "runs" / "r"
     with running(overrides_in, tmp_path, program=("-c", IMPATIENT)) as [process]:

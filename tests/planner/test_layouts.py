@@ -30,7 +30,7 @@ def steps(config: TrainConfig) -> list[Workload]:
     ]
 
 
-def test_layouts_follow_devices_heads_and_backend() -> None:
+def test_layouts_follow_devices_heads_and_backend():
     def possible(*overrides: str) -> set[tuple[str, int, str]]:
         each = steps(request(*overrides))
         return {(work.strategy, work.context, work.context_method) for work in each}
@@ -55,14 +55,14 @@ def test_layouts_follow_devices_heads_and_backend() -> None:
     assert {work.context for work in steps(named)} == {4}
 
 
-def test_short_rows_are_not_shared() -> None:
+def test_short_rows_are_not_shared():
     for words in (("seq_len=4096",), ("seq_len=65536", "model=124m")):
         each = steps(request("devices=8", *words))
         chosen, _ = fitting.choose_layout(each, H200, HOST, merge=True)
         assert (chosen.strategy, chosen.context) == ("ddp", 1)
 
 
-def test_the_choice_fits_and_is_about_the_fastest() -> None:
+def test_the_choice_fits_and_is_about_the_fastest():
     for words in (
         ["seq_len=262144"],
         ["seq_len=1048576", "batch_size=1"],
@@ -85,14 +85,14 @@ def test_the_choice_fits_and_is_about_the_fastest() -> None:
         assert reason
 
 
-def test_a_row_that_one_gpu_cannot_hold_is_shared() -> None:
+def test_a_row_that_one_gpu_cannot_hold_is_shared():
     config = request("devices=8", "seq_len=4194304", "strategy.name=fsdp", "memory=balanced")
     chosen, reason = fitting.choose_layout(steps(config), H200, HOST)
     assert chosen.context == 8
     assert reason == "fsdp does not fit"
 
 
-def test_choice_if_nothing_fits_or_gpu_is_unknown() -> None:
+def test_choice_if_nothing_fits_or_gpu_is_unknown():
     each = steps(request("devices=8", "seq_len=16777216"))
     chosen, reason = fitting.choose_layout(each, replace(H200, memory=8 * GIB), HOST)
     assert chosen.context == 8 and chosen.strategy == "fsdp"
@@ -102,7 +102,7 @@ def test_choice_if_nothing_fits_or_gpu_is_unknown() -> None:
     assert chosen.context == 1
 
 
-def test_ulysses_wins_a_tie() -> None:
+def test_ulysses_wins_a_tie():
     for method in ("auto", "ulysses", "allgather"):
         config = request("devices=8", "seq_len=1048576", f"context.method={method}")
         config = replace(config, context=replace(config.context, degree=8))
@@ -111,7 +111,7 @@ def test_ulysses_wins_a_tie() -> None:
 
 
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
-def test_the_longest_sequence_of_all_layouts_fits(words: tuple[str, ...]) -> None:
+def test_the_longest_sequence_of_all_layouts_fits(words):
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)
     ats = [
         lambda tokens, one=one: with_vocabulary(workload_of(one, "cuda", tokens), 128256)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return plan_of
 
 
-def test_a_plan_for_another_machine(planned: Callable[..., str]) -> None:
+def test_a_plan_for_another_machine(planned):
     words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
     out = planned(*words)
     assert "H100, 80.0 GiB" in out
@@ -46,7 +45,7 @@ def test_a_plan_for_another_machine(planned: Callable[..., str]) -> None:
     assert "bf16, frozen weights in nf4" in planned(*lora, *words)
 
 
-def test_a_gpu_that_is_described(planned: Callable[..., str]) -> None:
+def test_a_gpu_that_is_described(planned):
     chip = hardware.chip("b200")
     assert chip.flops is not None and chip.bandwidth is not None
     figures = [f"gpu_tflops={chip.flops / 1e12}", f"gpu_bandwidth={chip.bandwidth / 1e9}"]
@@ -59,7 +58,7 @@ def test_a_gpu_that_is_described(planned: Callable[..., str]) -> None:
     assert plan.bytes_of("gpu_memory", "24gib") == plan.bytes_of("gpu_memory", "24") == 24 * GIB
 
 
-def test_a_model_by_its_config_json(tmp_path: Path, planned: Callable[..., str]) -> None:
+def test_a_model_by_its_config_json(tmp_path, planned):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     words = [f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash", "lora.rank=16"]
     out = planned(*words, "seq_len=131072")
@@ -67,7 +66,7 @@ def test_a_model_by_its_config_json(tmp_path: Path, planned: Callable[..., str])
     assert planned(*words, "seq_len=128K") == out
 
 
-def test_layers_of_transformers_are_measured(tmp_path: Path, planned: Callable[..., str]) -> None:
+def test_layers_of_transformers_are_measured(tmp_path, planned):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
     settings = {"model_type": "gpt_neox", "vocab_size": 1024, "num_hidden_layers": 3} | sizes
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -76,9 +75,7 @@ def test_layers_of_transformers_are_measured(tmp_path: Path, planned: Callable[.
 
 
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
-def test_host_memory_is_of_the_gpu_planned_for(
-    here: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_of_the_gpu_planned_for(here, monkeypatch):
     monkeypatch.setattr(hardware, "here", lambda: here and hardware.chip(here, 24 * GIB))
     monkeypatch.setattr(hardware, "host_memory", lambda: 7.0 * GIB)
     named = PlanOptions(gpu="H200", gpu_memory="139")
@@ -91,7 +88,7 @@ def test_host_memory_is_of_the_gpu_planned_for(
     assert plan.machine(PlanOptions(host_memory="512"), 8)[1] == 512 * GIB
 
 
-def test_micro_batches_are_those_that_a_run_would_take(planned: Callable[..., str]) -> None:
+def test_micro_batches_are_those_that_a_run_would_take(planned):
     words = ["gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
     for sizes, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
         assert rows in planned(*words, *sizes)
@@ -113,13 +110,11 @@ def test_micro_batches_are_those_that_a_run_would_take(planned: Callable[..., st
         ("device=cpu", "device=cpu: is set"),
     ],
 )
-def test_mistakes_are_one_line(
-    override: str, message: str, refused: Callable[[int, str], str]
-) -> None:
+def test_mistakes_are_one_line(override, message, refused):
     refused(main(["plan", *override.split()]), message)
 
 
-def test_too_little_host_memory_is_said(planned: Callable[..., str]) -> None:
+def test_too_little_host_memory_is_said(planned):
     words = ["gpu=H200", "gpu_memory=139", "model=1b", "seq_len=1048576", "memory=long"]
     words += ["attention=flash"]
     assert "no: host" in planned("host_memory=64", *words)
@@ -128,7 +123,7 @@ def test_too_little_host_memory_is_said(planned: Callable[..., str]) -> None:
     assert "1 sequence of 1,048,576 tokens" in out
 
 
-def test_many_gpus_that_nobody_has(planned: Callable[..., str]) -> None:
+def test_many_gpus_that_nobody_has(planned):
     words = ["gpu=H100", "gpu_memory=80", "host_memory=1024", "model=1b", "attention=flash"]
     out = planned(*words, "seq_len=262144", "devices=16")
     assert "16 GPUs on 2 machines" in out
@@ -141,7 +136,7 @@ def test_many_gpus_that_nobody_has(planned: Callable[..., str]) -> None:
             assert degrees == ["2", "4", "8", "16"]
 
 
-def test_a_layout_that_is_given_is_the_only_one_shown(planned: Callable[..., str]) -> None:
+def test_a_layout_that_is_given_is_the_only_one_shown(planned):
     words = ["gpu=H100", "gpu_memory=80", "model=1b", "seq_len=262144", "attention=flash"]
     out = planned(*words, "devices=8", "context=4", "strategy=fsdp")
     assert "ddp" not in out.partition("Predicted peak by term")[0]

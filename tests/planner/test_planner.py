@@ -50,7 +50,7 @@ def one_b(*overrides: str, **changes: Any) -> Workload:
     return workload("model=1b", *overrides, **changes)
 
 
-def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
+def test_the_policy_long_keeps_the_rest_on_the_host():
     memory = predict(one_b("memory=long", seq_len=262144))
     assert memory.host[OPTIMIZER] == 8 * one_b().model.parameters()
     assert memory.host[KEPT] > 262144 * 9 * (2 * 2048 + 4 * 32)
@@ -58,7 +58,7 @@ def test_the_policy_long_keeps_the_rest_on_the_host() -> None:
     assert memory.peak == sum(memory.gpu.values())
 
 
-def test_measured_peaks_are_within_three_percent() -> None:
+def test_measured_peaks_are_within_three_percent():
     measured = json.loads((ROOT / "results" / "memory.json").read_text())["rows"]
     points = [row for row in measured if not row["failed"]]
     assert len(points) >= 60
@@ -106,9 +106,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("model", "policy", "rows", "tokens", "gib", "speed", "kernel"), WHOLE)
-def test_models_take_measured_memory_and_time(
-    model: str, policy: str, rows: int, tokens: int, gib: float, speed: float, kernel: str
-) -> None:
+def test_models_take_measured_memory_and_time(model, policy, rows, tokens, gib, speed, kernel):
     config = workload(
         *f"model={model} memory={policy}".split(),
         attention=AttentionConfig("flash", {"kernel": kernel}),
@@ -123,7 +121,7 @@ def test_models_take_measured_memory_and_time(
     assert time.tokens / time.total == pytest.approx(speed, rel=0.1)
 
 
-def test_texts_with_pass_keys_longer_than_rows_count() -> None:
+def test_texts_with_pass_keys_longer_than_rows_count():
     def naive(*keys: str) -> Workload:
         base = ("model=124m", "model.vocab_size=50304", "attention=naive", "memory=fast")
         return workload(*base, "passkey.enabled=true", *keys, seq_len=1024, batch_size=4)
@@ -134,14 +132,14 @@ def test_texts_with_pass_keys_longer_than_rows_count() -> None:
     assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 12
 
 
-def test_lora_saves_gradients_and_moments() -> None:
+def test_lora_saves_gradients_and_moments():
     full = one_b("memory=fast", seq_len=4096)
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
     assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
 
 
-def test_a_packed_base_takes_its_own_bytes() -> None:
+def test_a_packed_base_takes_its_own_bytes():
     preset = one_b("memory=long", seq_len=4096)
     by_base = {
         base: predict(replace(preset, lora=replace(preset.lora, rank=8, base=base)))
@@ -156,7 +154,7 @@ def test_a_packed_base_takes_its_own_bytes() -> None:
     assert by_base[None].peak > by_base["nf4"].peak > by_base[None].peak - wide + four + largest
 
 
-def test_hoppers_sums_of_dq_are_counted() -> None:
+def test_hoppers_sums_of_dq_are_counted():
     def workspace(*overrides: str) -> float:
         base = ("model=124m", "model.layers=3", "memory=long")
         predicted = predict(workload(*base, *overrides, seq_len=262144, batch_size=1))
@@ -172,7 +170,7 @@ def test_hoppers_sums_of_dq_are_counted() -> None:
     )
 
 
-def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
+def test_the_portable_kernel_and_other_gpus_are_slower():
     config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "fast")
     portable = replace(config, attention=replace(config.attention, options={"kernel": "portable"}))
     slow = step_time.attention_seconds(portable, H200)
@@ -186,7 +184,7 @@ def test_the_portable_kernel_and_other_gpus_are_slower() -> None:
     assert step_time.attention_seconds(config, replace(H200, generation="other")) == slow
 
 
-def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
+def test_another_backend_is_named_if_it_is_clearly_faster():
     wide = ("model=1b", "model.head_dim=128", "model.heads=16", "model.kv_heads=16")
     narrow = ("model=1b", "model.head_dim=80", "model.heads=24", "model.kv_heads=24")
     backends = ("flash", "sdpa")
@@ -204,7 +202,7 @@ def test_another_backend_is_named_if_it_is_clearly_faster() -> None:
         assert line.startswith(f"attention={name} is") if name else not line, (gpu, line)
 
 
-def test_steps_in_graphs_take_a_backend_that_graphs_can_hold() -> None:
+def test_steps_in_graphs_take_a_backend_that_graphs_can_hold():
     work = fitting.with_policy(workload("model=124m", seq_len=1024, batch_size=4), "fast")
     h200 = hardware.chip("H200", 139 * GIB)
     name, reason = fitting.fastest_backend(work, ("sdpa", "naive"), h200)
@@ -214,7 +212,7 @@ def test_steps_in_graphs_take_a_backend_that_graphs_can_hold() -> None:
     )
 
 
-def test_auto_takes_the_first_policy_that_fits() -> None:
+def test_auto_takes_the_first_policy_that_fits():
     def decided(seq_len: int) -> str:
         return fitting.decide(one_b(seq_len=seq_len, batch_size=1), H200, 128 * GIB).memory.policy
 
@@ -224,7 +222,7 @@ def test_auto_takes_the_first_policy_that_fits() -> None:
     assert fitting.decide(narrow, H200, 128 * GIB).memory.optimizer_state == "bf16"
 
 
-def test_a_step_has_few_micro_batches() -> None:
+def test_a_step_has_few_micro_batches():
     def decided(gib: float, *overrides: str, **changes: Any) -> tuple[int, int, str]:
         chip = hardware.chip("NVIDIA H200", gib * GIB)
         work = fitting.decide(workload(*overrides, **changes), chip, 128 * GIB, merge=True)
@@ -247,7 +245,7 @@ def test_a_step_has_few_micro_batches() -> None:
         assert {chosen.rows_per_step for chosen in fitting.merged(work)} == {work.rows_per_step}
 
 
-def test_the_longest_row_fits_and_the_next_does_not() -> None:
+def test_the_longest_row_fits_and_the_next_does_not():
     for backend in ("naive", "flash"):
         config = one_b(f"attention={backend}")
         longest = fitting.longest([fitting.one_row(config)], H200.usable, 128 * GIB)
@@ -258,7 +256,7 @@ def test_the_longest_row_fits_and_the_next_does_not() -> None:
     assert fitting.longest([fitting.one_row(config)], GIB, GIB) is None
 
 
-def test_the_smallest_change_fits() -> None:
+def test_the_smallest_change_fits():
     for rows in (5, 4):  # five do not go in twos: the advice is the same step
         batch = one_b(seq_len=65536, batch_size=rows, accumulate=1)
         config = fitting.with_policy(batch, "fast")
@@ -274,7 +272,7 @@ def test_the_smallest_change_fits() -> None:
     )
 
 
-def test_seconds_add_up_and_follow_the_work() -> None:
+def test_seconds_add_up_and_follow_the_work():
     config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "balanced")
     short, long = (step_time.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
     assert short is not None
@@ -299,21 +297,19 @@ def test_seconds_add_up_and_follow_the_work() -> None:
         ("Toaster", None, None),
     ],
 )
-def test_a_gpu_is_known_by_its_name(
-    name: str, flops: float | None, bandwidth: float | None
-) -> None:
+def test_a_gpu_is_known_by_its_name(name, flops, bandwidth):
     chip = hardware.chip(name, GIB)
     assert (chip.flops, chip.bandwidth) == (flops, bandwidth)
 
 
-def test_impossible_policies_are_passed_over() -> None:
+def test_impossible_policies_are_passed_over():
     config = one_b("memory.recompute=none")
     assert "long" not in [chosen.memory.policy for chosen in fitting.policies(config)]
     with pytest.raises(ValueError, match=r"memory\.offload"):
         fitting.policies(replace(config, memory=MemoryConfig("fast", offload=0.5)))
 
 
-def test_every_process_of_a_machine_takes_host_memory() -> None:
+def test_every_process_of_a_machine_takes_host_memory():
     config = one_b("memory=long", seq_len=1048576, batch_size=1, accumulate=1)
     gpu, host = 139 * GIB, sum(predict(config).host.values())
     assert fitting.on_host(replace(config, devices=8)) == 8 * host
@@ -322,7 +318,7 @@ def test_every_process_of_a_machine_takes_host_memory() -> None:
     assert fitting.fits(replace(config, devices=8), gpu, 8.1 * host + fitting.HOST_LEFT)
 
 
-def test_a_checkpoints_copy_is_counted_if_it_fits() -> None:
+def test_a_checkpoints_copy_is_counted_if_it_fits():
     config = fitting.with_policy(one_b("memory=fast", seq_len=4096), "fast")
     saved = 12.0 * config.model.parameters()  # fp32 weights and two averages
     assert predict(config).saved == saved
@@ -336,7 +332,7 @@ def test_a_checkpoints_copy_is_counted_if_it_fits() -> None:
     assert fitting.copy_on_host(replace(several, strategy="fsdp", machines=2), room) == saved / 2
 
 
-def test_ddp_keeps_all_gradients_all_the_time() -> None:
+def test_ddp_keeps_all_gradients_all_the_time():
     config = one_b("memory=fast", seq_len=4096, batch_size=4, accumulate=1)
     alone, shared = (
         dict(_Step(work).moments())["loss"][GRADIENTS]
@@ -345,7 +341,7 @@ def test_ddp_keeps_all_gradients_all_the_time() -> None:
     assert (alone, shared) == (0.0, 4 * config.model.parameters())
 
 
-def test_ordered_sums_take_a_second_tied_gradient() -> None:
+def test_ordered_sums_take_a_second_tied_gradient():
     config = one_b("memory=fast", seq_len=4096, batch_size=1, accumulate=1)
     configs = config, replace(config, deterministic=True)
     any_order, one_order = (
@@ -354,7 +350,7 @@ def test_ordered_sums_take_a_second_tied_gradient() -> None:
     assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
 
 
-def test_fp8_takes_measured_time_and_memory() -> None:
+def test_fp8_takes_measured_time_and_memory():
     shapes = (
         (["model=1b"], 16384, 0.2808, 31.81),
         (["model=8b", "model.layers=22"], 8192, 0.4013, 89.19),
@@ -367,7 +363,7 @@ def test_fp8_takes_measured_time_and_memory() -> None:
         assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
 
 
-def test_fp8_holds_weights_for_micro_batches() -> None:
+def test_fp8_holds_weights_for_micro_batches():
     fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
     block = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
     shared = dict(_Step(replace(fp8, accumulate=2)).moments())

@@ -40,22 +40,20 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("work", "seconds", "gib"), MEASURED)
-def test_two_gpus_take_predicted_time_and_memory(
-    work: Workload, seconds: float, gib: float
-) -> None:
+def test_two_gpus_take_predicted_time_and_memory(work, seconds, gib):
     time = step_time.seconds(work, H200)
     assert time is not None
     assert time.total == pytest.approx(seconds, rel=0.03)
     assert predict(work).peak / GIB == pytest.approx(gib, rel=0.02)
 
 
-def test_one_device_waits_for_nobody() -> None:
+def test_one_device_waits_for_nobody():
     alone = step("fast", "seq_len=65536")
     assert attention_exchange(alone, H200) == 0
     assert waiting_for_weights(alone, H200, 1.0) == 0
 
 
-def test_bytes_of_each_method_go_over_the_link() -> None:
+def test_bytes_of_each_method_go_over_the_link():
     chip, n = replace(H200, link=1.0), 262144 // 4
     q, kv, layers = 32 * 64, 2 * 8 * 64, 16
     ulysses = attention_exchange(shared(4), chip)
@@ -65,7 +63,7 @@ def test_bytes_of_each_method_go_over_the_link() -> None:
     assert gathered == pytest.approx(3 * n * kv * (2 * 2 + 4) * layers, rel=1e-6)
 
 
-def test_a_window_needs_the_end_of_the_neighbour_only() -> None:
+def test_a_window_needs_the_end_of_the_neighbour_only():
     chip = replace(H200, link=1.0)
     work = shared(4, model=replace(shared(4).model, window=1025))
     assert attention_exchange(work, chip) == 3 * 1024 * 2 * (2 * 8 * 64) * 16
@@ -75,7 +73,7 @@ def test_a_window_needs_the_end_of_the_neighbour_only() -> None:
     assert attention_exchange(sdpa, chip) == attention_exchange(shared(4), chip)
 
 
-def test_one_machine_does_not_use_the_network() -> None:
+def test_one_machine_does_not_use_the_network():
     slow = replace(H200, network=1e9)
     row = replace(shared(8), devices=16, machines=2)
     assert attention_exchange(row, slow) == attention_exchange(row, H200)
@@ -86,7 +84,7 @@ def test_one_machine_does_not_use_the_network() -> None:
         assert attention_exchange(wide, H200) > attention_exchange(inside, H200)
 
 
-def test_weights_travel_behind_computing_blocks() -> None:
+def test_weights_travel_behind_computing_blocks():
     work = replace(shared(16), machines=2)
     times = [waiting_for_weights(work, H200, compute) for compute in (0.0, 0.01, 10.0)]
     assert times[0] > times[1] > times[2] > 0  # what comes first and last is never hidden
@@ -98,18 +96,18 @@ def test_weights_travel_behind_computing_blocks() -> None:
     assert waiting_for_weights(thousand, H200, 0.0) > times[0]
 
 
-def test_lora_shares_the_gradients_of_what_it_trains() -> None:
+def test_lora_shares_the_gradients_of_what_it_trains():
     full = shared(2)
     thin = replace(full, lora=replace(full.lora, rank=8))
     assert waiting_for_weights(thin, H200, 0.0) < waiting_for_weights(full, H200, 0.0)
 
 
-def test_host_memory_is_that_of_each_machine() -> None:
+def test_host_memory_is_that_of_each_machine():
     work = replace(shared(16), memory=step("long").memory)
     assert fitting.on_host(work) == 2 * fitting.on_host(replace(work, machines=2))
 
 
-def test_gathered_keys_take_room_by_groups_of_heads() -> None:
+def test_gathered_keys_take_room_by_groups_of_heads():
     def room(ranks: int, method: str, **changes: Any) -> float:
         return _Step(shared(ranks, method, **changes)).exchanged
 

@@ -31,7 +31,7 @@ def on_gpus(folder: Path, devices: int, seconds: float, lock: bool = True) -> Pa
     return folder
 
 
-def test_gpu_hours_and_money_are_products() -> None:
+def test_gpu_hours_and_money_are_products():
     figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
     cost = cost_of({"devices": 8}, figures, {"device": "NVIDIA H200"}, 2.5)
     assert (cost.hardware, cost.gpu_hours, cost.money) == ("8 × NVIDIA H200", 4.0, 10.0)
@@ -42,7 +42,7 @@ def test_gpu_hours_and_money_are_products() -> None:
     assert cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5).gpu_hours is None
 
 
-def test_the_table_of_costs_marks_the_most_tokens_for_money(tmp_path: Path) -> None:
+def test_the_table_of_costs_marks_the_most_tokens_for_money(tmp_path):
     folders = [on_gpus(tmp_path / name, n, 3600) for name, n in (("a", 4), ("b", 1))]
     table = costs([read(folder, 9, 2.5) for folder in folders], 2.5)
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
@@ -55,7 +55,7 @@ def test_the_table_of_costs_marks_the_most_tokens_for_money(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ending", ["csv", "json"])
-def test_a_file_has_the_numbers_of_each_run(tmp_path: Path, ending: str) -> None:
+def test_a_file_has_the_numbers_of_each_run(tmp_path, ending):
     nan = [step(1, loss=math.nan)]
     folders = [on_gpus(tmp_path / HOSTILE.replace("/", ""), 2, 3600), make(tmp_path / "b", nan)]
     out = tmp_path / f"runs.{ending}"
@@ -73,9 +73,7 @@ def test_a_file_has_the_numbers_of_each_run(tmp_path: Path, ending: str) -> None
     assert rows[1]["loss"] == (None if ending == "json" else "nan")
 
 
-def test_a_price_without_a_gpu_is_a_note(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_price_without_a_gpu_is_a_note(tmp_path, capsys):
     row = step(1)
     del row["memory_peak_gib"]
     folder = make(tmp_path / "a", [row])
@@ -83,16 +81,14 @@ def test_a_price_without_a_gpu_is_a_note(
     assert "no run had one" in capsys.readouterr().err
 
 
-def test_a_table_of_another_format_or_without_folder_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_another_format_or_without_folder_is_refused(tmp_path, capsys):
     folder = str(make(tmp_path / "a"))
     for table in ("runs.xlsx", f"{tmp_path}/no/runs.csv"):
         assert cli.main(["compare", folder, f"out={tmp_path}/x.html", f"table={table}"]) == 2
         assert f"error: table={table}: " in capsys.readouterr().err
 
 
-def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path: Path) -> None:
+def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path):
     lines = (
         "data: {path: /x/docs, cache: /x/c}\nval_every: 20\nwarmup_steps: 3\nlr: 1",
         "data: {path: /y/docs, cache: /y/c}\nval_every: 60\nwarmup_steps: 9\nlr: 2",
@@ -104,20 +100,18 @@ def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path: Path) ->
     assert differing(runs) == ["lr", "max_steps"]
 
 
-def test_a_known_error_is_written_next_to_its_value() -> None:
+def test_a_known_error_is_written_next_to_its_value():
     assert error_of({"val_perplexity": 20.0, "val_loss_error": 0.01}) == " ± 0.20"
     assert error_of({"val_perplexity": 20.0}) == error_of({"val_loss_error": 0.01}) == ""
 
 
-def test_the_page_knows_the_end_of_the_warm_up(tmp_path: Path) -> None:
+def test_the_page_knows_the_end_of_the_warm_up(tmp_path):
     run = read(make(tmp_path / "a", config="warmup_steps: 4"), 100)
     assert run.warm == {"t": 400, "s": 0.4}
     assert read(make(tmp_path / "b", config="warmup_steps: 400"), 100).warm == {"t": 0.0, "s": 0.0}
 
 
-def test_a_run_that_is_watched_shows_its_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_watched_shows_its_cost(tmp_path, capsys):
     watch(WatchOptions(on_gpus(tmp_path / "a", 2, 7200), price=2.0))
     printed = capsys.readouterr().out
     for part in ("2 × NVIDIA H200", "kernel hopper", "GPU hours 4.00", "cost 8.00 at 2.0 an hour"):

@@ -162,7 +162,7 @@ def test_broken_lock_is_a_note(tmp_path, capsys, content):
     assert "kernel.lock.json" in capsys.readouterr().err
 
 
-def test_a_standard_error_is_a_band_around_its_curve() -> None:
+def test_a_standard_error_is_a_band_around_its_curve():
     rows = [
         {"step": n, "tokens_seen": 64 * n, "val_perplexity": 20.0 / n, "val_loss_error": error}
         for n, error in ((1, 0.25), (2, None), (4, 0.5))

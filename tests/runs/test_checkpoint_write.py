@@ -57,14 +57,14 @@ class Held(Saving):
         assert self.released.wait(300)
 
 
-def test_files_equal_those_of_safetensors(tmp_path: Path) -> None:
+def test_files_equal_those_of_safetensors(tmp_path):
     write(Saving(tmp_path / "x", {}, whole(odd())))
     save_file({name: x.contiguous() for name, x in odd().items()}, tmp_path / "library")
     (file,) = (tmp_path / "x").glob("*.safetensors")
     assert file.read_bytes() == (tmp_path / "library").read_bytes()
 
 
-def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
+def test_changes_after_the_copy_are_not_written(tmp_path):
     before, tensors = odd(), odd()
     about: dict[str, Any] = {"lr": [1.0]}
     write(Saving(tmp_path / "waited", about, whole(before)))
@@ -83,9 +83,7 @@ def test_changes_after_the_copy_are_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_large_shares_are_several_files(
-    behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_shares_are_several_files(behind, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_write, "PART", 100)
     monkeypatch.setattr(checkpoint_write, "CHUNK", 7)
     path = tmp_path / "step-00000001.ckpt"
@@ -109,7 +107,7 @@ def shares(rank: int, sizes: list[int]) -> dict[str, Sharded]:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_leaves_nothing(behind, tmp_path):
     sizes = [2, 9_000, 2]  # the second rank's rows do not fit
 
     def save(rank: int, barrier: Barrier) -> None:
@@ -130,7 +128,7 @@ def test_a_rank_that_cannot_write_leaves_nothing(behind: bool, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_rank_0_names_the_folder_last(tmp_path: Path) -> None:
+def test_rank_0_names_the_folder_last(tmp_path):
     x, path = torch.randn(7, 4), tmp_path / "x"
 
     def save(rank: int, barrier: Barrier) -> None:
@@ -152,7 +150,7 @@ def test_rank_0_names_the_folder_last(tmp_path: Path) -> None:
     assert torch.equal(read(path)["x"][:], x)
 
 
-def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
+def test_a_cancelled_save_leaves_nothing(tmp_path):
     alone_of_two = Writers(0, 2)  # and the other one never writes
     saving = Saving(tmp_path / "x", {}, shares(0, [3, 3]), alone_of_two)
     saving.begin(memory_for(saving))
@@ -160,9 +158,7 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path) -> None:
     assert saving.deleted.done() and not list(tmp_path.iterdir())
 
 
-def test_a_save_cancelled_at_its_end_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_cancelled_at_its_end_is_whole(tmp_path, monkeypatch):
     """The thread completes the folder, and `cancel` waits for it."""
     is_written, may_complete, to_disk = threading.Event(), threading.Event(), files.to_disk
 
@@ -183,7 +179,7 @@ def test_a_save_cancelled_at_its_end_is_whole(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_number_that_json_lacks_is_refused_first(tmp_path: Path) -> None:
+def test_a_number_that_json_lacks_is_refused_first(tmp_path):
     with pytest.raises(OSError, match="could not be written"):
         write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
     assert not list(tmp_path.iterdir())
@@ -202,7 +198,7 @@ print("begun", flush=True)
 """
 
 
-def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path):
     killed_at("begun", KILLED, tmp_path)
     partial = tmp_path / ".step-00000002.ckpt.partial"
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001.ckpt", partial.name}
@@ -213,7 +209,7 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> 
     assert not partial.exists()
 
 
-def test_an_earlier_save_of_the_step_is_replaced(tmp_path: Path) -> None:
+def test_an_earlier_save_of_the_step_is_replaced(tmp_path):
     path = tmp_path / "step-00000001.ckpt"
     for value in (1.0, 2.0):
         write(Saving(path, {}, {"x": Sharded.whole(torch.full((2,), value))}))

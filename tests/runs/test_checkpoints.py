@@ -68,7 +68,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     index.write_text(json.dumps({"crc32": crc32, "content": content}))
 
 
-def test_any_rows_come_back(path: Path) -> None:
+def test_any_rows_come_back(path):
     checkpoints.verify(path)
     checkpoint = checkpoints.read(path)
     sizes = [file.stat().st_size for file in path.glob("*.safetensors")]
@@ -87,7 +87,7 @@ def test_any_rows_come_back(path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
+def test_a_flipped_bit_anywhere_is_refused(path, suffix):
     file = sorted(path.glob(f"*{suffix}"))[0]
     intact = file.read_bytes()
     for place in range(0, len(intact), max(1, len(intact) // 40)):
@@ -98,7 +98,7 @@ def test_a_flipped_bit_anywhere_is_refused(path: Path, suffix: str) -> None:
             checkpoints.verify(path)
 
 
-def test_a_missing_or_resized_file_is_refused(path: Path) -> None:
+def test_a_missing_or_resized_file_is_refused(path):
     file = path / SHARD
     # A sparse file, whose checksum would take hours
     os.truncate(file, 300 << 30)
@@ -115,13 +115,13 @@ def test_a_missing_or_resized_file_is_refused(path: Path) -> None:
         {"dtype": "bfloat16"},
     ],
 )
-def test_rows_unlike_the_index_are_refused(change: dict[str, Any], path: Path) -> None:
+def test_rows_unlike_the_index_are_refused(change, path):
     rewrite(path, lambda content: content["tensors"]["model.a"].update(change))
     with pytest.raises(ValueError, match=r"model\.a"):
         checkpoints.read(path)["state_dict"]["model.a"][:]
 
 
-def test_one_infinite_number_is_found() -> None:
+def test_one_infinite_number_is_found():
     for row in range(7):
         x = torch.zeros(7, 5)
         assert checkpoints.not_finite({"x": x}) is None
@@ -129,7 +129,7 @@ def test_one_infinite_number_is_found() -> None:
         assert checkpoints.not_finite({"y": torch.zeros(0), "x": x}) == "x"
 
 
-def test_files_outside_the_list_are_not_read(path: Path) -> None:
+def test_files_outside_the_list_are_not_read(path):
     shutil.copy(path / SHARD, path.parent / SHARD)
     outside = f"../{SHARD}"
     rewrite(path, lambda content: content["tensors"]["model.b"].update(rows=[[outside, 0, 2]]))
@@ -142,9 +142,7 @@ def test_files_outside_the_list_are_not_read(path: Path) -> None:
 
 @pytest.mark.parametrize("is_fifo", [True, False])
 @pytest.mark.parametrize("name", ["checkpoint.json", SHARD])
-def test_a_fifo_or_a_link_is_not_opened(
-    name: str, is_fifo: bool, path: Path, tmp_path: Path
-) -> None:
+def test_a_fifo_or_a_link_is_not_opened(name, is_fifo, path, tmp_path):
     moved = (path / name).rename(tmp_path / "elsewhere")
     if is_fifo:
         os.mkfifo(path / name)
@@ -154,7 +152,7 @@ def test_a_fifo_or_a_link_is_not_opened(
         checkpoints.verify(path)
 
 
-def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_refused(tmp_path):
     path = tmp_path / "x.ckpt"
     for content in (b"", b"not a checkpoint", b"PK\x03\x04 torn"):
         path.write_bytes(content)
@@ -183,7 +181,7 @@ def names(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").iterdir()}
 
 
-def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
+def test_a_deleted_checkpoint_is_hidden_first(run):
     first, second = run_folder.checkpoints(run)
     link = second.with_name(".last.77.ckpt")
     link.symlink_to(second.name)
@@ -193,7 +191,7 @@ def test_a_deleted_checkpoint_is_hidden_first(run: Path) -> None:
     assert names(run) == {second.name} and len(list(second.iterdir())) == 6
 
 
-def test_one_undeletable_file_keeps_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_undeletable_file_keeps_no_other(run, monkeypatch):
     def remove(path: Path) -> None:
         if path.name.endswith("002.safetensors"):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
@@ -225,7 +223,7 @@ checkpoint_index.delete([checkpoint_index.set_aside(Path(sys.argv[1]))], threadi
 """
 
 
-def test_a_kill_while_deleting_leaves_no_half_checkpoint(run: Path) -> None:
+def test_a_kill_while_deleting_leaves_no_half_checkpoint(run):
     first, second = run_folder.checkpoints(run)
     killed_at("half", KILLED, first)
     assert run_folder.checkpoints(run) == [second]

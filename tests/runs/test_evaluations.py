@@ -1,12 +1,10 @@
 """Files of evaluations: named once, replaced by the same evaluation only."""
 
-from pathlib import Path
-
 from longctx.runs import evaluations
 from longctx.runs.evaluations import path_for, task_scores, write
 
 
-def test_a_path_is_numbered_beside_another_result(tmp_path: Path) -> None:
+def test_a_path_is_numbered_beside_another_result(tmp_path):
     first = path_for(tmp_path, "val-a", {"seq_len": 64})
     assert first.name == "val-a.json"
     write({"asked": {"seq_len": 64}}, first)
@@ -17,7 +15,7 @@ def test_a_path_is_numbered_beside_another_result(tmp_path: Path) -> None:
     assert path_for(tmp_path, "val-a", {"seq_len": 32}).name == "val-a-3.json"
 
 
-def test_task_scores_are_the_metrics_with_their_errors() -> None:
+def test_task_scores_are_the_metrics_with_their_errors():
     values = {"alias": "x", "sample_len": 9, "acc,none": 0.25, "acc_stderr,none": 0.125}
     values |= {"em,strict": 1, "em_stderr,strict": "N/A", "4096,none": -1, "2048,none": 0.5}
     assert [tuple(score.values()) for score in task_scores({"arc": values})] == [
@@ -27,6 +25,6 @@ def test_task_scores_are_the_metrics_with_their_errors() -> None:
     ]
 
 
-def test_a_stem_has_every_setting() -> None:
+def test_a_stem_has_every_setting():
     assert evaluations.stem("val", "step-9", 64, 32, "flash") == "val-step-9-64-32-flash"
     assert len(evaluations.stem("tasks", "a-" * 200, "step-9", 64)) < 110

@@ -45,7 +45,7 @@ def cells(table: Any) -> str:
     )
 
 
-def test_a_new_metric_is_on_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_metric_is_on_the_terminal(run, capsys):
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
     assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
@@ -54,9 +54,7 @@ def test_a_new_metric_is_on_the_terminal(run: Path, capsys: pytest.CaptureFixtur
     assert "3,000.0 pages/h" in capsys.readouterr().out
 
 
-def test_a_new_metric_is_in_compare_and_on_its_page(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_metric_is_in_compare_and_on_its_page(run, tmp_path, capsys):
     compare([run], tmp_path / "x.html")
     printed = capsys.readouterr().out
     assert "reading (pages/h)" in printed and "2,500.0" in printed
@@ -67,7 +65,7 @@ def test_a_new_metric_is_in_compare_and_on_its_page(
         assert headings(place)["pages_per_hour"] == "reading (pages/h)"
 
 
-def test_a_new_metric_is_at_wandb(run: Path) -> None:
+def test_a_new_metric_is_at_wandb(run):
     wandb_run = MagicMock()
     define_metrics(wandb_run)
     wandb_run.define_metric.assert_any_call(
@@ -82,12 +80,12 @@ def test_a_new_metric_is_at_wandb(run: Path) -> None:
     assert "summary:pages_per_hour.last" in dashboard.columns()
 
 
-def test_each_key_has_one_line() -> None:
+def test_each_key_has_one_line():
     keys = [metric.key for metric in metrics.METRICS]
     assert sorted(keys) == sorted(set(keys))
 
 
-def test_a_figure_is_the_last_median_or_largest() -> None:
+def test_a_figure_is_the_last_median_or_largest():
     rows = [
         {"step": n, "tokens_seen": n, "loss": loss, "mfu": mfu, "memory_peak_gib": memory}
         for n, (loss, mfu, memory) in enumerate([(3, 0.1, 5.0), (2, 0.5, 9.0), (1, 0.7, 7.0)], 1)
@@ -99,7 +97,7 @@ def test_a_figure_is_the_last_median_or_largest() -> None:
         assert math.isnan(figures([*rows, {"step": 4, "tokens_seen": 4, "loss": loss}])["loss"])
 
 
-def test_the_page_of_metrics_has_every_key() -> None:
+def test_the_page_of_metrics_has_every_key():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for metric in metrics.METRICS:
         assert f"`{metric.key.removesuffix('*')}" in page, metric.key

@@ -20,20 +20,20 @@ from longctx.runs import metrics_file, run_folder
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_runs_started_together_get_own_folders(tmp_path: Path) -> None:
+def test_runs_started_together_get_own_folders(tmp_path):
     with ThreadPoolExecutor(16) as pool:
         create = partial(run_folder.create, tmp_path / "runs", None)
         folders = list(pool.map(create, ["tiny-4k"] * 40))
     assert sorted(path.name for path in folders) == [f"tiny-4k-{n:03d}" for n in range(1, 41)]
 
 
-def test_a_name_is_used_once(tmp_path: Path) -> None:
+def test_a_name_is_used_once(tmp_path):
     assert run_folder.create(tmp_path, "mine", "x") == tmp_path / "mine"
     with pytest.raises(ValueError, match="resume="):
         run_folder.create(tmp_path, "mine", "x")
 
 
-def test_an_unwritable_root_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_root_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "runs", Path("/proc/runs")):
         with pytest.raises(OSError, match="runs="):
@@ -42,7 +42,7 @@ def test_an_unwritable_root_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_newest_checkpoint_has_the_last_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_last_step(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for step in (99_999_999, 100_000_000, 5):
         (tmp_path / "checkpoints" / f"step-{step:08d}.ckpt").touch()
@@ -51,7 +51,7 @@ def test_the_newest_checkpoint_has_the_last_step(tmp_path: Path) -> None:
     assert run_folder.checkpoint_of(tmp_path).stem == names[-1]
 
 
-def test_lock_ends_despite_a_living_worker(tmp_path: Path) -> None:
+def test_lock_ends_despite_a_living_worker(tmp_path):
     """A killed run can be resumed at once, also while its data workers are still there."""
     code = f"""
 import os, signal
@@ -82,9 +82,7 @@ with run_folder.locked(Path({str(tmp_path)!r})):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_named(number, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -101,7 +99,7 @@ def row(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "tokens_seen": 10 * step, **more}
 
 
-def test_metrics_past_a_step_are_dropped(tmp_path: Path) -> None:
+def test_metrics_past_a_step_are_dropped(tmp_path):
     rows = [row(n, loss=n / 3) for n in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, rows), '{"step": 8, "lo']))
     assert metrics_file.read(tmp_path) == rows
@@ -114,7 +112,7 @@ LINES = [b'{"st', b"[1, 2]", b'{"loss": 1}', b'{"step": null}', b'{"step": 2}', 
 
 
 @pytest.mark.parametrize("line", [*LINES, b"1], [2", b"null, null", b"[" * 100_000])
-def test_malformed_line_costs_no_other_row(line: bytes, tmp_path: Path) -> None:
+def test_malformed_line_costs_no_other_row(line, tmp_path):
     rows = [row(1), row(3)]
     first, last = (json.dumps(row).encode() for row in rows)
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")
@@ -124,7 +122,7 @@ def test_malformed_line_costs_no_other_row(line: bytes, tmp_path: Path) -> None:
     assert metrics_file.read_rows(tmp_path) == (rows, "")
 
 
-def test_a_resume_must_not_change_the_result() -> None:
+def test_a_resume_must_not_change_the_result():
     allowed = ["max_steps=9", "wandb.mode=offline", "workers=0", "memory=long", "accumulate=2"]
     run_folder.check_resumable(Path("r"), [*allowed, "memory.optimizer_state=host"])
     refused = "model.layers model optimizer seed data.path seq_len attention.options.a"
@@ -133,7 +131,7 @@ def test_a_resume_must_not_change_the_result() -> None:
             run_folder.check_resumable(Path("r"), [f"{key}=3"])
 
 
-def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = TrainConfig(runs="~/runs", device="cpu")
     early_checks.check_training(config)

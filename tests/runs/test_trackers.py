@@ -3,7 +3,7 @@
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def curve(key: str) -> Any:
     return pytest.approx(values, nan_ok=True)
 
 
-def test_tensorboard_has_the_numbers_of_the_file(folder: Path) -> None:
+def test_tensorboard_has_the_numbers_of_the_file(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -68,7 +68,7 @@ def test_tensorboard_has_the_numbers_of_the_file(folder: Path) -> None:
         assert tensors == curve(key)
 
 
-def test_mlflow_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_the_numbers_of_the_file(folder, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder.parent}/mlflow.db")
     assert train(folder, "mlflow") is None
@@ -81,7 +81,7 @@ def test_mlflow_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.Mo
         assert {metric.step: metric.value for metric in history} == curve(key)
 
 
-def test_trackio_has_the_numbers_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_the_numbers_of_the_file(folder, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(folder.parent / "trackio"))  # read at import
     pytest.importorskip("trackio")
     assert train(folder, "trackio") is None
@@ -127,7 +127,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         TRACKERS.remove(name)
 
 
-def test_a_tracker_that_fails_stops_no_other(folder: Path, own: str) -> None:
+def test_a_tracker_that_fails_stops_no_other(folder, own):
     problem = train(folder, "failing", "own", "none", plugins=[own])
     assert problem == "failing is off: no room; metrics.jsonl has every row"
     lines = (folder / "own.jsonl").read_text().splitlines()
@@ -137,9 +137,7 @@ def test_a_tracker_that_fails_stops_no_other(folder: Path, own: str) -> None:
     assert opening == "own        own.jsonl"
 
 
-def test_trackers_that_hang_share_the_time_of_an_end(
-    folder: Path, own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_that_hang_share_the_time_of_an_end(folder, own, monkeypatch):
     limits, wait = list[float](), subprocess.Popen.wait
 
     def noted(process: subprocess.Popen[bytes], timeout: float) -> int:
@@ -164,11 +162,11 @@ def test_trackers_that_hang_share_the_time_of_an_end(
     ("override", "names"),
     [("log_every=1", ["wandb"]), ("tracker=none", ["none"]), ("tracker=[mlflow]", ["mlflow"])],
 )
-def test_several_trackers_are_a_list(override: str, names: list[str]) -> None:
+def test_several_trackers_are_a_list(override, names):
     assert cli.compose("train", [override]).config.tracker == names
 
 
-def test_a_tracker_that_cannot_be_used_is_refused(refused: Callable[[int, str], str]) -> None:
+def test_a_tracker_that_cannot_be_used_is_refused(refused):
     assert "tensorboard" in refused(cli.main(["train", "tracker=tensorbord"]), "tracker=tensorbord")
     traits = TrackerTraits(TRACKERS["none"].copy, "no_such_package", lambda *_: [])
     TRACKERS.register("absent", traits)

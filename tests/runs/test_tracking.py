@@ -45,7 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 120.0)
 
 
-def test_a_key_decides_online_or_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_key_decides_online_or_offline(monkeypatch, tmp_path):
     for host, mode in (
         ("elsewhere", "offline"),
         ("api.wandb.ai", "online"),
@@ -86,7 +86,7 @@ def whole_copy(folder: Path) -> list[dict[str, object]]:
     return rows
 
 
-def test_a_killed_process_is_one_line(tmp_path: Path) -> None:
+def test_a_killed_process_is_one_line(tmp_path):
     tracker, process = begun(tmp_path)
     os.kill(process, signal.SIGKILL)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
@@ -106,9 +106,7 @@ def send_to_all(processes: Iterable[int], number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 120.0), (signal.SIGSTOP, 1.0)])
-def test_a_core_that_is_lost_delays_no_end(
-    number: int, patience: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_core_that_is_lost_delays_no_end(number, patience, tmp_path, monkeypatch):
     """One that is killed is replaced offline; one that hangs may send later."""
     monkeypatch.setattr("longctx.runs.tracking.PATIENCE", patience)
     tracker, process = begun(tmp_path)
@@ -124,7 +122,7 @@ def test_a_core_that_is_lost_delays_no_end(
 
 
 @pytest.mark.slow
-def test_silent_servers_delay_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_servers_delay_no_end(tmp_path, monkeypatch):
     """One refuses connections, one takes them and says nothing."""
     assert tracking.PATIENCE < 10
     monkeypatch.setattr(tracking, "PATIENCE", 0.1)
@@ -147,9 +145,7 @@ def test_silent_servers_delay_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert whole_copy(folder) == ROWS
 
 
-def test_a_copy_that_cannot_start_ends_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_cannot_start_ends_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     tracker = Tracker(tmp_path, WandbConfig(mode="offline"))
     tracker.start_copies({})
@@ -160,7 +156,7 @@ def test_a_copy_that_cannot_start_ends_alone(
     assert metrics_file.read(tmp_path) == ROWS[:1]
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_file(tmp_path):
     tracker = Tracker(tmp_path, WandbConfig(mode="disabled"))
     os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._writer.file.fileno())
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
@@ -174,7 +170,7 @@ def opening(folder: Path, **config: Any) -> str:
     return str(tracker.opening())
 
 
-def test_the_start_prints_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_prints_the_target(tmp_path, monkeypatch):
     theirs = {"entity": "acme", "project": "p", "artifacts": True}
     without_key = opening(tmp_path, mode="online", **theirs)
     assert all(x in without_key for x in ("acme/p", "checkpoints", "no API key"))
@@ -192,7 +188,7 @@ def validation(step: int) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_resume_is_a_new_leg_offline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_is_a_new_leg_offline(tmp_path, capfd):
     folder = tmp_path / "run-001"
     folder.mkdir()
     numbers = {"tokens_per_second": 9.0, "memory_peak_gib": 2.0, "process_peak_gib": 3.0}
@@ -257,9 +253,7 @@ def init(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     return made
 
 
-def test_a_resumed_run_continues_online_under_its_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: MagicMock
-) -> None:
+def test_a_resumed_run_continues_online_under_its_id(tmp_path, monkeypatch, init):
     for _ in range(2):
         send(tmp_path, "online", group="g")
     first, second = (call.kwargs for call in init.call_args_list)
@@ -271,7 +265,7 @@ def test_a_resumed_run_continues_online_under_its_id(
     assert init.call_args.kwargs["id"] == "chosen"
 
 
-def test_a_checkpoint_is_uploaded(tmp_path: Path, init: MagicMock) -> None:
+def test_a_checkpoint_is_uploaded(tmp_path, init):
     path = tmp_path / "step-00000003.ckpt"
     path.mkdir()
     (path / "checkpoint.json").write_text("{}")
@@ -284,7 +278,7 @@ def test_a_checkpoint_is_uploaded(tmp_path: Path, init: MagicMock) -> None:
     assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]
 
 
-def test_tables_hold_rows_of_earlier_starts_too(tmp_path: Path, init: MagicMock) -> None:
+def test_tables_hold_rows_of_earlier_starts_too(tmp_path, init):
     run = init.return_value
     rows: list[dict[str, Any]] = [
         {"step": n, "tokens_seen": 10 * n, "sample": f"text {n}"} for n in (1, 2)
@@ -297,9 +291,7 @@ def test_tables_hold_rows_of_earlier_starts_too(tmp_path: Path, init: MagicMock)
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("variable", "is_sent"), [("disabled", False), ("offline", True)])
-def test_an_evaluation_is_a_run_of_its_own(
-    variable: str, is_sent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_is_a_run_of_its_own(variable, is_sent, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", variable)
     buckets = [{"first": 2**b, "last": 2 ** (b + 1) - 1, "loss": 3.0 - b} for b in range(3)]
     score = {"perplexity": 7.5, "word_perplexity": 99.0, "bits_per_byte": 1.5}
@@ -323,7 +315,7 @@ def test_an_evaluation_is_a_run_of_its_own(
         assert drawn <= {key.split(".")[0] for key in row}
 
 
-def test_every_evaluation_has_numbers() -> None:
+def test_every_evaluation_has_numbers():
     grid = {"lengths": [64, 128], "depths": [0, 1], "accuracy": [[1.0, 1.0], [0.5, 0.0]]}
     found = {"eval/needle/64": 1.0, "eval/needle/128": 0.25}
     assert numbers_of({"kinds": {"needle": grid}}) == found
@@ -331,7 +323,7 @@ def test_every_evaluation_has_numbers() -> None:
     assert numbers_of({"results": {"arc": task}}) == {"eval/arc/acc": 0.5}
 
 
-def test_a_sweep_file_gives_train_its_overrides() -> None:
+def test_a_sweep_file_gives_train_its_overrides():
     """As `wandb agent` makes them of configs/sweep.yaml."""
     utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
     sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())

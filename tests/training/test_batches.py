@@ -26,7 +26,7 @@ from longctx.training.batches import (
 from tests.training.sample_run import row, sample_run
 
 
-def test_counts_leave_padding_out() -> None:
+def test_counts_leave_padding_out():
     micro = micro_batch([row(5, 4), row(3, padding=6), row(9)])
     assert micro.tokens.shape == (3, 9)
     assert micro.scored == 4 + 3 + 2 + 8
@@ -38,7 +38,7 @@ def test_counts_leave_padding_out() -> None:
     assert (micro.real, micro.scored, micro.pairs) == (7, 3, 10 + 6)
 
 
-def test_attention_of_padding_costs_by_the_token() -> None:
+def test_attention_of_padding_costs_by_the_token():
     """One long document of padding would cost its square."""
     padding = 1 << 20
     micro = micro_batch([row(5, padding=padding)])
@@ -46,14 +46,14 @@ def test_attention_of_padding_costs_by_the_token() -> None:
     assert micro.mask.pairs(1, 5 + padding, 5 + padding) < 15 + 100 * padding
 
 
-def test_pairs_are_the_mean_over_layers() -> None:
+def test_pairs_are_the_mean_over_layers():
     rows = [row(5, 4), row(3, padding=6), row(9)]
     windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
     assert micro_batch(rows, {2: 1}).pairs == windowed
     assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
 
 
-def test_a_batch_survives_workers_and_moves_whole() -> None:
+def test_a_batch_survives_workers_and_moves_whole():
     rows = [row(3, 2, padding=1) for _ in range(8)]
     order = SampleStream([8], [1.0], seed=0)
     two_rows = partial(collate_step, micro_batch, 2 * 6, {None: 1})
@@ -71,7 +71,7 @@ def test_a_batch_survives_workers_and_moves_whole() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 4, 7, 100])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_ranks_share_validation_rows_without_overlap(wanted: int, world_size: int) -> None:
+def test_ranks_share_validation_rows_without_overlap(wanted, world_size):
     rows = [row(3, 2) for _ in range(11)]
     for number, r in enumerate(rows):
         r["tokens"][0] = number
@@ -92,7 +92,7 @@ def test_ranks_share_validation_rows_without_overlap(wanted: int, world_size: in
 
 
 @pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_worker_killed_amid_a_batch_is_lost(pinned: bool) -> None:
+def test_worker_killed_amid_a_batch_is_lost(pinned):
     """The batch does not fit in the pipe, so a part of it is there and the rest never comes."""
     rows = [row(1 << 20)] * 16
     collated = partial(collate_step, micro_batch, 1 << 20, {None: 1})

@@ -18,7 +18,6 @@ from longctx.training.callbacks import FEWEST_VALUES, WINDOW, Spikes, is_outlier
 from tests.processes import finished, train_together
 from tests.training.sample_run import (
     FAULTY,
-    Captured,
     Overrides,
     Trained,
     check_equal_weights,
@@ -37,7 +36,7 @@ def spikes_of(budget: int) -> Spikes:
     return Spikes(TrainConfig(spike="skip", spike_budget=budget), print)
 
 
-def test_only_a_leap_upwards_is_an_outlier() -> None:
+def test_only_a_leap_upwards_is_an_outlier():
     before = [5.0 - 0.01 * n for n in range(FEWEST_VALUES)]
     assert is_outlier(50.0, before)
     assert not is_outlier(0.1, before)
@@ -45,7 +44,7 @@ def test_only_a_leap_upwards_is_an_outlier() -> None:
     assert not is_outlier(5.2, before), "less than a tenth of the mean"
 
 
-def test_no_more_steps_than_the_budget_are_dropped() -> None:
+def test_no_more_steps_than_the_budget_are_dropped():
     spikes = spikes_of(2)
     for _ in range(FEWEST_VALUES):
         assert not spikes.drops(5.0, 1.0)
@@ -57,7 +56,7 @@ def test_no_more_steps_than_the_budget_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (5.0, INF)])
-def test_a_step_that_is_not_finite_is_dropped(loss: float, norm: float) -> None:
+def test_a_step_that_is_not_finite_is_dropped(loss, norm):
     """A step without a target counts nowhere."""
     spikes = spikes_of(1)
     assert spikes.drops(loss, norm), "before enough values too"
@@ -92,7 +91,7 @@ def spike_rows(folder: Path) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.usefixtures("spike")
-def test_a_spike_is_dropped_again_on_resume(trained: Trained, capsys: Captured) -> None:
+def test_a_spike_is_dropped_again_on_resume(trained, capsys):
     every = {"max_steps": 16, "checkpoint_every": 11, "keep_checkpoints": 9}
     runs = {mode: trained(mode, spike=mode, **every) for mode in ("flag", "skip")}
     assert capsys.readouterr().out.count("warning: loss spike at step") == 2
@@ -108,7 +107,7 @@ def test_a_spike_is_dropped_again_on_resume(trained: Trained, capsys: Captured) 
 @pytest.mark.usefixtures("spike")
 @pytest.mark.parametrize("spike", [NAN, INF], indirect=True)
 @pytest.mark.parametrize("log_every", [1, 3])
-def test_a_run_continues_without_a_nan_step(trained: Trained, log_every: int) -> None:
+def test_a_run_continues_without_a_nan_step(trained, log_every):
     """If it is logged or saved too: its loss is in no mean, the weights are those before."""
     folder = trained(spike="skip", max_steps=15, checkpoint_every=12, log_every=log_every)
     rows = steps(folder)
@@ -118,7 +117,7 @@ def test_a_run_continues_without_a_nan_step(trained: Trained, log_every: int) ->
 
 
 @pytest.mark.slow
-def test_two_processes_drop_the_same_step(trained: Trained, tmp_path: Path) -> None:
+def test_two_processes_drop_the_same_step(trained, tmp_path):
     """The losses that make step 12 a spike are those of the run before it was resumed."""
     folder = trained(spike="skip", max_steps=11)
     words = ["spike", f"resume={folder}", "devices=2", "max_steps=14"]
@@ -130,7 +129,7 @@ def test_two_processes_drop_the_same_step(trained: Trained, tmp_path: Path) -> N
     assert spike_rows(folder)[-1] == (14, 1, 1)
 
 
-def test_watching_a_run_changes_no_bit(trained: Trained) -> None:
+def test_watching_a_run_changes_no_bit(trained):
     plain = trained("plain", spike="flag", max_steps=4, val_every=2)
     watched = trained("watched", spike="skip", max_steps=4, val_every=2, keep_best=True, patience=9)
     check_equal_weights(plain, watched)
@@ -152,9 +151,7 @@ def names(folder: Path) -> list[str]:
     return [path.stem for path in run_folder.checkpoints(folder)]
 
 
-def test_the_best_checkpoint_stays_over_a_resume(
-    trained: Trained, val_losses: Callable[[Sequence[float]], None]
-) -> None:
+def test_the_best_checkpoint_stays_over_a_resume(trained, val_losses):
     val_losses([9, 5, 4, 4.5, 4.4, 4.3])
     folder = trained(max_steps=5, keep_best=True, **EVERY)
     best = folder / "checkpoints" / "best.ckpt"
@@ -167,7 +164,7 @@ def test_the_best_checkpoint_stays_over_a_resume(
     assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
 
 
-def test_patience_ends_a_run(trained: Trained, capsys: Captured) -> None:
+def test_patience_ends_a_run(trained, capsys):
     folder = trained(lr=1e-30, min_lr_ratio=0, max_steps=30, patience=3, **EVERY)
     printed = capsys.readouterr().out
     assert "ended after step 4: 3 validations without a lower loss" in printed
@@ -181,7 +178,7 @@ def test_patience_ends_a_run(trained: Trained, capsys: Captured) -> None:
     assert capsys.readouterr().out.rstrip().endswith(both)
 
 
-def test_a_best_one_that_is_gone_is_not_linked(tmp_path: Path) -> None:
+def test_a_best_one_that_is_gone_is_not_linked(tmp_path):
     best = tmp_path / "checkpoints" / "best.ckpt"
     best.parent.mkdir()
     for step in (1, 2, 3):
@@ -200,7 +197,7 @@ def samples(folder: Path) -> dict[int, str]:
     return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
 
 
-def test_samples_leave_training_as_it_is(trained: Trained, capsys: Captured) -> None:
+def test_samples_leave_training_as_it_is(trained, capsys):
     prompt = "a row, 'of' \\names: "
     sampled = trained("sampled", max_steps=3, sample_prompt=prompt, sample_every=2)
     texts = samples(sampled)

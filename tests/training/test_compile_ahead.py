@@ -17,7 +17,7 @@ from longctx.training import compile_ahead
 from tests.processes import ROOT, finished
 
 
-def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
+def test_tasks_run_in_parallel_and_fail_in_silence():
     meeting, done = threading.Barrier(3), []
 
     def fails() -> None:
@@ -39,14 +39,14 @@ def test_tasks_run_in_parallel_and_fail_in_silence() -> None:
     [[], ["model.nope_layers=[1,3]"], ["model.window=64", "model.window_layers=[0,2]"]],
     ids=["plain", "nope", "windows"],
 )
-def test_a_step_of_one_block_works_for_every_layer(keys: list[str]) -> None:
+def test_a_step_of_one_block_works_for_every_layer(keys):
     work = training_run(["model=tiny", "model.layers=4", "model.vocab_size=512", *keys], "cpu")
     state = torch.get_rng_state()
     compile_ahead.step_of_one_block(work.workload)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_compiler_settings_are_those_of_its_thread() -> None:
+def test_compiler_settings_are_those_of_its_thread():
     code = """if True:
         from concurrent.futures import ThreadPoolExecutor
         from longctx.model import compile_cache
@@ -62,7 +62,7 @@ def test_compiler_settings_are_those_of_its_thread() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_nobody_waits_for_compilers_at_the_end() -> None:
+def test_nobody_waits_for_compilers_at_the_end():
     code = """if True:
         import threading
         from longctx.system import exit_with
@@ -76,7 +76,7 @@ def test_nobody_waits_for_compilers_at_the_end() -> None:
 
 
 @pytest.mark.gpu
-def test_one_block_compiles_every_kernel_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_block_compiles_every_kernel_of_a_model(monkeypatch):
     triton = pytest.importorskip("triton")
     compiled: list[str] = []
 
@@ -95,7 +95,7 @@ def test_one_block_compiles_every_kernel_of_a_model(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-def test_a_hundred_warm_starts_end_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_warm_starts_end_no_task(monkeypatch):
     """Each start compiles nothing and loads every kernel anew, with launchers seen before; kernels
     are tested before the run needs them, and take no random number of it.
     """

@@ -13,7 +13,7 @@ from longctx.system import typed_command
 from longctx.training.console import Display, brief, closing_table, loss_curve
 from longctx.training.run_log import validated_documents, warnings
 from longctx.training.sweep import Job, sweep_table
-from tests.training.sample_run import Captured, sample_run
+from tests.training.sample_run import sample_run
 
 
 def row_of(step: int, loss: float, ms: float, speed: float, seconds: float) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def run(folder: Path) -> Path:
     return folder
 
 
-def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
+def test_the_closing_table_says_what_to_type_next(tmp_path):
     folder = run(tmp_path / "r[b]")
     text = printed(closing_table(folder, {"flash": "triton-portable"}, finished=True, steps=9))
     for part in (
@@ -64,7 +64,7 @@ def test_the_closing_table_says_what_to_type_next(tmp_path: Path) -> None:
     assert f"chat '{folder}'" in stopped
 
 
-def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
+def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     good = Job(["seed=1", "attention=flash"], 0, run(tmp_path / "a"))
     killed = Job(["seed=1", "attention=naive"], -9, None)
     text = printed(sweep_table([good, killed]))
@@ -74,7 +74,7 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path: Path) -> None:
     assert "150.0" in text
 
 
-def test_a_row_without_a_scored_token_says_so() -> None:
+def test_a_row_without_a_scored_token_says_so():
     assert "nothing scored" in brief({key: x for key, x in ROWS[1].items() if key != "loss"})
     assert "nothing scored" in brief({"step": 3, "tokens_seen": 9})
     assert not any("nothing scored" in brief(row) for row in ROWS)
@@ -90,9 +90,7 @@ def test_a_row_without_a_scored_token_says_so() -> None:
         (1, 0, 405, "405 tokens of 1 document, 0.0%", True),
     ],
 )
-def test_a_small_validation_set_is_a_warning(
-    documents: int, ends: int, tokens: int, text: str, few: bool
-) -> None:
+def test_a_small_validation_set_is_a_warning(documents, ends, tokens, text, few):
     counts = {"val_documents": documents, "val_ends": ends, "val_tokens": tokens}
     counts |= {"tokens": 1_000_000, "train_efficiency": 0.9}
     assert validated_documents(counts).startswith(text)
@@ -100,7 +98,7 @@ def test_a_small_validation_set_is_a_warning(
     assert ["few to validate on" in line for line in lines] == [True] * few
 
 
-def test_padding_and_files_not_read_are_warnings(tmp_path: Path) -> None:
+def test_padding_and_files_not_read_are_warnings(tmp_path):
     for name in ("a.txt", "b.pdf", "c.pdf.gz", "d"):
         (tmp_path / name).write_text("x")
     config = TrainConfig()
@@ -111,7 +109,7 @@ def test_padding_and_files_not_read_are_warnings(tmp_path: Path) -> None:
     assert "75%" in padding
 
 
-def test_a_piped_run_has_plain_lines_with_time_left(capsys: Captured) -> None:
+def test_a_piped_run_has_plain_lines_with_time_left(capsys):
     display = Display(steps=21, first_step=0)
     display.bar.start()
     display.show(ROWS[0])
@@ -127,9 +125,7 @@ def test_a_piped_run_has_plain_lines_with_time_left(capsys: Captured) -> None:
     assert lines[2].endswith("14.4 s left")
 
 
-def test_a_narrow_terminal_cuts_nothing_of_the_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_narrow_terminal_cuts_nothing_of_the_bar(monkeypatch, capsys):
     for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
     display = Display(20_000, 1234)
@@ -139,14 +135,14 @@ def test_a_narrow_terminal_cuts_nothing_of_the_bar(
     assert "1,234/20,000" in printed and "617.00 GiB" in printed and "-:--:--" in printed
 
 
-def test_a_run_stopped_between_rows_has_its_steps(tmp_path: Path) -> None:
+def test_a_run_stopped_between_rows_has_its_steps(tmp_path):
     text = printed(closing_table(run(tmp_path / "r"), {}, finished=False, steps=12))
     (line,) = (line for line in text.splitlines() if line.startswith("steps"))
     assert line.split() == ["steps", "12"]
     assert "810" not in text  # tokens after step 9
 
 
-def test_a_curve_goes_from_the_first_loss_to_the_last() -> None:
+def test_a_curve_goes_from_the_first_loss_to_the_last():
     rows = [{"step": n, "loss": 8 - n / 10, "ms_per_step": 1.0} for n in range(3, 40, 2)]
     lines = loss_curve([*rows, {"step": 39, "val_loss": 99.0}])
     top, bottom = lines[1], lines[-3]

@@ -11,7 +11,6 @@ import pytest
 import train
 from longctx.runs import metrics_file
 from tests.processes import finished, run_on
-from tests.training.sample_run import Overrides
 from tests.training.test_devices import close, run
 
 SCRIPT = Path(__file__).with_name("checked_layouts.py")
@@ -30,7 +29,7 @@ def answers_of(cases: dict[str, dict[str, Any]], ranks: int, tmp_path: Path) -> 
     return answers
 
 
-def test_a_checked_run_trains_as_on_one_device(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_checked_run_trains_as_on_one_device(overrides, tmp_path):
     shape = {"seq_len": 63, "max_steps": 4, "batch_size": 1, "val_rows": 3}
     assert train.main(overrides(name="one", **shape)) == 0
     run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
@@ -41,7 +40,7 @@ def test_a_checked_run_trains_as_on_one_device(overrides: Overrides, tmp_path: P
     assert not [key for row in others for key in row if key.startswith("context_check/")]
 
 
-def test_a_run_that_fails_the_check_does_not_begin(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_run_that_fails_the_check_does_not_begin(overrides, tmp_path):
     keys = overrides(name="r", context__check=True, **SHARED)
     process = finished(SCRIPT, ["train", "shifted labels", *keys], tmp_path)
     assert process.returncode == 1, process.stderr
@@ -110,7 +109,7 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", PASSING)
-def test_correct_layouts_pass(ranks: int, overrides: Overrides, tmp_path: Path) -> None:
+def test_correct_layouts_pass(ranks, overrides, tmp_path):
     cases = {
         name: {"fault": None, "keys": overrides(**SHAPE | {"devices": ranks} | changes)}
         for name, changes in PASSING[ranks].items()
@@ -123,9 +122,7 @@ def test_correct_layouts_pass(ranks: int, overrides: Overrides, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("precision", "strategy", "method"), [("bf16", "ddp", "allgather"), ("fp32", "fsdp", "ulysses")]
 )
-def test_every_fault_is_found(
-    precision: str, strategy: str, method: str, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_every_fault_is_found(precision, strategy, method, overrides, tmp_path):
     layout = {"precision": precision, "strategy": strategy, "context.method": method}
     cases = {
         fault: {"fault": fault, "keys": overrides(**SHAPE | SHARED | layout | changes)}

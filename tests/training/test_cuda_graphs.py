@@ -54,7 +54,7 @@ def gradients(model: GPT, micro: MicroBatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("attention", ["flash", "naive"])
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
-def test_a_batch_filled_in_place_gives_the_same_bits(attention: str, memory: str) -> None:
+def test_a_batch_filled_in_place_gives_the_same_bits(attention, memory):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=50, layers=2, window=9, window_layers=[0])
     model = GPT(config, attention, memory)
@@ -70,7 +70,7 @@ def test_a_batch_filled_in_place_gives_the_same_bits(attention: str, memory: str
 
 
 @pytest.mark.slow  # compiles with torch.compile
-def test_nothing_is_compiled_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_after_the_first_step(monkeypatch):
     monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
     torch._dynamo.reset()
     model = GPT(GPTConfig(vocab_size=50, layers=2), "flash", "fast")
@@ -95,7 +95,7 @@ class Forgetful(torch.optim.SGD):
         return loss
 
 
-def test_graphs_follow_an_update_and_keep_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_follow_an_update_and_keep_gradients(monkeypatch):
     """Before an update, as when spike=skip drops the first step, the optimizer has no averages."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     weight = torch.nn.Parameter(torch.ones(3))
@@ -117,7 +117,7 @@ def work(*keys: str, device: str = "cuda") -> Workload:
     return with_vocabulary(workload_of(config, device, config.seq_len), 50304)
 
 
-def test_graphs_are_automatic_for_small_micro_batches() -> None:
+def test_graphs_are_automatic_for_small_micro_batches():
     assert work("seq_len=1024", "batch_size=4").captured
     assert not work("seq_len=1024", "batch_size=4", "graphs=false").captured
     assert not work("seq_len=65536", "batch_size=1").captured
@@ -136,7 +136,7 @@ def test_graphs_are_automatic_for_small_micro_batches() -> None:
         (["model.rope_scaling={rope_type: dynamic, factor: 2.0}", "model.context=64"], "dynamic"),
     ],
 )
-def test_uncapturable_steps_are_named(keys: list[str], named: str) -> None:
+def test_uncapturable_steps_are_named(keys, named):
     automatic = work("seq_len=1024", "batch_size=4", *keys)
     assert automatic.is_host_bound
     assert not automatic.captured
@@ -184,9 +184,7 @@ def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Pa
         pytest.param({"spike": "skip"}, id="each loss read"),
     ],
 )
-def test_graphs_change_no_bit_of_a_run(
-    overrides: Overrides, tmp_path: Path, changes: dict[str, object], capsys: Any
-) -> None:
+def test_graphs_change_no_bit_of_a_run(overrides, tmp_path, changes, capsys):
     runs = tmp_path / "runs"
     without = run(overrides, runs, False, **changes)
     assert "CUDA graphs" not in capsys.readouterr().out
@@ -197,13 +195,13 @@ def test_graphs_change_no_bit_of_a_run(
 
 
 @pytest.mark.gpu
-def test_a_captured_run_resumes_bit_for_bit(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_captured_run_resumes_bit_for_bit(overrides, tmp_path):
     folder = run(overrides, tmp_path / "runs", True, checkpoint_every=5, accumulate=2)
     check_resumes_exactly(folder)
 
 
 @pytest.mark.gpu
-def test_unordered_embedding_gradients_are_captured(overrides: Overrides, tmp_path: Path) -> None:
+def test_unordered_embedding_gradients_are_captured(overrides, tmp_path):
     without, captured = (
         losses(run(overrides, tmp_path / "runs", graphs, deterministic=False))
         for graphs in (False, True)
@@ -212,7 +210,7 @@ def test_unordered_embedding_gradients_are_captured(overrides: Overrides, tmp_pa
 
 
 @pytest.mark.gpu
-def test_a_failed_capture_is_one_line(overrides: Overrides) -> None:
+def test_a_failed_capture_is_one_line(overrides):
     keys = overrides(**SMALL | {"deterministic": False, "graphs": True})
     # A process of its own: a capture that fails leaves torch's generators unusable.
     process = finished(FAULTY, ["wait", *keys], ROOT)
@@ -224,9 +222,7 @@ def test_a_failed_capture_is_one_line(overrides: Overrides) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_captured_steps_fit_the_predicted_memory(
-    overrides: Overrides, tmp_path: Path, optimizer: str
-) -> None:
+def test_captured_steps_fit_the_predicted_memory(overrides, tmp_path, optimizer):
     """A graph's pool is in no tensor, so that the run is given no more memory than predicted."""
     shape = {"model": "124m", "model.vocab_size": 50304, "seq_len": 1024, "batch_size": 4}
     unset = dict.fromkeys(("model.channels", "model.heads", "model.kv_heads", "model.ffn"))

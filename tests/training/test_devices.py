@@ -21,7 +21,7 @@ from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import life_cycle
 from longctx.training.batches import DataDiffers, shared_data
 from tests.processes import ROOT, finished, run_on
-from tests.training.sample_run import FAULTY, Captured, Overrides, Trained, losses, steps
+from tests.training.sample_run import FAULTY, losses, steps
 
 SHAPE: dict[str, Any] = {"seq_len": 63, "batch_size": 1, "max_steps": 4, "val_rows": 3}
 LAYOUTS = Path(__file__).with_name("layouts.py")
@@ -48,9 +48,7 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
 
 
 @pytest.mark.slow
-def test_two_devices_share_each_row_in_compiled_blocks(
-    trained: Trained, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_two_devices_share_each_row_in_compiled_blocks(trained, overrides, tmp_path):
     """63 tokens and 3 heads, which two devices cannot share evenly, validated by position too; by
     ulysses and not compiled see test_context_check.py.
     """
@@ -62,9 +60,7 @@ def test_two_devices_share_each_row_in_compiled_blocks(
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes_on_any_devices(
-    overrides: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_sharded_run_resumes_on_any_devices(overrides, tmp_path, capsys):
     shape = SHAPE | {"checkpoint_every": 2, "keep_checkpoints": 5}
     assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
     run(tmp_path, overrides(name="sharded", accumulate=2, devices=2, strategy="fsdp", **shape))
@@ -97,9 +93,7 @@ def test_a_sharded_run_resumes_on_any_devices(
 
 
 @pytest.mark.slow
-def test_processes_that_have_begun_end_with_a_mistake(
-    trained: Trained, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_processes_that_have_begun_end_with_a_mistake(trained, overrides, tmp_path):
     """Rank 0 finds it once it knows the model, or the run that is resumed."""
     trained(batch_size=2, accumulate=2, max_steps=1)
     heads = {"devices": 3, "context": 3, "context.method": "ulysses"}
@@ -122,9 +116,7 @@ def test_processes_that_have_begun_end_with_a_mistake(
         pytest.param(4, 20, 3000, marks=pytest.mark.slow),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_device(
-    ranks: int, cases: int, seed: int, tmp_path: Path
-) -> None:
+def test_loss_and_gradients_are_those_of_one_device(ranks, cases, seed, tmp_path):
     """However sequences and weights are spread; every fourth case multiplies in FP8."""
     run_on(ranks, LAYOUTS, cases, seed, out := tmp_path / "out.json")
     results: dict[str, dict[str, Any]] = json.loads(out.read_text())
@@ -140,7 +132,7 @@ def growing(corpus: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(corpus, tmp_path / "growing"))
 
 
-def test_documents_of_another_rank_are_refused() -> None:
+def test_documents_of_another_rank_are_refused():
     ours = {"documents": "60 of them", "tokens": "abc"}
     data = SimpleNamespace(identity=lambda: ours)
     run = SimpleNamespace(data=data, config=TrainConfig())
@@ -158,14 +150,7 @@ def test_documents_of_another_rank_are_refused() -> None:
     [({"context": 2}, True), ({"strategy": "fsdp"}, False)],
     ids=["new", "resumed"],
 )
-def test_documents_must_be_equal_on_all_ranks(
-    layout: dict[str, Any],
-    new: bool,
-    overrides: Overrides,
-    trained: Trained,
-    growing: Path,
-    tmp_path: Path,
-) -> None:
+def test_documents_must_be_equal_on_all_ranks(layout, new, overrides, trained, growing, tmp_path):
     keys = overrides(name="r", data__path=growing, devices=2, **layout)
     folder, before = tmp_path / "runs" / "r", ""
     if not new:
@@ -187,9 +172,7 @@ def test_documents_must_be_equal_on_all_ranks(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_all_stages_train_on_the_same_documents(
-    mixed: bool, trained: Trained, growing: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stages_train_on_the_same_documents(mixed, trained, growing, monkeypatch):
     shape: dict[str, Any] = {"seq_len_schedule": "[[32,3]]", "data__path": growing}
     if mixed:
         shape |= {"data": "mix", "data__path": None, "data__mix__a__path": growing}
@@ -208,9 +191,7 @@ def test_all_stages_train_on_the_same_documents(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_push_to_the_hub_leaves_a_run_resumable(
-    mixed: bool, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_to_the_hub_leaves_a_run_resumable(mixed, trained, tmp_path, monkeypatch):
     """Streams stand in for the two commits that the data set has, one after the other."""
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     began, pushed = "a" * 40, "b" * 40

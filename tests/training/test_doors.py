@@ -18,7 +18,6 @@ from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
 from tests.training.sample_run import (
-    Trained,
     check_resumes_exactly,
     newest,
     sample_run,
@@ -69,7 +68,7 @@ def own() -> Iterator[dict[str, object]]:
     callbacks.CALLBACKS.remove("counts")
 
 
-def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trained) -> None:
+def test_registered_parts_train_and_resume(own, trained):
     keys = own | {"checkpoint_every": 3, "lr": 0.01, "warmup_steps": 1, "val_every": 2}
     folder = trained(**keys)
     check_resumes_exactly(folder)
@@ -83,7 +82,7 @@ def test_registered_parts_train_and_resume(own: dict[str, object], trained: Trai
     assert rows[0]["loss"] == pytest.approx(3 * validations[0]["val_loss"], rel=0.1)
 
 
-def test_z_loss_is_logged_beside_cross_entropy(trained: Trained) -> None:
+def test_z_loss_is_logged_beside_cross_entropy(trained):
     rows, plain = (
         steps(trained(name, lr=0.02, objective__z_loss=factor))
         for name, factor in (("with", 1.0), ("without", None))
@@ -92,16 +91,16 @@ def test_z_loss_is_logged_beside_cross_entropy(trained: Trained) -> None:
     assert rows[-1]["z_loss"] < 0.9 * rows[0]["z_loss"]
 
 
-def test_a_name_is_registered_once(own: dict[str, object]) -> None:
+def test_a_name_is_registered_once(own):
     with pytest.raises(ValueError, match="lr_schedule=cosine: is registered"):
         learning_rate.register("cosine", SCHEDULES["cosine"])
 
 
-def test_each_optimizer_has_a_preset() -> None:
+def test_each_optimizer_has_a_preset():
     assert cli.names("optimizer") == sorted(OPTIMIZERS)
 
 
-def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own: dict[str, object]) -> None:
+def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
     for overrides in (["memory=long"], ["memory.optimizer_state=host"]):
         with pytest.raises(ValueError, match=r"memory\.optimizer_state=host with optimizer=momen"):
             cli.compose("train", ["optimizer.name=momentum", *overrides])

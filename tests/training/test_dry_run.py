@@ -3,7 +3,6 @@ whatever it is.
 """
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def small() -> Run:
     return scheduled(config, workload_of(config, "cpu", 33))
 
 
-def test_dry_run_measures_steps(small: Run) -> None:
+def test_dry_run_measures_steps(small):
     steps: list[int] = []
     measured = dry.dry_run(small, 2, validate=True, after=steps.append)
     assert (len(measured.ms), steps, measured.failed) == (2, [1, 2], None)
@@ -38,21 +37,21 @@ def test_dry_run_measures_steps(small: Run) -> None:
     assert measured.memory["process_peak_gib"] > 0
 
 
-def test_dry_run_out_of_memory_is_an_answer(small: Run) -> None:
+def test_dry_run_out_of_memory_is_an_answer(small):
     def fail(step: int) -> None:
         raise MemoryError
 
     assert dry.dry_run(small, 2, after=fail).failed == OUT_OF_MEMORY
 
 
-def test_a_dry_run_is_deterministic_where_its_run_is(small: Run) -> None:
+def test_a_dry_run_is_deterministic_where_its_run_is(small):
     """Other kernels would take other memory."""
     config = dataclasses.replace(small.config, deterministic=True)
     assert dry.dry_run(dataclasses.replace(small, config=config), 1).failed is None
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_documents_shorten_attention_and_nothing_else(small: Run) -> None:
+def test_documents_shorten_attention_and_nothing_else(small):
     row = dry.RandomRows(64, 33, 10)[5]
     assert row["doc_ids"].tolist() == [i // 10 for i in range(33)]
     assert torch.equal(row["tokens"][1:], row["targets"][:-1])
@@ -60,7 +59,7 @@ def test_documents_shorten_attention_and_nothing_else(small: Run) -> None:
 
 
 @pytest.mark.parametrize(("name", "other"), [("dpo", REJECTED), ("kto", UNRELATED)])
-def test_dry_run_of_answers_has_pairs(small: Run, name: str, other: int) -> None:
+def test_dry_run_of_answers_has_pairs(small, name, other):
     config = dataclasses.replace(small.config, objective=ObjectiveConfig(name))
     run = dataclasses.replace(small, config=config)
     row = dry.RandomRows(64, 33, 10, dry.Answers(other, True))[5]
@@ -71,7 +70,7 @@ def test_dry_run_of_answers_has_pairs(small: Run, name: str, other: int) -> None
     assert (len(found.ms), found.failed) == (2, None)
 
 
-def test_run_survives_its_way_to_another_process(small: Run) -> None:
+def test_run_survives_its_way_to_another_process(small):
     there = run_of(small.settings(), "cpu")
     assert there.settings() == small.settings()
     assert there.workload == small.workload
@@ -90,9 +89,7 @@ def test_run_survives_its_way_to_another_process(small: Run) -> None:
         ({}, 0.5, "took longer"),
     ],
 )
-def test_child_always_answers(
-    small: Run, changes: dict[str, Any], seconds: float, failed: str | None
-) -> None:
+def test_child_always_answers(small, changes, seconds, failed):
     run = dataclasses.replace(small, workload=dataclasses.replace(small.workload, **changes))
     measured = dry_run_in_child(run, 1, None, False, seconds)
     assert (failed or "None") in str(measured.failed)

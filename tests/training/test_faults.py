@@ -17,7 +17,6 @@ import train
 from longctx.runs import metrics_file, run_folder
 from longctx.training.optimizers import adamw
 from tests.processes import finished
-from tests.training.sample_run import Captured, Overrides, Refused
 
 SCRIPT = Path(train.__file__)
 
@@ -37,9 +36,7 @@ SCRIPT = Path(train.__file__)
         ({"context.check": "true", "devices": "2", "seq_len": "4"}, "seq_len=4: too short"),
     ],
 )
-def test_a_mistake_leaves_no_run_behind(
-    overrides: Overrides, changes: dict[str, str], message: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_mistake_leaves_no_run_behind(overrides, changes, message, tmp_path, capsys):
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "SHORT").mkdir()
     for number in range(5):
@@ -54,9 +51,7 @@ def test_a_mistake_leaves_no_run_behind(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_loss_that_is_nan_ends_the_run_with_advice(
-    overrides: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_loss_that_is_nan_ends_the_run_with_advice(overrides, tmp_path, capsys):
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
@@ -72,7 +67,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_advice(
 
 
 @pytest.mark.slow
-def test_what_all_processes_find_is_said_once(overrides: Overrides, tmp_path: Path) -> None:
+def test_what_all_processes_find_is_said_once(overrides, tmp_path):
     wild = {"max_steps": 30, "lr": 10.0, "warmup_steps": 0, "clip": None, "model__init_std": 1e30}
     process = finished(SCRIPT, overrides(name="r", devices=2, **wild), tmp_path)
     assert process.returncode == 1
@@ -80,9 +75,7 @@ def test_what_all_processes_find_is_said_once(overrides: Overrides, tmp_path: Pa
     assert "the loss is" in line and "process 1" not in line
 
 
-def test_weights_that_are_no_numbers_are_not_saved(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_weights_that_are_no_numbers_are_not_saved(overrides, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "longctx.planner.schedule.Schedule.rate",
         lambda schedule, step: float("nan") if step else 0.1,
@@ -94,13 +87,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
 
 
 @pytest.mark.parametrize("kind", ["weight", "average"])
-def test_a_state_that_is_not_finite_is_not_saved(
-    kind: str,
-    overrides: Overrides,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
+def test_a_state_that_is_not_finite_is_not_saved(kind, overrides, tmp_path, monkeypatch, capsys):
     class Overflows(adamw.FusedAdamW):
         """AdamW in whose fourth step, the last before a save, a number overflows."""
 
@@ -120,9 +107,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
     assert kept.name == "step-00000002.ckpt"
 
 
-def test_running_out_of_memory_says_what_to_change(
-    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_running_out_of_memory_says_what_to_change(overrides, monkeypatch, capsys):
     def explode(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
 
@@ -134,9 +119,7 @@ def test_running_out_of_memory_says_what_to_change(
 
 
 @pytest.mark.slow
-def test_too_much_memory_is_an_error_and_no_kill(
-    overrides: Overrides, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_too_much_memory_is_an_error_and_no_kill(overrides, monkeypatch, capsys):
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
     monkeypatch.setattr(
         "longctx.planner.hardware.host_memory", lambda: (used + (256 << 20)) // 9 * 10
@@ -152,9 +135,7 @@ def test_too_much_memory_is_an_error_and_no_kill(
 
 
 @pytest.mark.slow
-def test_a_sweep_survives_a_job_that_fails(
-    overrides: Overrides, tmp_path: Path, capfd: Captured
-) -> None:
+def test_a_sweep_survives_a_job_that_fails(overrides, tmp_path, capfd):
     jobs = overrides(max_steps=2, model__vocab_size="128,null", wandb__mode="disabled")
     assert train.main(["-m", *jobs]) == 1
     printed = capfd.readouterr()
@@ -182,9 +163,7 @@ def hidden(folder: Path) -> list[Path]:
     return [path for path in folder.rglob(".*")]
 
 
-def test_read_only_checkpoints_stop_a_resume(
-    two_steps: Path, disk: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_read_only_checkpoints_stop_a_resume(two_steps, disk, tmp_path, refused):
     folder = two_steps
     (folder / "checkpoints").rename(tmp_path / "elsewhere")
     shutil.copytree(tmp_path / "elsewhere", disk / "checkpoints", symlinks=True)
@@ -196,7 +175,7 @@ def test_read_only_checkpoints_stop_a_resume(
     assert metrics_file.read(folder) == rows
 
 
-def test_what_a_killed_run_left_goes_at_the_next_start(two_steps: Path) -> None:
+def test_what_a_killed_run_left_goes_at_the_next_start(two_steps):
     folder = two_steps
     for name in (".config.77.yaml", ".metrics.77.jsonl", "checkpoints/.step-00000003.77.ckpt"):
         (folder / name).touch()

@@ -15,7 +15,6 @@ from longctx.kernels.attention import tiled
 from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, run_folder
 from longctx.training import kernel_lock
-from tests.training.sample_run import Captured, Trained
 
 
 def lock_of(folder: Path) -> dict:
@@ -42,7 +41,7 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "forward", forward)
 
 
-def test_a_run_keeps_its_lock_while_kernels_stay(two_steps: Path, capsys: Captured) -> None:
+def test_a_run_keeps_its_lock_while_kernels_stay(two_steps, capsys):
     lock = lock_of(two_steps)
     assert (lock["backend"], lock["kernel"]) == ("flash", "torch-tiled")
     assert lock["machine"] == {"torch": torch.__version__, "device": "cpu"}
@@ -54,9 +53,7 @@ def test_a_run_keeps_its_lock_while_kernels_stay(two_steps: Path, capsys: Captur
     assert "kernels  " not in capsys.readouterr().out
 
 
-def test_other_kernels_stop_a_resume_with_one_line(
-    two_steps: Path, other_kernels: None, refused
-) -> None:
+def test_other_kernels_stop_a_resume_with_one_line(two_steps, other_kernels, refused):
     folder, before = two_steps, lock_of(two_steps)
     metrics = (folder / "metrics.jsonl").read_text()
     error = refused(more(folder, 3), f"fingerprint.out: {before['fingerprint']['out'][:12]} -> ")
@@ -66,9 +63,7 @@ def test_other_kernels_stop_a_resume_with_one_line(
     assert (folder / "metrics.jsonl").read_text() == metrics
 
 
-def test_record_accepts_them_once_and_keeps_what_was(
-    two_steps: Path, other_kernels: None, capsys, monkeypatch
-) -> None:
+def test_record_accepts_them_once_and_keeps_what_was(two_steps, other_kernels, capsys, monkeypatch):
     folder, before = two_steps, lock_of(two_steps)
     assert more(folder, 3, "kernel.lock=record") == 0
     assert "accepted others from step 3 on: fingerprint.out" in capsys.readouterr().out
@@ -85,7 +80,7 @@ def test_record_accepts_them_once_and_keeps_what_was(
     assert checkpoint_lock(folder) is None
 
 
-def test_a_run_without_one_gets_it(trained: Trained, capsys) -> None:
+def test_a_run_without_one_gets_it(trained, capsys):
     folder = trained(max_steps=2, kernel__lock="off")
     assert not (folder / "kernel.lock.json").exists()
     assert more(folder, 3, "kernel.lock=auto") == 0
@@ -93,7 +88,7 @@ def test_a_run_without_one_gets_it(trained: Trained, capsys) -> None:
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
-def test_wandb_is_told(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_told(trained, monkeypatch):
     started: list[dict] = []
     monkeypatch.setattr(
         "longctx.runs.tracking.Tracker.start_copies", lambda self, facts: started.append(facts)
@@ -102,7 +97,7 @@ def test_wandb_is_told(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Non
     assert started[0]["kernel_lock"] == lock_of(folder)
 
 
-def test_lock_takes_no_random_number_of_the_run() -> None:
+def test_lock_takes_no_random_number_of_the_run():
     work = workload_of(TrainConfig(), "cpu", 64)
     state = torch.get_rng_state()
     kernel_lock.of_workload(work)

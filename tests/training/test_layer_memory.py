@@ -50,7 +50,7 @@ def allocated(step: Workload) -> tuple[int, int]:
 @pytest.mark.parametrize("seq_len", [256, 2048])
 @pytest.mark.parametrize("policy", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
-def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> None:
+def test_layers_take_what_is_predicted(kind, policy, seq_len):
     memory = MemoryConfig(policy, loss_chunk=32).filled(policy)
     step = replace(measured(kind), memory=memory, seq_len=seq_len)
     saved, peak = allocated(step)
@@ -62,7 +62,7 @@ def test_layers_take_what_is_predicted(kind: str, policy: str, seq_len: int) -> 
     assert predicted.peak - beside == pytest.approx(peak, rel=0.02)
 
 
-def test_layers_that_cannot_be_measured_are_named() -> None:
+def test_layers_that_cannot_be_measured_are_named():
     said: list[str] = []
     step = workload_of(TrainConfig(model=described(settings_of("dbrx"))), "cpu", 256)
     assert measured_layers(step, said.append) == {}

@@ -1,7 +1,6 @@
 """The learning rate of every step: warm-up, schedule, floor."""
 
 import math
-from pathlib import Path
 
 import pytest
 from torch import nn, optim
@@ -11,8 +10,6 @@ import train
 from longctx.config.train_config import TrainConfig
 from longctx.planner.schedule import drawn
 from tests.training.sample_run import (
-    Captured,
-    Overrides,
     check_equal_weights,
     losses,
     sample_run,
@@ -24,7 +21,7 @@ def config(**changes: object):
     return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
-def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
+def test_rate_rises_linearly_and_falls_as_a_cosine():
     run = config(max_steps=101, warmup_steps=10, lr=0.5, min_lr_ratio=0.2)
     rates = [run.schedule.rate(step) for step in range(101)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
@@ -36,7 +33,7 @@ def test_rate_rises_linearly_and_falls_as_a_cosine() -> None:
 
 
 @pytest.mark.parametrize(("name", "half", "last"), [("linear", 0.6, 0.2), ("constant", 1, 1)])
-def test_schedules_begin_at_the_peak(name: str, half: float, last: float) -> None:
+def test_schedules_begin_at_the_peak(name, half, last):
     run = config(max_steps=101, warmup_steps=0, lr=0.5, min_lr_ratio=0.2, lr_schedule=name)
     rates = [run.schedule.rate(step) / run.lr for step in (0, 50, 100)]
     assert rates == pytest.approx([1, half, last])
@@ -44,7 +41,7 @@ def test_schedules_begin_at_the_peak(name: str, half: float, last: float) -> Non
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_shortest_runs_have_a_rate(count: int, name: str) -> None:
+def test_the_shortest_runs_have_a_rate(count, name):
     for warmup in (0, 1, 5):
         run = config(max_steps=count, warmup_steps=warmup, lr_schedule=name)
         assert all(0 < run.schedule.rate(step) <= run.lr for step in range(count))
@@ -52,7 +49,7 @@ def test_the_shortest_runs_have_a_rate(count: int, name: str) -> None:
 
 @pytest.mark.parametrize("decay", [{"lr_decay_share": 0.3}, {"lr_decay_from": 70}])
 @pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
-def test_wsd_stays_at_the_peak_then_falls(decay: dict[str, float], shape: str) -> None:
+def test_wsd_stays_at_the_peak_then_falls(decay, shape):
     keys = {"lr_schedule": "wsd", "lr_decay_shape": shape, "min_lr_ratio": 0.2} | decay
     run = config(max_steps=100, warmup_steps=10, lr=0.5, **keys)
     rates = [run.schedule.rate(step) for step in range(100)]
@@ -63,7 +60,7 @@ def test_wsd_stays_at_the_peak_then_falls(decay: dict[str, float], shape: str) -
     assert rates[70:] == pytest.approx(expected)
 
 
-def test_defaults_of_wsd_are_in_the_config_of_a_run() -> None:
+def test_defaults_of_wsd_are_in_the_config_of_a_run():
     run = config(max_steps=50, warmup_steps=0, lr=1.0, lr_schedule="wsd")
     rates = [run.schedule.rate(step) for step in range(50)]
     assert rates[:40] == [1.0] * 40
@@ -84,14 +81,14 @@ def test_inverse_sqrt_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("start", [4, 20])
-def test_a_decay_within_the_run_and_after_its_warm_up(start: int) -> None:
+def test_a_decay_within_the_run_and_after_its_warm_up(start):
     keys = {"lr_schedule": "wsd", "max_steps": 20, "warmup_steps": 5}
     with pytest.raises(ValueError, match=f"lr_decay_from={start}: the rate is at its peak from"):
         config(lr_decay_from=start, **keys).schedule.check()
     config(lr_decay_from=5, **keys).schedule.check()
 
 
-def test_a_drawing_shows_peak_decay_and_end() -> None:
+def test_a_drawing_shows_peak_decay_and_end():
     keys = {"max_steps": 400, "warmup_steps": 40, "lr": 0.25}
     bars, figures = drawn(config(lr_schedule="wsd", **keys).schedule).splitlines()
     bars = bars.split()[1]
@@ -104,9 +101,7 @@ def test_a_drawing_shows_peak_decay_and_end() -> None:
     assert bars in drawn(nothing), "the shape of the rate, though it is 0 everywhere"
 
 
-def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(
-    overrides: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, capsys):
     runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
     decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]
     whole = ["name=whole", *decay, "min_lr_ratio=0"]

@@ -5,7 +5,6 @@ not depend on its pieces.
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +26,10 @@ from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from tests.training.sample_run import Captured, Overrides, Trained, losses, steps, weights
+from tests.training.sample_run import losses, steps, weights
 
 
-def test_a_run_leaves_what_others_read(
-    overrides: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_run_leaves_what_others_read(overrides, tmp_path, capsys):
     every = {"checkpoint_every": 4, "log_every": 3, "val_every": 5}
     assert train.main(overrides(max_steps=12, keep_checkpoints=2, lr=0.01, **every)) == 0
     name = "tiny-flash-64-text-layers1-channels32-ffn48-lr0.01-001"
@@ -76,7 +73,7 @@ def test_a_run_leaves_what_others_read(
     torch.testing.assert_close(model(tokens), again(tokens))
 
 
-def test_the_logged_learning_rate_is_the_one_used(trained: Trained) -> None:
+def test_the_logged_learning_rate_is_the_one_used(trained):
     run = trained(max_steps=1, lr=0.001, warmup_steps=1)
     [row] = steps(run)
     assert row["lr"] == pytest.approx(0.001)
@@ -110,9 +107,7 @@ class Uneven:
 
 
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 1e-2)])
-def test_a_step_is_the_same_in_one_piece_or_in_many(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, precision: str, rel: float
-) -> None:
+def test_a_step_is_the_same_in_one_piece_or_in_many(trained, monkeypatch, precision, rel):
     monkeypatch.setattr(
         "longctx.training.resolve.load", lambda config, seq_len: Uneven(Data(config, seq_len))
     )
@@ -129,12 +124,8 @@ def test_a_step_is_the_same_in_one_piece_or_in_many(
 
 
 def test_a_run_finds_its_documents_from_every_folder(
-    trained: Trained,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
+    trained, corpus, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n{"text": null}\n' * 3)
     monkeypatch.chdir(corpus.parent)
     trained(max_steps=2, data__path=f"[{corpus.name},{tmp_path / 'empty.jsonl'}]")
@@ -143,7 +134,7 @@ def test_a_run_finds_its_documents_from_every_folder(
     assert train.main(["resume=runs/r", "max_steps=3"]) == 0
 
 
-def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_path: Path) -> None:
+def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
     """The module trains under a stock lightning.Trainer as it does in our loop."""
     command = overrides(name="ours", max_steps=20, accumulate=1, clip=0.3, lr=0.01, val_every=100)
     assert train.main(command) == 0
@@ -174,7 +165,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides: Overrides, tmp_p
     assert len(ours) == 20 and ours[-1] < ours[0]
 
 
-def test_processes_agree_to_stop_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_agree_to_stop_within_seconds(monkeypatch):
     """Ranks agree after every step of 8 s."""
     clock, asked = itertools.count(step=8.0), []
     monkeypatch.setattr("longctx.training.life_cycle.time.monotonic", lambda: next(clock))

@@ -17,7 +17,7 @@ import train
 from longctx import files
 from longctx.runs import metrics_file, run_folder
 from tests.processes import PYTHONPATH
-from tests.training.sample_run import Overrides, Trained, figures, newest, steps
+from tests.training.sample_run import figures, newest, steps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 # train.py, to which signals that follow one another in a tenth of a second are several
@@ -69,7 +69,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
 
 
-def test_a_deleted_folder_of_a_run_stays_deleted(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_deleted_folder_of_a_run_stays_deleted(overrides, tmp_path):
     folder = tmp_path / "runs" / "r"
     process = start(overrides(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)
     try:
@@ -84,9 +84,7 @@ def test_a_deleted_folder_of_a_run_stays_deleted(overrides: Overrides, tmp_path:
     assert not folder.exists()
 
 
-def test_a_killed_run_resumes_bit_for_bit(
-    trained: Trained, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_bit_for_bit(trained, overrides, tmp_path):
     """Killed whenever it may be after step 9, it ends as a run of as many steps."""
     shape: dict[str, Any] = {"checkpoint_every": 4, "accumulate": 4, "workers": 1}
     shape |= {"lr_schedule": "constant", "warmup_steps": 3, "val_every": 100}
@@ -110,9 +108,7 @@ def test_a_killed_run_resumes_bit_for_bit(
         pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_run_saves_and_says_how_to_go_on(
-    number: int, code: int, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_stopped_run_saves_and_says_how_to_go_on(number, code, overrides, tmp_path):
     process = start(overrides(name="r", max_steps=100_000, workers=1), tmp_path)
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 5, process)
@@ -125,9 +121,7 @@ def test_a_stopped_run_saves_and_says_how_to_go_on(
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"]
 
 
-def test_signals_in_a_validation_end_without_traceback(
-    overrides: Overrides, tmp_path: Path
-) -> None:
+def test_signals_in_a_validation_end_without_traceback(overrides, tmp_path):
     command = overrides(name="r", max_steps=100_000, val_every=1, val_rows=0)
     process = begin(["-c", HASTY, *command], tmp_path)
     folder = tmp_path / "runs" / "r"
@@ -141,9 +135,7 @@ def test_signals_in_a_validation_end_without_traceback(
 
 
 @pytest.mark.parametrize("seconds", [1.0, 2.5])
-def test_a_start_that_is_stopped_leaves_no_half_run(
-    overrides: Overrides, tmp_path: Path, seconds: float
-) -> None:
+def test_a_start_that_is_stopped_leaves_no_half_run(overrides, tmp_path, seconds):
     process = start(overrides(name="r", max_steps=100_000), tmp_path)
     while not catches(process.pid, signal.SIGUSR1):
         assert process.poll() is None, process.communicate()
@@ -161,7 +153,7 @@ def test_a_start_that_is_stopped_leaves_no_half_run(
 
 
 @pytest.mark.slow
-def test_two_processes_print_once_and_resume_exactly(overrides: Overrides, tmp_path: Path) -> None:
+def test_two_processes_print_once_and_resume_exactly(overrides, tmp_path):
     command = overrides(name="r", max_steps=4, checkpoint_every=3, devices=2, workers=1)
     both = start(command, tmp_path)
     out, err = both.communicate()
@@ -177,7 +169,7 @@ def test_two_processes_print_once_and_resume_exactly(overrides: Overrides, tmp_p
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_saves_and_ends_the_run(overrides: Overrides, tmp_path: Path) -> None:
+def test_a_closed_pipe_saves_and_ends_the_run(overrides, tmp_path):
     process = start(overrides(name="r", max_steps=100_000, log_every=1), tmp_path)
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 3, process)
@@ -189,7 +181,7 @@ def test_a_closed_pipe_saves_and_ends_the_run(overrides: Overrides, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> None:
+def test_two_processes_stop_together(overrides, tmp_path):
     process = start(overrides(name="r", max_steps=100_000, devices=2, accumulate=1), tmp_path)
     folder = tmp_path / "runs" / "r"
     wait_for_step(folder, 3, process)
@@ -201,7 +193,7 @@ def test_two_processes_stop_together(overrides: Overrides, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-def test_a_job_saves_when_its_sweep_ends(name: str, overrides: Overrides, tmp_path: Path) -> None:
+def test_a_job_saves_when_its_sweep_ends(name, overrides, tmp_path):
     process = start(["-m", *overrides(max_steps="100000,100001", workers=0)], tmp_path)
     while not (folders := [x for x in (tmp_path / "runs").glob("*") if metrics_file.read(x)]):
         assert process.poll() is None, process.communicate()

@@ -24,7 +24,6 @@ from longctx.training import longest, resolve, resume
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
-from tests.training.sample_run import Captured, Overrides, Refused
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
 L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), True, 64 * GIB)
@@ -40,7 +39,7 @@ def decided(config: object, gpu: hardware.Chip) -> Workload:
     return work
 
 
-def test_micro_batches_stay_on_another_gpu(tmp_path: Path) -> None:
+def test_micro_batches_stay_on_another_gpu(tmp_path):
     request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
     begun = decided(request, hardware.chip("NVIDIA H200", 139.8 * GIB))
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
@@ -82,7 +81,7 @@ class Card:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.97, 1.02, 0.9, 1.05, 1.1])
-def test_longest_length_is_confirmed_near_the_limit(factor: float) -> None:
+def test_longest_length_is_confirmed_near_the_limit(factor):
     card, lines = Card(factor), list[str]()
     request = requested("memory=balanced")
     length = longest.find(request, card, GPU, HOST, lines.append)
@@ -96,14 +95,14 @@ def test_longest_length_is_confirmed_near_the_limit(factor: float) -> None:
         assert length >= 0.95 * limit.seq_len
 
 
-def test_no_fitting_length_is_an_error() -> None:
+def test_no_fitting_length_is_an_error():
     with pytest.raises(ValueError, match="seq_len=max: no length fits"):
         longest.find(requested(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
     with pytest.raises(ValueError, match="no length fits"):
         longest.find(requested(), Card(100.0), GPU, HOST, print)
 
 
-def test_another_failure_of_a_probe_is_an_error() -> None:
+def test_another_failure_of_a_probe_is_an_error():
     with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
         longest.find(requested(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
 
@@ -118,7 +117,7 @@ def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[st
         return resolve.choose_length(choice, machine, lines.append)
 
 
-def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
     monkeypatch.setattr(
         "longctx.training.longest.dry_run_in_child",
@@ -144,9 +143,7 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch: pytest.MonkeyPa
         (["precision=fp8"], CPU, "precision=fp8: a CPU has no FP8 matrix"),
     ],
 )
-def test_device_is_what_there_is_or_a_mistake(
-    overrides: list[str], machine: Machine, outcome: str
-) -> None:
+def test_device_is_what_there_is_or_a_mistake(overrides, machine, outcome):
     config = cli.compose("train", overrides).config
     try:
         device = machine.device_for(config.device, config.precision)
@@ -164,15 +161,13 @@ def test_device_is_what_there_is_or_a_mistake(
         (["bf16_layers=[0,-1]"], None),
     ],
 )
-def test_fp8_is_refused_for_sizes_that_do_not_fit(
-    overrides: list[str], message: str | None
-) -> None:
+def test_fp8_is_refused_for_sizes_that_do_not_fit(overrides, message):
     config = cli.compose("train", ["model=tiny", "precision=fp8", *overrides]).config
     with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
         config.check_fp8(config.model)
 
 
-def test_model_auto_is_the_preset_of_the_device() -> None:
+def test_model_auto_is_the_preset_of_the_device():
     request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
         choice = resolve.choose_model(request, device, H200, say=print)
@@ -199,9 +194,7 @@ NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
         (["model=tiny", "model.softcap=30"], None, "flash"),
     ],
 )
-def test_attention_auto_is_the_fastest_exact_one(
-    overrides: list[str], gpu: str | None, backend: str
-) -> None:
+def test_attention_auto_is_the_fastest_exact_one(overrides, gpu, backend):
     request = cli.compose("train", ["attention=auto", *overrides])
     machine = CPU if gpu is None else replace(H200, gpu=hardware.chip(gpu, 79 * GIB))
     lines: list[str] = []
@@ -214,7 +207,7 @@ def test_attention_auto_is_the_fastest_exact_one(
     assert line.startswith(f"attention=auto: {backend}, ")
 
 
-def test_the_word_for_attention_auto_is_written_down(overrides: Overrides, tmp_path: Path) -> None:
+def test_the_word_for_attention_auto_is_written_down(overrides, tmp_path):
     assert train.main(overrides(attention="auto", max_steps=2)) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("tiny-sdpa-64")
@@ -237,7 +230,7 @@ def decided_on_eight(runs: Path, corpus: Path, *overrides: str) -> Run:
     return resolve.resolve(cli.compose("train", words), EIGHT, say=lambda line: None)
 
 
-def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: Path) -> None:
+def test_context_auto_is_decided_once_and_written_down(tmp_path, corpus):
     words = ["context.degree=auto", "seq_len=4194304", "memory=balanced", "batch_size=1"]
     run = decided_on_eight(tmp_path, corpus, *words)
     assert (run.workload.strategy, run.workload.context) == ("fsdp", 8)
@@ -249,7 +242,7 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path: Path, corpus: P
     assert run_folder.read_config(short.folder)["context.degree"] == 1
 
 
-def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path) -> None:
+def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
     lines: list[str] = []
     lengths = []
     for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
@@ -266,7 +259,7 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path: Path, corpus: Path
         length_on(small, "cuda", config, lines)
 
 
-def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
     begun = cli.compose("train", ["devices=8", "context.degree=4", "batch_size=1"]).config
     work = workload_of(begun, "cpu", 4096)
     run_folder.write_config(tmp_path, resolve.scheduled(begun, work).settings())
@@ -297,9 +290,7 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path: Path) -> None:
         (["model=1b", "batch_size=1024", "memory=long"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
 )
-def test_too_much_memory_is_refused_with_a_remedy(
-    tmp_path: Path, overrides: list[str], machine: Machine, remedy: str
-) -> None:
+def test_too_much_memory_is_refused_with_a_remedy(tmp_path, overrides, machine, remedy):
     words = [*overrides, f"runs={tmp_path}", "data.path=/nowhere", "data=text"]
     request = cli.compose("train", words)
     with pytest.raises(ValueError, match=rf"^seq_len=.* GiB of .*; try .*{remedy}") as error:
@@ -310,7 +301,7 @@ def test_too_much_memory_is_refused_with_a_remedy(
 
 @pytest.mark.parametrize("overrides", [["model=8b"], ["model=1b", "seq_len=262144"]])
 @pytest.mark.parametrize("machine", [H200, CPU], ids=["H200", "CPU"])
-def test_what_may_run_is_not_refused(overrides: list[str], machine: Machine) -> None:
+def test_what_may_run_is_not_refused(overrides, machine):
     config = cli.compose("train", [*overrides, "model.vocab_size=50304"]).config
     assert isinstance(config.seq_len, int)
     device = "cpu" if machine is CPU else "cuda"
@@ -323,9 +314,7 @@ def test_what_may_run_is_not_refused(overrides: list[str], machine: Machine) -> 
         check_fits([work], replace(machine, gpu=gpu, host_memory=2048 * GIB))
 
 
-def test_a_run_that_cannot_begin_leaves_no_folder(
-    overrides: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypatch, refused):
     def refuse(config: TrainConfig, folder: Path) -> None:
         raise ValueError(f"init={folder}: not a chat template")
 
@@ -334,9 +323,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_dry_run_is_printed_and_leaves_no_folder(
-    overrides: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_dry_run_is_printed_and_leaves_no_folder(overrides, tmp_path, capsys):
     assert train.main(overrides(dry_run="true", name="planned")) == 0
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'runs' / 'planned'}\n" in printed and "GiB of memory" in printed
@@ -345,7 +332,7 @@ def test_a_dry_run_is_printed_and_leaves_no_folder(
     assert train.main(overrides(dry_run="true", name="planned")) == 0
 
 
-def test_a_dry_run_of_a_resume_changes_nothing(two_steps: Path, capsys: Captured) -> None:
+def test_a_dry_run_of_a_resume_changes_nothing(two_steps, capsys):
     folder = two_steps
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.stat().st_mtime_ns for path in files]

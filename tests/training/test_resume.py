@@ -2,7 +2,6 @@
 
 import gc
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,6 @@ from longctx import files
 from longctx.runs import metrics_file, run_folder
 from longctx.training import life_cycle
 from tests.training.sample_run import (
-    Captured,
-    Overrides,
-    Refused,
-    Trained,
     check_resumes_exactly,
     figures,
     newest,
@@ -38,14 +33,14 @@ from tests.training.sample_run import (
         {"checkpoint_every": 3, "optimizer": "muon", "memory__optimizer_state": "host"},
     ],
 )
-def test_a_resumed_run_is_equal_to_the_bit(changes: dict[str, object], trained: Trained) -> None:
+def test_a_resumed_run_is_equal_to_the_bit(changes, trained):
     folder = trained(**changes)
     padding = figures(folder, "padding_share")
     check_resumes_exactly(folder)
     assert figures(folder, "padding_share") == padding
 
 
-def test_a_step_in_other_pieces_is_the_same_step(trained: Trained, refused: Refused) -> None:
+def test_a_step_in_other_pieces_is_the_same_step(trained, refused):
     folder = trained(batch_size=2, accumulate=2, checkpoint_every=3)
     straight = weights(folder)
     files.remove(run_folder.checkpoints(folder)[-1])
@@ -61,9 +56,7 @@ def test_a_step_in_other_pieces_is_the_same_step(trained: Trained, refused: Refu
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bf16", "host"])
-def test_a_resume_takes_no_more_gpu_memory(
-    stored: str, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_a_resume_takes_no_more_gpu_memory(stored, overrides, tmp_path):
     """300 MB of weights, whose moments take 600 MB in fp32, are nearly all that a step takes.
 
     A second run in this process takes 32 MiB more; an fp32 copy would take 300.
@@ -83,18 +76,14 @@ def test_a_resume_takes_no_more_gpu_memory(
     assert peaks[1] <= peaks[0] + 64
 
 
-def test_a_finished_run_goes_on_with_more_steps(
-    two_steps: Path, refused: Refused, capsys: Captured
-) -> None:
+def test_a_finished_run_goes_on_with_more_steps(two_steps, refused, capsys):
     refused(train.main([f"resume={two_steps}"]), "has done its 2 steps")
     assert train.main([f"resume={two_steps}", "max_steps=5"]) == 0
     assert "max_steps or lr_schedule has changed" in capsys.readouterr().out  # the rate jumps
     assert [row["step"] for row in steps(two_steps)] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_still_trains_is_not_resumed(
-    two_steps: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_still_trains_is_not_resumed(two_steps, refused, monkeypatch):
     """It may save another one until it lets go of its folder, so none is chosen before."""
     folder = two_steps
     with run_folder.locked(folder), monkeypatch.context() as patched:
@@ -104,9 +93,7 @@ def test_a_run_that_still_trains_is_not_resumed(
     assert train.main([f"resume={folder}", "max_steps=3"]) == 0
 
 
-def test_a_mix_with_pass_keys_resumes_exactly(
-    trained: Trained, corpus: Path, capsys: Captured
-) -> None:
+def test_a_mix_with_pass_keys_resumes_exactly(trained, corpus, capsys):
     changes = {
         **{"data": "mix", "data__path": None, "val_every": 2, "max_steps": 4},
         **{"data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
@@ -122,9 +109,7 @@ def test_a_mix_with_pass_keys_resumes_exactly(
     check_resumes_exactly(folder, "passkey=false")
 
 
-def test_seq_len_schedule_resumes_exactly(
-    trained: Trained, overrides: Overrides, refused: Refused, capsys: Captured
-) -> None:
+def test_seq_len_schedule_resumes_exactly(trained, overrides, refused, capsys):
     changes = {"seq_len_schedule": "[[16,2],[32,2]]", "max_steps": 7, "val_every": 100}
     folder = trained(checkpoint_every=1, keep_checkpoints=9, **changes)
     assert "first 2 steps at 16, 2 steps at 32 tokens per sequence" in capsys.readouterr().out
@@ -139,7 +124,7 @@ def test_seq_len_schedule_resumes_exactly(
     refused(code, "takes all 4 steps; leave some for seq_len")
 
 
-def test_resume_refuses_other_data_and_other_models(two_steps: Path, capsys: Captured) -> None:
+def test_resume_refuses_other_data_and_other_models(two_steps, capsys):
     folder = two_steps
     assert train.main([f"resume='{folder}'", "max_steps=3", "seed=5"]) == 2
     assert "seed cannot change" in capsys.readouterr().err
@@ -160,7 +145,7 @@ def test_resume_refuses_other_data_and_other_models(two_steps: Path, capsys: Cap
     assert "config.yaml: no devices, batch_size, accumulate" in capsys.readouterr().err
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside(trained: Trained, capsys: Captured) -> None:
+def test_a_damaged_newest_checkpoint_is_set_aside(trained, capsys):
     folder = trained(max_steps=3, checkpoint_every=1, keep_checkpoints=9)
     straight, rows = weights(folder), figures(folder)
     whole, flipped, cut = run_folder.checkpoints(folder)
@@ -183,7 +168,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(trained: Trained, capsys: Capt
     torch.testing.assert_close(weights(folder), straight, rtol=0, atol=0)
 
 
-def test_no_checkpoint_goes_for_a_damaged_one(trained: Trained) -> None:
+def test_no_checkpoint_goes_for_a_damaged_one(trained):
     """Foreign and renamed folders, and one that lost a file, older or newer than all others."""
     folder = trained(max_steps=2, checkpoint_every=1, keep_checkpoints=2)
     places = folder / "checkpoints"
@@ -207,7 +192,7 @@ def test_no_checkpoint_goes_for_a_damaged_one(trained: Trained) -> None:
     assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4]
 
 
-def test_no_intact_checkpoint_is_one_clear_line(trained: Trained, capsys: Captured) -> None:
+def test_no_intact_checkpoint_is_one_clear_line(trained, capsys):
     folder = trained(max_steps=2, checkpoint_every=1)
     paths = run_folder.checkpoints(folder)
     for path in paths:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 import longctx
 import train
 from longctx.runs import metrics_file
-from tests.training.sample_run import Refused, newest, replace_newest
+from tests.training.sample_run import newest, replace_newest
 
 Checkpoint = dict[str, Any]
 EMBEDDING = "model.embed.weight"
@@ -58,9 +57,7 @@ STATES: list[Change] = [
         *((change, "step-00000002.ckpt") for change in STATES),
     ],
 )
-def test_tensors_of_another_run_are_refused(
-    change: Change, named: str, two_steps: Path, refused: Refused
-) -> None:
+def test_tensors_of_another_run_are_refused(change, named, two_steps, refused):
     content = newest(two_steps)
     change(content)
     replace_newest(content, two_steps)
@@ -72,9 +69,7 @@ def test_tensors_of_another_run_are_refused(
             longctx.load(two_steps, "cpu")
 
 
-def test_optimizer_settings_come_from_the_run(
-    two_steps: Path, finished_run: Path, tmp_path: Path
-) -> None:
+def test_optimizer_settings_come_from_the_run(two_steps, finished_run, tmp_path):
     straight = shutil.copytree(finished_run, tmp_path / "straight", symlinks=True)
     content = newest(two_steps)
     for group in content["optimizer_states"][0]["param_groups"]:

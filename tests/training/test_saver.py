@@ -23,7 +23,7 @@ from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
-from tests.training.sample_run import Captured, Overrides, Trained, newest, steps
+from tests.training.sample_run import Trained, newest, steps
 from tests.written import files_below
 
 Arrange = Callable[[Callable[[], Any]], None]
@@ -44,9 +44,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_copy_changes_no_byte(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_copy_changes_no_byte(trained, monkeypatch, capsys):
     every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 7}
     written = {}
     for name in ("behind", "waited"):
@@ -61,9 +59,7 @@ def test_a_copy_changes_no_byte(
     assert written["behind"] == written["waited"]
 
 
-def test_training_continues_during_a_save(
-    trained: Trained, tmp_path: Path, in_the_write: Arrange
-) -> None:
+def test_training_continues_during_a_save(trained, tmp_path, in_the_write):
     folder, seen = tmp_path / "runs" / "r", []
 
     def wait_for_steps() -> None:
@@ -81,7 +77,7 @@ def test_training_continues_during_a_save(
     assert names(folder) == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
 
 
-def test_a_disk_that_fills_up_ends_the_next_step(trained: Trained, capsys: Captured) -> None:
+def test_a_disk_that_fills_up_ends_the_next_step(trained, capsys):
     folder = trained(max_steps=2)
     with files_below(100_000):
         command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3"]
@@ -95,9 +91,7 @@ def test_a_disk_that_fills_up_ends_the_next_step(trained: Trained, capsys: Captu
     assert [row["step"] for row in steps(folder)] == [1, 2, 3, 4]
 
 
-def test_a_signal_during_a_save_leaves_both_on_disk(
-    overrides: Overrides, tmp_path: Path, in_the_write: Arrange
-) -> None:
+def test_a_signal_during_a_save_leaves_both_on_disk(overrides, tmp_path, in_the_write):
     def terminate() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.3)
@@ -112,9 +106,7 @@ def test_a_signal_during_a_save_leaves_both_on_disk(
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] > 3
 
 
-def test_a_second_signal_cancels_the_save(
-    overrides: Overrides, tmp_path: Path, in_the_write: Arrange, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_signal_cancels_the_save(overrides, tmp_path, in_the_write, monkeypatch):
     handled, on_signal = threading.Semaphore(0), StopSignal.on_signal
     is_given_up, cancel = threading.Event(), Saving.cancel
 
@@ -144,12 +136,8 @@ def test_a_second_signal_cancels_the_save(
 
 
 def test_a_run_that_fails_completes_the_checkpoint(
-    overrides: Overrides,
-    tmp_path: Path,
-    in_the_write: Arrange,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
-) -> None:
+    overrides, tmp_path, in_the_write, monkeypatch, capsys
+):
     step_of_run = loop.optimizer_step
 
     def failing(state: Any, *arguments: Any) -> Any:
@@ -167,7 +155,7 @@ def test_a_run_that_fails_completes_the_checkpoint(
     checkpoints.verify(run_folder.checkpoint_path(folder, 3))
 
 
-def test_counters_are_of_the_step_that_is_saved(trained: Trained, in_the_write: Arrange) -> None:
+def test_counters_are_of_the_step_that_is_saved(trained, in_the_write):
     in_the_write(lambda: time.sleep(0.3))
     every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 9}
     folder = trained(spike="skip", keep_best=True, val_every=1, **every)
@@ -214,8 +202,8 @@ def replacing(trained: Trained, at_each_deletion: Arrange) -> Arrange:
 
 
 def test_no_save_begins_while_a_checkpoint_is_deleted(
-    trained: Trained, tmp_path: Path, at_each_deletion: Arrange, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    trained, tmp_path, at_each_deletion, monkeypatch
+):
     """A disk needs room for one more than are kept."""
     seen: list[list[str]] = []
     begin = Saving.begin
@@ -230,9 +218,7 @@ def test_no_save_begins_while_a_checkpoint_is_deleted(
     assert seen == [[], ["last.ckpt", "step-00000001.ckpt"], ["last.ckpt", "step-00000002.ckpt"]]
 
 
-def test_a_deletion_that_fails_is_one_warning(
-    replacing: Arrange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_deletion_that_fails_is_one_warning(replacing, tmp_path, monkeypatch, capsys):
     def refuse() -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -249,8 +235,8 @@ def test_a_deletion_that_fails_is_one_warning(
 
 
 def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
-    replacing: Arrange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+    replacing, tmp_path, monkeypatch, capsys
+):
     is_ending, is_cancelled = threading.Event(), threading.Event()
     end_removal = saver.Saver.end_removal
 

@@ -1,6 +1,5 @@
 """The arithmetic of a logged row, the parts of a step, and which rank the others wait for."""
 
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -15,7 +14,7 @@ from longctx.training.callbacks import Spikes
 from longctx.training.throughput import Meter, StepSplit
 from tests.processes import finished
 from tests.training.faulty_run import HOUR
-from tests.training.sample_run import FAULTY, Overrides, Trained, steps
+from tests.training.sample_run import FAULTY, steps
 
 OF_SEVERAL = {
     "busy_ms/0",
@@ -37,7 +36,7 @@ def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
     return StepBatch([MicroBatch(x, x, None, scored, real, pairs)])  # type: ignore[arg-type]
 
 
-def test_a_row_is_the_mean_over_its_target_tokens() -> None:
+def test_a_row_is_the_mean_over_its_target_tokens():
     meter = meter_of()
     meter.add(batch(10, 80, 100, 500), torch.tensor(50.0))
     meter.add(batch(30, 100, 100, 700), torch.tensor(30.0))
@@ -60,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_time_set_aside_is_not_a_steps(clock: list[float]) -> None:
+def test_time_set_aside_is_not_a_steps(clock):
     meter = meter_of()
     clock[0] += 2.0
     meter.add(batch(10, 100, 100, 1), torch.tensor(1.0))
@@ -72,7 +71,7 @@ def test_time_set_aside_is_not_a_steps(clock: list[float]) -> None:
     assert row["seconds"] == pytest.approx(52)
 
 
-def test_a_restored_window_ends_the_same(clock: list[float]) -> None:
+def test_a_restored_window_ends_the_same(clock):
     straight, first, second = (meter_of() for _ in range(3))
     for meter in (straight, first):
         meter.begin()
@@ -89,7 +88,7 @@ def test_a_restored_window_ends_the_same(clock: list[float]) -> None:
     assert one["ms_per_step"] == pytest.approx(1500)
 
 
-def test_mfu_counts_visible_pairs_of_real_tokens(clock: list[float]) -> None:
+def test_mfu_counts_visible_pairs_of_real_tokens(clock):
     model = GPTConfig(vocab_size=64, layers=2)
     meter = meter_of(model)
     clock[0] += 4.0
@@ -100,7 +99,7 @@ def test_mfu_counts_visible_pairs_of_real_tokens(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_parts_are_summed_over_micro_batches(device: str) -> None:
+def test_parts_are_summed_over_micro_batches(device):
     split = StepSplit(torch.device(device))
     split.begin(wanted=True)
     for part in ("forward", "backward", "forward", "backward", "optimizer"):
@@ -112,7 +111,7 @@ def test_parts_are_summed_over_micro_batches(device: str) -> None:
     assert split.row() == {}
 
 
-def test_every_row_of_a_run_has_the_parts_of_its_step(trained: Trained) -> None:
+def test_every_row_of_a_run_has_the_parts_of_its_step(trained):
     rows = steps(trained(max_steps=7, log_every=3, val_every=2))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 6, 7]
     for row in rows:
@@ -123,7 +122,7 @@ def test_every_row_of_a_run_has_the_parts_of_its_step(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_the_slowest_rank_is_named(overrides: Overrides, tmp_path: Path) -> None:
+def test_the_slowest_rank_is_named(overrides, tmp_path):
     every = {"max_steps": 5, "log_every": 2, "checkpoint_every": 3, "val_every": 3}
     layout = {"devices": 2, "context": 2}
     process = finished(FAULTY, ["lag", *overrides(name="r", **every, **layout)], tmp_path)

@@ -21,10 +21,10 @@ from longctx.training.validation import (
     sequence_sums,
     standard_error,
 )
-from tests.training.sample_run import Trained, row, steps
+from tests.training.sample_run import row, steps
 
 
-def test_targets_after_a_gap_fill_no_bucket() -> None:
+def test_targets_after_a_gap_fill_no_bucket():
     """Documents without gaps: see evaluation/test_perplexity.py."""
     conversation = row(16, 16)
     conversation["targets"][:5] = IGNORED  # what is asked
@@ -35,7 +35,7 @@ def test_targets_after_a_gap_fill_no_bucket() -> None:
     assert place.tolist() == [3 * BUCKETS + int(math.log2(n)) for n in range(1, 8)]
 
 
-def test_the_buckets_of_a_run_are_its_losses(trained: Trained) -> None:
+def test_the_buckets_of_a_run_are_its_losses(trained):
     """A model that knows nothing yet loses ln(vocabulary) everywhere."""
     folder = trained(max_steps=1, lr=0.0, val_rows=0)
     before, after = (row for row in metrics_file.read(folder) if "val_loss" in row)
@@ -46,7 +46,7 @@ def test_the_buckets_of_a_run_are_its_losses(trained: Trained) -> None:
     assert {key: after[key] for key in buckets} == pytest.approx(buckets)
 
 
-def test_the_standard_error_is_that_of_a_ratio() -> None:
+def test_the_standard_error_is_that_of_a_ratio():
     torch.manual_seed(0)
     losses, targets = torch.rand(7, 9, dtype=torch.float64), torch.randint(-1, 2, (7, 9))
     targets[targets < 0] = IGNORED
@@ -62,9 +62,7 @@ def test_the_standard_error_is_that_of_a_ratio() -> None:
     assert standard_error(sequence_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
 
 
-def test_pass_keys_take_a_micro_batch_at_a_time(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pass_keys_take_a_micro_batch_at_a_time(trained, monkeypatch):
     asked, forward = [], GPT.forward
 
     def noted(model: GPT, tokens: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
@@ -80,7 +78,7 @@ def test_pass_keys_take_a_micro_batch_at_a_time(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1024, 8192])
-def test_memory_of_pass_keys_is_predicted(trained: Trained, length: int) -> None:
+def test_memory_of_pass_keys_is_predicted(trained, length):
     keys = {"device": "cuda", "attention": "naive", "seq_len": 2048, "batch_size": 2}
     keys |= {"passkey": "true", "passkey.lengths": f"[{length}]", "passkey.samples": 3}
     keys |= {"data": "embedded", "data.path": None, "data.vocab_size": 4096, "val_rows": 4}

@@ -268,7 +268,7 @@ class FamilyTests:
         return self.config_class(**every | rope | sizes | keys | changes)
 
     @torch.no_grad()
-    def test_packed_documents_are_each_alone(self, seed: int, tmp_path: Path) -> None:
+    def test_packed_documents_are_each_alone(self, seed, tmp_path):
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
         so are those of LoRA, and of a model that was exported.
         """
@@ -301,19 +301,17 @@ class FamilyTests:
         rounded = packed(pretrained(tmp_path / "in", dtype=torch.bfloat16))
         assert error(rounded, expected) < 0.01 + 2 * error(alone(theirs.bfloat16()), expected)
 
-    def test_computes_as_in_transformers_and_comes_back(
-        self, case: int | str, tmp_path: Path
-    ) -> None:
+    def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
         config = self.config(case) if isinstance(case, int) else self.cases[case]
         check_parity(config, tmp_path, self.other_types, self.rewritten)
 
-    def test_stretched_computes_as_in_transformers(self, rope: str, tmp_path: Path) -> None:
+    def test_stretched_computes_as_in_transformers(self, rope, tmp_path):
         keys = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
         keys |= {"head_dim": 8} if "head_dim" in self.drawn else {}
         keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
         check_parity(self.config(0, **keys), tmp_path, self.other_types, self.rewritten)
 
-    def test_missing_keys_have_the_values_of_transformers(self, tmp_path: Path) -> None:
+    def test_missing_keys_have_the_values_of_transformers(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
         keys |= {"hidden_size": 64, "num_attention_heads": 32} | dict(self.special)
         content = {"model_type": self.config_class.model_type, **keys}
@@ -334,7 +332,7 @@ class FamilyTests:
         assert ours.context == theirs.max_position_embeddings
         assert ours.init_std == theirs.initializer_range
 
-    def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path: Path) -> None:
+    def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path):
         """Each field of the class in transformers is read, refused, or without effect."""
         keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
         keys |= dict(self.special)
@@ -361,7 +359,7 @@ class FamilyTests:
             changed = reference(self.config_class.from_dict(content | {key: value}))
             assert torch.equal(changed(tokens).logits, plain), key
 
-    def test_unknown_keys_are_refused_by_name(self, tmp_path: Path) -> None:
+    def test_unknown_keys_are_refused_by_name(self, tmp_path):
         """Every key that transformers writes for the family is known; any other is refused."""
         keys = deepcopy(SIZES) | SPECIAL | dict(self.special)
         keys |= self.rope_keys(SIZES["rope_parameters"])

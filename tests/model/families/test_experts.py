@@ -1,7 +1,6 @@
 """Families with experts compute as in transformers, and their folders go out and come back."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ class TestGptOss(ExpertsTests):
     }
 
 
-def test_mxfp4_is_dequantized_as_in_transformers(tmp_path: Path) -> None:
+def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "head_dim": 16}
     config = GptOssConfig(**SIZES | SPECIAL | sizes, num_key_value_heads=2, num_local_experts=6)
     reference(config).bfloat16().save_pretrained(tmp_path / "plain")
@@ -104,7 +103,7 @@ class TestAfmoe(ExpertsTests):
     stretched = {"sliding_window": 40}
 
 
-def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_are_left_out(tmp_path):
     config = TestGlm4Moe().config(0, num_hidden_layers=3, first_k_dense_replace=1)
     reference(config).bfloat16().save_pretrained(tmp_path)
     plain = pretrained(tmp_path).state_dict()

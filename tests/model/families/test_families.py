@@ -86,7 +86,7 @@ def test_windows_follow_layer_types(
     check_computation(theirs, tmp_path)
 
 
-def test_sliding_layer_types_without_a_window_are_refused(tmp_path: Path) -> None:
+def test_sliding_layer_types_without_a_window_are_refused(tmp_path):
     config = {**SIZES, "model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
     config["layer_types"] = ["full_attention", "sliding_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -179,7 +179,7 @@ class TestMinistral3(FamilyTests):
         return super().rope_keys({**rope, **GROWTH})
 
 
-def test_without_growth_it_is_refused(tmp_path: Path) -> None:
+def test_without_growth_it_is_refused(tmp_path):
     content = {**SIZES, "model_type": "ministral3", "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"llama_4_scaling_beta=0\.0 must be a number above 0"):
@@ -212,7 +212,7 @@ class TestGraniteSWA(FamilyTests):
     stretched = {"sliding_window": 40, "layer_rope_theta": None}
 
 
-def test_two_bases_of_one_kind_are_refused(tmp_path: Path) -> None:
+def test_two_bases_of_one_kind_are_refused(tmp_path):
     thetas = [100.0, 300.0, 300.0, 500.0]
     changes = {"num_hidden_layers": 4, "layer_rope_theta": thetas}
     TestGraniteSWA().config(0, **changes).save_pretrained(tmp_path)

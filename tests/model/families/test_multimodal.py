@@ -67,7 +67,7 @@ def opened(folder: Path) -> torch.nn.Module:
     return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
 
 
-def test_the_text_model_computes_as_in_transformers(folder: Path) -> None:
+def test_the_text_model_computes_as_in_transformers(folder):
     documents = torch.repeat_interleave(torch.arange(2), torch.tensor([23, 14]))[None]
     tokens = torch.randint(290, documents.shape)
     theirs = opened(folder)
@@ -76,7 +76,7 @@ def test_the_text_model_computes_as_in_transformers(folder: Path) -> None:
     assert (logits - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_all_else_is_carried_through_an_export(folder: Path, tmp_path: Path) -> None:
+def test_all_else_is_carried_through_an_export(folder, tmp_path):
     (folder / "preprocessor_config.json").write_text('{"size": 28}')
     model, out = pretrained(folder), tmp_path / "out"
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_all_else_is_carried_through_an_export(folder: Path, tmp_path: Path) -> 
     assert after.config.vision_config.to_dict() == before.config.vision_config.to_dict()
 
 
-def test_names_as_in_memory_are_read(folder: Path, tmp_path: Path) -> None:
+def test_names_as_in_memory_are_read(folder, tmp_path):
     config, out = (folder / "config.json").read_text(), tmp_path / "renamed"
     out.mkdir()
     (out / "config.json").write_text(config)
@@ -112,9 +112,7 @@ def test_names_as_in_memory_are_read(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_a_run_exports_what_it_began_with(
-    rank: int | None, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_exports_what_it_began_with(rank, folder, tmp_path, capsys):
     texts = tmp_path / "texts"
     texts.mkdir()
     for n in range(8):

@@ -1,7 +1,6 @@
 """Every family in bf16 on a GPU: flash, recomputed and compiled, next to naive in fp32."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def error(found: list[Tensor], expected: list[Tensor]) -> tuple[float, float]:
         *((kind, "always") for kind in AGREE),
     ],
 )
-def test_bf16_is_as_near_as_naive(kind: str, way: str, tmp_path: Path) -> None:
+def test_bf16_is_as_near_as_naive(kind, way, tmp_path):
     settings = settings_of(kind)
     settings |= {key: value for key, value in WIDE.items() if key in settings}
     if kind == "gemma4_text":

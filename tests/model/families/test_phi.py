@@ -1,12 +1,11 @@
 """Phi-3 and Phi-4 compute as in transformers, with fused projections and a share that rotates."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Glm4Config, Phi3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Glm4Config, Phi3Config
 
 from longctx.config.model_config import LoraConfig
 from longctx.model import lora
@@ -41,7 +40,7 @@ class TestPhi3(FamilyTests):
     rewritten = (OLD,)
 
 
-def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
+def test_the_first_folders_say_su_for_longrope(tmp_path):
     old = {"type": "su", **{key: HALF_LONGROPE[key] for key in ("short_factor", "long_factor")}}
     keys = {k: v for k, v in GROUPED.items() if k != "rope_parameters"}
     content = {**keys, "model_type": "phi3", "rope_scaling": old, OLD: 32}
@@ -54,7 +53,7 @@ def test_the_first_folders_say_su_for_longrope(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [Phi3Config(**GROUPED), Glm4Config(**GROUPED)], ids=type)
-def test_an_adapter_has_the_layers_of_its_family(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_an_adapter_has_the_layers_of_its_family(config, tmp_path):
     base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
     reference(config).save_pretrained(base)
     model = lora.add(pretrained(base), rank)
@@ -68,7 +67,7 @@ def test_an_adapter_has_the_layers_of_its_family(config: PreTrainedConfig, tmp_p
     torch.testing.assert_close(model(tokens), adapted(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_other_scalings_are_not_claimed_for_phi3(tmp_path: Path) -> None:
+def test_other_scalings_are_not_claimed_for_phi3(tmp_path):
     content = {**GROUPED, "model_type": "phi3"}
     content["rope_parameters"] = PARTIAL | {"rope_type": "linear", "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(content))

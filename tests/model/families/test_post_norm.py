@@ -1,7 +1,6 @@
 """Families whose blocks normalize what a branch adds: OLMo 2 and 3, EXAONE 4, Gemma 3."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ class TestGemma3(FamilyTests):
 
 
 @pytest.mark.parametrize("scaled", [{**YARN, "factor": 2.0}, {**YARN, "rope_theta": 300.0}])
-def test_windows_with_a_scaling_of_their_own_are_refused(
-    scaled: dict[str, Any], tmp_path: Path
-) -> None:
+def test_windows_with_a_scaling_of_their_own_are_refused(scaled, tmp_path):
     ropes = {"rope_parameters": {"full_attention": YARN, "sliding_attention": scaled}}
     content = {**SMALL, **ropes, "model_type": "olmo3", "sliding_window": 9}
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -89,7 +86,7 @@ def test_windows_with_a_scaling_of_their_own_are_refused(
         read_config(tmp_path)
 
 
-def test_older_files_name_two_ropes_otherwise(tmp_path: Path) -> None:
+def test_older_files_name_two_ropes_otherwise(tmp_path):
     older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window": 9}
     older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
     content = {**SMALL, **older, "model_type": "gemma3_text"}
@@ -101,7 +98,7 @@ def test_older_files_name_two_ropes_otherwise(tmp_path: Path) -> None:
     assert config.window_layers == [0, 2]
 
 
-def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path: Path) -> None:
+def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path):
     """A norm's weight is 1 + w, in 32 bits here."""
     config = Gemma3TextConfig(**SMALL | TWO_ROPES, head_dim=8)
     reference(config).bfloat16().save_pretrained(tmp_path / "in")

@@ -24,10 +24,6 @@ from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.run import scheduled
 from tests.training.sample_run import (
-    Captured,
-    Overrides,
-    Refused,
-    Trained,
     check_equal_weights,
     check_resumes_exactly,
     steps,
@@ -37,9 +33,7 @@ from tests.written import to_hub_cache
 TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]
 
 
-def test_a_run_needs_the_folder_of_init_only_once(
-    start: Overrides, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_run_needs_the_folder_of_init_only_once(start, tuned, folder, tmp_path, capsys):
     settings = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
     (folder / "config.json").write_text(json.dumps(settings))
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
@@ -64,9 +58,7 @@ def test_a_run_needs_the_folder_of_init_only_once(
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_a_run_begins_with_the_weights_of_another(
-    trained: Trained, tuned: Trained, rank: int | None
-) -> None:
+def test_a_run_begins_with_the_weights_of_another(trained, tuned, rank):
     first = trained("first", max_steps=2, lr=0.01)
     second = tuned("second", init=first, lora__rank=rank, max_steps=1)
     before, after = metrics_file.read(first)[-1], metrics_file.read(second)[0]
@@ -79,7 +71,7 @@ def test_a_run_begins_with_the_weights_of_another(
     assert train.main([f"resume={second}", "max_steps=2"]) == 0
 
 
-def test_what_the_weights_leave_open_can_be_said(tuned: Trained) -> None:
+def test_what_the_weights_leave_open_can_be_said(tuned):
     run = tuned(memory="balanced", memory__loss_chunk=50, model__vocab_size=384)
     config = run_folder.read_config(run)
     assert longctx.load(run, "cpu")[0].config.vocab_size == 384
@@ -89,17 +81,13 @@ def test_what_the_weights_leave_open_can_be_said(tuned: Trained) -> None:
 @pytest.mark.parametrize(
     ("seq_len", "rope", "warns"), [(96, "keep", False), (192, "keep", True), (192, "auto", False)]
 )
-def test_positions_beyond_the_trained_ones_warn(
-    tuned: Trained, capsys: Captured, seq_len: int, rope: str, warns: bool
-) -> None:
+def test_positions_beyond_the_trained_ones_warn(tuned, capsys, seq_len, rope, warns):
     tuned(seq_len=seq_len, max_steps=1, **({} if rope == "keep" else {"rope": rope}))
     assert ("2.0 times the 96 tokens" in (said := capsys.readouterr().out)) == warns
     assert ("rope=auto" in said) == warns
 
 
-def test_conversations_by_the_folders_own_template(
-    tuned: Trained, folder: Path, tmp_path: Path
-) -> None:
+def test_conversations_by_the_folders_own_template(tuned, folder, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -115,9 +103,7 @@ def test_conversations_by_the_folders_own_template(
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
-def test_conversations_by_the_template_of_another(
-    start: Overrides, overrides: Overrides, folder: Path, tmp_path: Path, with_weights: bool
-) -> None:
+def test_conversations_by_the_template_of_another(start, overrides, folder, tmp_path, with_weights):
     """A base model and the tokenizer of a tuned one, whose template names tokens."""
     tuned, run = tmp_path / "tuned", tmp_path / "runs" / "r"
     tuned.mkdir()
@@ -149,7 +135,7 @@ def test_conversations_by_the_template_of_another(
     assert evaluate.main([f"checkpoint={run}"]) == 0
 
 
-def test_rates_of_trained_weights_are_smaller() -> None:
+def test_rates_of_trained_weights_are_smaller():
     plain, tuned = TrainConfig(), TrainConfig(init="folder")
     assert default_learning_rate(plain, plain.model) == 0.5 / plain.model.channels
     assert default_learning_rate(tuned, plain.model) == 2e-5
@@ -158,14 +144,7 @@ def test_rates_of_trained_weights_are_smaller() -> None:
     assert scheduled(fixed, workload_of(fixed, "cpu", 64)).lr == 0.1
 
 
-def test_evaluation_of_a_folder(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    corpus: Path,
-    tuned: Trained,
-    tmp_path: Path,
-    capsys: Captured,
-) -> None:
+def test_evaluation_of_a_folder(monkeypatch, folder, corpus, tuned, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     before = sorted(folder.rglob("*"))
     documents = ["data=text", f"data.path={corpus}", "documents=5", "device=cpu"]
@@ -194,12 +173,8 @@ def test_evaluation_of_a_folder(
 
 
 def test_hub_model_is_cached_and_recorded_with_commit(
-    start: Overrides,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Refused,
-) -> None:
+    start, folder, tmp_path, monkeypatch, refused
+):
     commit = "c0ffee" + "0" * 34
     snapshot = to_hub_cache(folder, commit, monkeypatch)
     model = snapshot.parents[1]
@@ -226,7 +201,7 @@ def test_hub_model_is_cached_and_recorded_with_commit(
     assert train.main([f"resume={run}", "max_steps=2"]) == 0
 
 
-def test_the_balance_of_experts_can_be_given(tuned: Trained, folder: Path) -> None:
+def test_the_balance_of_experts_can_be_given(tuned, folder):
     sizes = json.loads((folder / "config.json").read_text())
     kept = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     config = MixtralConfig(
@@ -259,16 +234,12 @@ def test_the_balance_of_experts_can_be_given(tuned: Trained, folder: Path) -> No
         ({"data__vocab_size": 300}, "data.vocab_size=300: init="),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    start: Overrides, tmp_path: Path, refused: Refused, changes: dict[str, object], message: str
-) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(start, tmp_path, refused, changes, message):
     refused(train.main(start(**changes)), message)
     assert not (tmp_path / "runs").exists()
 
 
-def test_broken_weights_are_found_before_the_run(
-    start: Overrides, folder: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_broken_weights_are_found_before_the_run(start, folder, tmp_path, refused):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
     refused(train.main(start()), "model.safetensors: not a whole safetensors file")
@@ -283,9 +254,7 @@ def test_broken_weights_are_found_before_the_run(
         *("chat_template.jinja", "generation_config.json"),
     ],
 )
-def test_what_lies_outside_of_the_folder_is_not_read(
-    start: Overrides, folder: Path, tmp_path: Path, refused: Refused, name: str, kind: str
-) -> None:
+def test_what_lies_outside_of_the_folder_is_not_read(start, folder, tmp_path, refused, name, kind):
     file = folder / name
     outside = tmp_path / f"private-{name}"
     outside.write_bytes(file.read_bytes() if file.is_file() else b"{}")
@@ -298,7 +267,7 @@ def test_what_lies_outside_of_the_folder_is_not_read(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_resumed_run_keeps_what_it_began_with(tuned: Trained, capsys: Captured) -> None:
+def test_a_resumed_run_keeps_what_it_began_with(tuned, capsys):
     run = tuned(seq_len=384, rope="yarn")
     assert train.main([f"resume={run}", "init=elsewhere"]) == 2
     assert "init cannot change when" in capsys.readouterr().err

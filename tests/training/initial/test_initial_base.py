@@ -16,7 +16,7 @@ from longctx.config.parts import BASES
 from longctx.runs import metrics_file, run_folder
 from tests.processes import train_together
 from tests.training.initial.conftest import saved_model
-from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, weights
+from tests.training.sample_run import check_resumes_exactly, weights
 
 TOKENS = torch.arange(60)[None] % 310
 LORA = {"lora__rank": 2, "max_steps": 2, "lr": 0.05}
@@ -34,7 +34,7 @@ def validated(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned: Trained, base: str) -> None:
+def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned, base):
     wide = tuned("wide", **LORA)
     straight = tuned("straight", lora__base=base, **LORA | {"max_steps": 4}, checkpoint_every=2)
     assert validated(straight)[0] == pytest.approx(validated(wide)[0], rel=0.01)
@@ -45,9 +45,7 @@ def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned: Trained, base: str) ->
     check_resumes_exactly(straight)
 
 
-def test_it_is_exported_on_the_weights_of_init(
-    tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_it_is_exported_on_the_weights_of_init(tuned, folder, tmp_path, capsys):
     run, merged, adapter = tuned("run", lora__base="nf4", **LORA), tmp_path / "a", tmp_path / "b"
     assert cli.main(["export", str(run), str(merged)]) == 0
     assert cli.main(["export", str(run), str(adapter), "adapter=true"]) == 0
@@ -76,7 +74,7 @@ def test_it_is_exported_on_the_weights_of_init(
     torch.testing.assert_close(trained(TOKENS), theirs(TOKENS).logits, rtol=0.05, atol=0.02)
 
 
-def test_a_run_begins_with_one_that_has_it(tuned: Trained) -> None:
+def test_a_run_begins_with_one_that_has_it(tuned):
     first = tuned("first", lora__base="fp8", **LORA)
     second = tuned("second", init=first, max_steps=1)
     third = tuned("third", init=first, lora__base="nf4", **LORA)
@@ -84,7 +82,7 @@ def test_a_run_begins_with_one_that_has_it(tuned: Trained) -> None:
     assert validated(third)[0] == pytest.approx(validated(first)[-1], rel=0.02)
 
 
-def test_transformers_computes_with_it(tuned: Trained, tmp_path: Path) -> None:
+def test_transformers_computes_with_it(tuned, tmp_path):
     native = tuned("native", lora__base="nf4", **LORA)
     run = tuned("theirs", lora__base="nf4", transformers="always", **LORA)
     assert validated(run)[0] == pytest.approx(validated(native)[0], rel=1e-3)
@@ -96,7 +94,7 @@ def test_transformers_computes_with_it(tuned: Trained, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_processes_train_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
+def test_several_processes_train_the_same(tuned, start, tmp_path):
     steps = LORA | {"lora__base": "nf4", "batch_size": 1}
     one = weights(tuned("one", accumulate=2, **steps))
     strategies = ("ddp", "fsdp")

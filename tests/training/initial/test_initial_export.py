@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ import eval as evaluate
 import longctx
 import train
 from longctx.cli import main as export
-from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, newest
+from tests.training.sample_run import check_resumes_exactly, newest
 
 
-def test_what_was_trained_opens_in_transformers(
-    tuned: Trained, folder: Path, tmp_path: Path
-) -> None:
+def test_what_was_trained_opens_in_transformers(tuned, folder, tmp_path):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     settings["chat_template"] = template
@@ -45,9 +42,7 @@ def test_what_was_trained_opens_in_transformers(
     torch.testing.assert_close(again(tokens), expected)
 
 
-def test_stretched_run_opens_stretched_in_transformers(
-    start: Overrides, tuned: Trained, tmp_path: Path, capsys: Captured
-) -> None:
+def test_stretched_run_opens_stretched_in_transformers(start, tuned, tmp_path, capsys):
     run, out = tuned(lr=0.01, seq_len=384, rope="auto", data__documents=20), tmp_path / "out"
     assert "rope auto: yarn: 96 tokens × 4 = 384" in capsys.readouterr().out
     assert export(["export", str(run), str(out)]) == 0
@@ -67,9 +62,7 @@ def test_stretched_run_opens_stretched_in_transformers(
 
 
 @pytest.mark.parametrize("rslora", ["false", "true"])
-def test_lora_from_start_to_export(
-    rslora: str, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_lora_from_start_to_export(rslora, tuned, folder, tmp_path, capsys):
     keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lora__rslora": rslora, "lr": 0.05}
     keys |= {"max_steps": 4, "checkpoint_every": 2}
     run, out, adapter = tuned(**keys), tmp_path / "out", tmp_path / "adapter"
@@ -106,7 +99,7 @@ def test_lora_from_start_to_export(
     assert "was trained without lora.rank" in capsys.readouterr().err
 
 
-def test_export_writes_only_the_adapter(tuned: Trained, tmp_path: Path, capsys: Captured) -> None:
+def test_export_writes_only_the_adapter(tuned, tmp_path, capsys):
     run, adapter = tuned(rope="auto", lora__rank=2, max_steps=1), tmp_path / "adapter"
     assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     assert "positions are stretched" not in capsys.readouterr().out
@@ -121,9 +114,7 @@ IN_BF16 = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05, "precisio
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_lora_is_merged_into_the_folders_weights(
-    tuned: Trained, folder: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_lora_is_merged_into_the_folders_weights(tuned, folder, tmp_path, dtype):
     LlamaForCausalLM.from_pretrained(folder).to(dtype).save_pretrained(folder)
     run, out, adapter = tuned(**IN_BF16), tmp_path / "out", tmp_path / "adapter"
     assert export(["export", str(run), str(out)]) == 0
@@ -144,9 +135,7 @@ def test_lora_is_merged_into_the_folders_weights(
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_lora_without_the_folder_it_began_with(
-    tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured, is_gone: bool
-) -> None:
+def test_lora_without_the_folder_it_began_with(tuned, folder, tmp_path, capsys, is_gone):
     """The run's own copy, which is rounded, takes the place of weights that are gone or others."""
     run = tuned(**IN_BF16)
     before = LlamaForCausalLM.from_pretrained(folder)
@@ -157,7 +146,7 @@ def test_lora_without_the_folder_it_began_with(
     assert torch.equal(embedding, before.get_input_embeddings().weight.bfloat16().float())
 
 
-def test_lora_is_merged_into_the_weights_of_a_run(tuned: Trained, tmp_path: Path) -> None:
+def test_lora_is_merged_into_the_weights_of_a_run(tuned, tmp_path):
     first = tuned("first", lr=0.01)
     for run in (first, tuned(**IN_BF16, init=first)):
         assert export(["export", str(run), str(tmp_path / run.name)]) == 0

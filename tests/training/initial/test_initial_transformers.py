@@ -15,7 +15,7 @@ from longctx.data import Tokenizer
 from longctx.data import tokenizer as bpe
 from longctx.runs import metrics_file
 from tests.processes import ROOT, finished, train_together
-from tests.training.sample_run import Captured, Overrides, Trained, check_resumes_exactly, losses
+from tests.training.sample_run import check_resumes_exactly, losses
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
     return folder
 
 
-def test_it_trains_and_continues_to_the_bit(tuned: Trained, folder: Path, capsys: Captured) -> None:
+def test_it_trains_and_continues_to_the_bit(tuned, folder, capsys):
     run = tuned(max_steps=4, checkpoint_every=2, memory="balanced")
     said = capsys.readouterr().out
     assert "computed by transformers" in said and "not measured" not in said
@@ -37,9 +37,7 @@ def test_it_trains_and_continues_to_the_bit(tuned: Trained, folder: Path, capsys
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_it_is_evaluated_samples_and_is_exported(
-    tuned: Trained, tmp_path: Path, rank: int | None, capsys: Captured
-) -> None:
+def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, rank, capsys):
     run = tuned("r", lora__rank=rank, sample_every=1)
     assert evaluate.main([f"checkpoint={run}", "documents=2", "device=cpu"]) == 0
     new = ["max_new_tokens=3", "temperature=0", "device=cpu"]
@@ -60,7 +58,7 @@ def test_it_is_evaluated_samples_and_is_exported(
 
 
 @pytest.mark.slow
-def test_two_processes_compute_the_same(tuned: Trained, start: Overrides, tmp_path: Path) -> None:
+def test_two_processes_compute_the_same(tuned, start, tmp_path):
     layouts: dict[str, dict[str, object]] = {
         "fsdp": {"strategy": "fsdp", "memory": "balanced", "batch_size": 1},
         "ulysses": {"context": 2},
@@ -74,9 +72,7 @@ def test_two_processes_compute_the_same(tuned: Trained, start: Overrides, tmp_pa
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, rel=1e-5), name
 
 
-def test_a_family_of_ours_may_be_left_to_transformers(
-    tuned: Trained, tmp_path: Path, folder: Path
-) -> None:
+def test_a_family_of_ours_may_be_left_to_transformers(tuned, tmp_path, folder):
     llama = tmp_path / "models" / "Llama"
     reference("llama").save_pretrained(llama)
     shutil.copy(folder / "tokenizer.json", llama)
@@ -99,17 +95,13 @@ def test_a_family_of_ours_may_be_left_to_transformers(
         ({"transformers": "always", "init": None}, "transformers=always"),
     ],
 )
-def test_what_ours_alone_can_do_is_refused(
-    start: Overrides, changes: dict[str, object], named: str, capsys: Captured
-) -> None:
+def test_what_ours_alone_can_do_is_refused(start, changes, named, capsys):
     assert train.main(start(**changes)) == 2
     assert named in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_layers_that_leak_leave_no_folder(
-    start: Overrides, tmp_path: Path, folder: Path, capsys: Captured
-) -> None:
+def test_layers_that_leak_leave_no_folder(start, tmp_path, folder, capsys):
     leaking = tmp_path / "models" / "Leaking"
     reference("lfm3").save_pretrained(leaking)
     shutil.copy(folder / "tokenizer.json", leaking)

@@ -184,7 +184,7 @@ def expected(both: Both, name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
-def test_loss_gradient_and_metrics_are_those_of_trl(both: Both, name: str, packed: bool) -> None:
+def test_loss_gradient_and_metrics_are_those_of_trl(both, name, packed):
     loss, row, gradient = ours(both, name, packed)
     want, theirs, want_gradient = expected(both, name)
     assert loss == pytest.approx(want, rel=1e-5)

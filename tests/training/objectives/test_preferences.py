@@ -14,9 +14,7 @@ from longctx.data.cache import described
 from longctx.runs import metrics_file
 from tests.processes import train_together
 from tests.training.sample_run import (
-    Captured,
     Overrides,
-    Refused,
     Trained,
     check_resumes_exactly,
     losses,
@@ -45,7 +43,7 @@ def validations(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
-def test_a_run_learns_and_resumes_exactly(objective: str, rows: Path, tuned: Trained) -> None:
+def test_a_run_learns_and_resumes_exactly(objective, rows, tuned):
     keys = keys_of(objective, rows) | {"checkpoint_every": 2}
     run = tuned(**keys)
     assert losses(run)[-1] < losses(run)[0]
@@ -86,7 +84,7 @@ def test_two_processes_train_as_one(
             assert there["val_loss"] == pytest.approx(here["val_loss"], rel=1e-4), name
 
 
-def test_lora_off_is_the_cached_reference(rows: Path, tuned: Trained) -> None:
+def test_lora_off_is_the_cached_reference(rows, tuned):
     keys = keys_of("dpo", rows) | {"lora__rank": 4, "lr": 0.02}
     by_step, cached = tuned("step", **keys), tuned("cached", objective__reference="cached", **keys)
     assert losses(by_step) == pytest.approx(losses(cached), rel=1e-5)
@@ -94,9 +92,7 @@ def test_lora_off_is_the_cached_reference(rows: Path, tuned: Trained) -> None:
     assert not (by_step / "reference.npz").exists() and (cached / "reference.npz").exists()
 
 
-def test_a_changed_cache_of_the_reference_is_refused(
-    rows: Path, tuned: Trained, start: Overrides, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_changed_cache_of_the_reference_is_refused(rows, tuned, start, tmp_path, capsys):
     keys = keys_of("dpo", rows) | {"data__cache": tmp_path / "own", "max_steps": 1}
     tuned("first", **keys)
     (file,) = (tmp_path / "own/references").glob("*/log_p.npy")
@@ -108,18 +104,14 @@ def test_a_changed_cache_of_the_reference_is_refused(
     assert "not the log-probabilities of this model" in capsys.readouterr().err
 
 
-def test_long_prompts_lose_their_beginnings_aloud(
-    rows: Path, tuned: Trained, capsys: Captured
-) -> None:
+def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, capsys):
     keys = keys_of("orpo", rows) | {"seq_len": 64}
     run = tuned("short", **keys)
     assert "prompts are left out, so that the answers fit seq_len=64" in capsys.readouterr().out
     assert losses(run)[-1] > 0
 
 
-def test_conversations_and_parquet_are_read_as_texts_are(
-    rows: Path, tuned: Trained, folder: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tmp_path, capsys):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     pairs = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
@@ -155,9 +147,7 @@ def test_conversations_and_parquet_are_read_as_texts_are(
         ({"seq_len": 24}, "take"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(
-    changes: dict[str, Any], message: str, rows: Path, start: Overrides, refused: Refused
-) -> None:
+def test_what_does_not_go_together_is_one_line(changes, message, rows, start, refused):
     refused(train.main(start(**keys_of("dpo", rows) | changes)), message)
 
 
@@ -170,14 +160,7 @@ def test_what_does_not_go_together_is_one_line(
         ({"prompt": "a", "chosen": [], "rejected": "b"}, "'chosen' must be a string"),
     ],
 )
-def test_a_wrong_row_is_named(
-    row: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    rows: Path,
-    start: Overrides,
-    refused: Refused,
-) -> None:
+def test_a_wrong_row_is_named(row, message, tmp_path, rows, start, refused):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     error = refused(train.main(start(**keys_of("dpo", rows) | {"data__path": file})), message)

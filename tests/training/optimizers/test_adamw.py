@@ -19,7 +19,7 @@ def config(**changes: object):
     return sample_run(TrainConfig(**changes), "cpu")  # type: ignore[arg-type]
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_matrices_decay_and_vectors_do_not():
     model = GPT(GPTConfig(vocab_size=40, layers=2, qkv_bias=True, qk_norm="head"))
     decayed, free = build(model, config(weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.3, 0.0)
@@ -31,7 +31,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "host"])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_every_optimizer_clips_as_torch_does(stored: str, clip: float | None, device: str) -> None:
+def test_every_optimizer_clips_as_torch_does(stored, clip, device):
     """Three steps on gradients far above `clip`, and one far below."""
     torch.manual_seed(0)
     theirs = torch.nn.Linear(70, 30)
@@ -67,13 +67,13 @@ def trained(stored: str):
 
 
 @pytest.mark.parametrize("slice_of", [64, 2**26])
-def test_averages_on_the_host_change_no_bit(slice_of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_on_the_host_change_no_bit(slice_of, monkeypatch):
     monkeypatch.setattr("longctx.training.optimizers.adamw.SLICE", slice_of)
     for a, b in zip(trained("host")[0].parameters(), trained("fp32")[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_loading_makes_no_fp32_copy_of_bf16_state() -> None:
+def test_loading_makes_no_fp32_copy_of_bf16_state():
     model, optimizer = trained("bf16")
     saved, weight = optimizer.state_dict(), model[0].weight
     resumed = build(model, config(memory=MemoryConfig("fast", optimizer_state="bf16")))

@@ -57,7 +57,7 @@ def split(name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.split((35, 35))) if name.endswith("gate_up.weight") else [weight]
 
 
-def test_only_matrices_of_blocks_are_orthogonalized() -> None:
+def test_only_matrices_of_blocks_are_orthogonalized():
     """Every parameter is in one group."""
     model, optimizer = model_and_muon()
     groups = optimizer.param_groups
@@ -74,7 +74,7 @@ def test_only_matrices_of_blocks_are_orthogonalized() -> None:
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
 
 
-def test_singular_values_come_near_one() -> None:
+def test_singular_values_come_near_one():
     for r, c in ((1, 5), (7, 33), (24, 48), (8, 24)):
         x = torch.randn(3, r, c, generator=torch.Generator().manual_seed(r))
         values = torch.linalg.svdvals(muon.orthogonalized(x.bfloat16(), 5).float())
@@ -83,7 +83,7 @@ def test_singular_values_come_near_one() -> None:
 
 
 @pytest.mark.parametrize("stack", [1, 1000, 2**24])
-def test_each_matrix_moves_as_with_torchs_muon(stack: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_matrix_moves_as_with_torchs_muon(stack, monkeypatch):
     monkeypatch.setattr("longctx.training.optimizers.muon.STACK", stack)
     model, optimizer = model_and_muon()
     names = [n for n, p in model.named_parameters() if "blocks." in n and p.ndim == 2]
@@ -113,7 +113,7 @@ def test_each_matrix_moves_as_with_torchs_muon(stack: int, monkeypatch: pytest.M
         assert error < 0.01, name  # Newton-Schulz is in bf16
 
 
-def test_the_rest_moves_as_with_adamw() -> None:
+def test_the_rest_moves_as_with_adamw():
     model, optimizer = model_and_muon()
     twin = model_and_muon()[0]
     adamw = build(twin, sample_run(TrainConfig(lr=1e-2, model=ODD), "cpu"))
@@ -136,7 +136,7 @@ def trained(stored: str = "fp32") -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_stored_momentum_changes_little() -> None:
+def test_stored_momentum_changes_little():
     weights, start = trained(), dict(model_and_muon()[0].named_parameters())
     on_host, in_bf16 = trained("host"), trained("bf16")
     for name, p in weights.items():
@@ -144,7 +144,7 @@ def test_stored_momentum_changes_little() -> None:
         assert (p - in_bf16[name]).norm() < 0.05 * (p - start[name]).norm()
 
 
-def test_clipping_acts_on_momentum_as_on_averages() -> None:
+def test_clipping_acts_on_momentum_as_on_averages():
     """Gradients far above the norm equal those that have been clipped before."""
     (model, optimizer), (twin, its_optimizer) = model_and_muon(), model_and_muon()
     for step, size in enumerate((100.0, 0.01, 30.0)):
@@ -162,7 +162,7 @@ def test_clipping_acts_on_momentum_as_on_averages() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-def test_the_planner_knows_the_state(name: str, stored: str) -> None:
+def test_the_planner_knows_the_state(name, stored):
     memory = MemoryConfig("fast", optimizer_state=stored)
     run = sample_run(TrainConfig(model=ODD, memory=memory, optimizer=OptimizerConfig(name)), "cpu")
     model = GPT(ODD, "naive")
@@ -218,7 +218,7 @@ def test_an_updates_memory_is_predicted() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["124m", "1b"])
-def test_an_updates_memory_on_a_gpu_is_predicted(preset: str) -> None:
+def test_an_updates_memory_on_a_gpu_is_predicted(preset):
     updates = two_updates("cuda", preset, "fp32")
     predicted = peak_memory.update_workspace(next(updates).workload)
     torch.cuda.reset_peak_memory_stats()
