@@ -43,7 +43,7 @@ CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
 def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     """Return the checked configuration of train, eval or data, or of another dataclass of keys:
-    defaults, then presets, then `arguments`; or that of the run which resume= names.
+    defaults, then presets, then `arguments`. Of a resumed run it is its own, changed by them.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
     ValueError, one line, names the key that is wrong.

@@ -77,8 +77,11 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
             "again"
         )
     numbers = metrics.figures(rows)
+    # A broken lock or evaluation costs the run no other figure, so it is only a note
     lock, notes = kernel_lock(folder)
     notes += [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
+    evaluations = read_evaluations(folder)
+    notes += [f"{path}: not an evaluation's JSON, left out" for path in evaluations.unreadable]
     run = Run(
         folder,
         label=folder.resolve().name,
@@ -86,7 +89,7 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
         figures=numbers,
         curves=curves(rows, points),
         warm=warmed_up(rows, config.get("warmup_steps")),
-        evaluations=read_evaluations(folder),
+        evaluations=evaluations,
         ended=ending(numbers["step"], config.get("max_steps"), training),
         positions=positions(rows),
         facts=facts(rows),
@@ -94,8 +97,6 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
         notes=notes,
         lock=lock,
     )
-    for path in run.evaluations.unreadable:
-        run.notes.append(f"{path}: not an evaluation's JSON, left out")
     # Two runs have the same tokens if their tokenizers are equal, wherever those came from
     with (
         suppress(OSError, ValueError),
@@ -110,7 +111,6 @@ def kernel_lock(folder: Path) -> tuple[dict[str, str], list[str]]:
     sources and of its results; and a note if it cannot be read.
     """
     cells: dict[str, str] = {}
-    # A broken lock costs the run no other figure
     try:
         lock = untrusted.read_json(folder / "kernel.lock.json", within=folder)
         for key, value in lock.items():
