@@ -65,8 +65,16 @@ def _major(device: torch.device) -> int:
     """Return the generation of an NVIDIA GPU, such as 8 for sm_86; 0 for all else."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
-    # not cached: torch.compile takes it as a constant, and warns of functools caches
-    return int(torch.cuda.get_device_properties(device).major)
+    # torch.compile takes it as a constant, and warns of functools caches; asking torch each time
+    # would be a tenth of an eager call
+    is_compiling = torch.compiler.is_compiling()
+    properties = torch.cuda.get_device_properties if is_compiling else _properties
+    return int(properties(device).major)
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 class Kernels(NamedTuple):

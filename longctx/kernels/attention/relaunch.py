@@ -1,9 +1,10 @@
 """Launch a kernel again with other addresses, for a fraction of the first launch's time.
 
-`kernel[grid](...)` looks at every argument to find the compiled kernel that serves them: 50 to
-80 µs of host time for thirty arguments. If shapes, strides, dtypes and alignment match an earlier
-call, the compiled kernel is known. The caller's key must cover all four. A CUDA graph
-(memory.cuda_graphs) spares the rest of the host's time, too.
+`kernel[grid](...)` looks at every argument to find the compiled kernel that serves them: an
+attention() forward and backward took 1.6 ms of an H200's host with Triton 3.7.1, with the launches
+here 0.7. If shapes, strides, dtypes and alignment match an earlier call, the compiled kernel is
+known. The caller's key must cover all four. A CUDA graph (memory.cuda_graphs) spares the rest of
+the host's time, too.
 """
 
 from __future__ import annotations
