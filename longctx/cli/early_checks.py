@@ -78,7 +78,7 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
     return checkpoint
 
 
-def check_init(path: Path, by_transformers: str = "always") -> None:
+def check_init(path: Path, by_transformers: str) -> None:
     """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or a
     Hugging Face folder. Its settings are checked here unless transformers reads them, as
     transformers= says.
@@ -102,16 +102,13 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     config = request.config
     if config.init is None:
         return request
-    given = [key for key in request.overrides if key.partition(".")[0] == "model"]
-    if given:
-        raise ValueError(
-            f"{given[0]}: init={config.init} brings its own model; leave one of them out"
-        )
+    for key in request.overrides:
+        if key.partition(".")[0] == "model":
+            raise ValueError(f"{key}: init={config.init} brings its own model; leave one out")
     path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
-    check_init(path)
-    if run_folder.is_run(path):
-        run = path.parent.parent if path.suffix == ".ckpt" else path
+    if not run_folder.is_hugging_face(path):
         # Its plugins may be missing: they are no part of the shape
+        run = run_folder.checkpoint_of(path, "init").parent.parent
         model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
     elif is_ours(path, config.transformers):
         model = read_model(path)[1]

@@ -250,12 +250,13 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     ValueError has one message for every name that is no key.
     """
     known, full_names, messages = keys(schema), dict[str, str](), list[str]()
+    # Any key may follow these
+    is_open = tuple(f"{key}." for key, declared in known.items() if declared.is_open)
     for name in dict.fromkeys(names):
         full = short_key(schema, name)
-        group, parts = full.rpartition(".")[0], full.split(".")
-        above = (".".join(parts[:count]) for count in range(1, len(parts)))
-        if full not in known and not any(key in known and known[key].is_open for key in above):
+        if full not in known and not full.startswith(is_open):
             messages.append(unknown(name, known))
+        group = full.rpartition(".")[0]
         is_preset = group in presets.GROUPS and full == short_key(schema, group)
         full_names[name] = group if is_preset else full
     if messages:
