@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import attention
 from benchmarks.report import machine, write_json
 from benchmarks.timing import spread
-from benchmarks.words import decided, training_run
-from longctx.cli import check_unused
+from benchmarks.words import check_unused, decided, training_run
 from longctx.config.fields import key
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict

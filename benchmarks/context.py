@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import machine, save_figure, short, write_json
-from benchmarks.words import decided, training_run
+from benchmarks.words import check_unused, decided, training_run
 from longctx.attention.description import DESCRIPTIONS
-from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.planner import fitting, step_time
 from longctx.planner.hardware import GIB, Chip

@@ -19,9 +19,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.report import machine, write_json
-from benchmarks.words import training_run
+from benchmarks.words import check_unused, training_run
 from longctx.attention.description import AttentionConfig
-from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.config.model_config import GPTConfig
 from longctx.tables import grid

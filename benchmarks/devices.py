@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.device_cases import CASES, Case
 from benchmarks.device_runs import MEASURES, Place, make_corpus
 from benchmarks.report import machine, write_json
-from longctx.cli import check_unused
+from benchmarks.words import check_unused
 from longctx.config.fields import key
 from longctx.planner import hardware
 from longctx.planner.hardware import GIB

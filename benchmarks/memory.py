@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import machine, write_json
-from benchmarks.words import training_run
-from longctx.cli import check_unused
+from benchmarks.words import check_unused, training_run
 from longctx.config.fields import key
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.process_group import train
 from benchmarks.report import machine, save_figure, write_json
+from benchmarks.words import check_unused
 from longctx import cli
-from longctx.cli import check_unused
 from longctx.config.fields import key
 from longctx.runs import metrics_file
 from longctx.tables import grid

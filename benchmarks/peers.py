@@ -19,8 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import machine, write_json
-from benchmarks.words import decided, training_run
-from longctx.cli import check_unused
+from benchmarks.words import check_unused, decided, training_run
 from longctx.config.fields import key
 from longctx.planner import fitting, step_time
 from longctx.tables import grid

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.process_group import ROOT, ProcessGroup
 from benchmarks.report import machine, write_json
-from longctx.cli import check_unused
+from benchmarks.words import check_unused
 from longctx.config.fields import key
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid

@@ -7,6 +7,7 @@ meaning as `metadata`. One with TAKES_TRAINING_KEYS takes the overrides of train
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,14 @@ def help_text(argv: list[str]) -> str:
 
 
 MORE = "Each takes key=value and --help. What fits, predicted without a GPU: longctx plan."
+
+
+def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
+    """Raise ValueError for an argument whose key is in `set_here`: key → what to use instead."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in set_here:
+            raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
 def training_run(overrides: list[str], device: str) -> Run:

@@ -17,7 +17,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -314,7 +314,9 @@ def _evaluate(argv: list[str]) -> int:
 
 def _plan(argv: list[str]) -> None:
     own, training = split_own(options.PlanOptions, argv)
-    check_unused(training, {"device": "it is a GPU"})
+    for argument in training:
+        if argument.startswith("device="):
+            raise ValueError(f"{argument}: plan is of GPUs; leave it out")
     request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
     chosen = compose(options.PlanOptions, own).config
     # The table shows every degree unless one is given
@@ -342,14 +344,6 @@ def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
     overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
     attention.options |= {key: request.config.attention.options[key] for key in overridden}
     return dataclasses.replace(request.config, attention=attention)
-
-
-def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
-    """Raise ValueError for an argument whose key is in `set_here`: key → what to use instead."""
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name in set_here:
-            raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
 
 
 def _check_model(config: options.SampleConfig) -> None:

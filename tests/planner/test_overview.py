@@ -107,7 +107,7 @@ def test_micro_batches_are_those_that_a_run_would_take(planned):
         ("init=weights model=1b", "model: init=weights brings its own model"),
         ("seq_len=0.3k", "seq_len=0.3k: must be a whole number"),
         ("resume=runs/x", "resume=runs/x"),
-        ("device=cpu", "device=cpu: is set"),
+        ("device=cpu", "device=cpu: plan is of GPUs"),
     ],
 )
 def test_mistakes_are_one_line(override, message, refused):
