@@ -94,11 +94,8 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
     with untrusted.named(path):
         filled(TrainConfig, values, {})
-    values |= dict.fromkeys(replaced(given))
-    # A new policy replaces all values of the run's own, and passkey=false those of its group
-    for name, value in given.items():
-        if name == "memory.policy" or (value is False and name.endswith(".enabled")):
-            values[name.partition(".")[0]] = {}
+    known = keys(TrainConfig)
+    values |= {name: {} if known[name].is_group else None for name in replaced(given)}
     assign(values, given)
     return filled(TrainConfig, values, given)
 
@@ -337,10 +334,7 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     if schema is DescribeConfig:
         others = keys(TrainConfig).keys() - keys(schema).keys()
         result = {name: value for name, value in result.items() if name not in others}
-    # max_steps in place of max_tokens, or another schedule
     without = set(given) | replaced(given)
-    # passkey=false switches a group off, as a preset replaces it
-    without |= {name.partition(".")[0] for name, value in given.items() if value is False}
     full_names = full_keys(schema, result)
     return {
         full_names[name]: value
@@ -371,12 +365,16 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a file that the command line replaces by other keys, the `given` ones."""
+    """Return the keys and groups of a file that the command line replaces by the `given` keys."""
     set_here = {name for name, value in given.items() if value is not None}
     names = {name for pair in EITHER if pair & set_here for name in pair}
     # Another schedule would refuse the keys that only the file's has
     if schedule := SCHEDULES.get(str(given.get("lr_schedule"))):
         names |= set(keys_of_schedules()) - schedule.keys.keys()
+    # A new policy replaces all values of the file's, and passkey=false those of its group
+    for name, value in given.items():
+        if name == "memory.policy" or (value is False and name.endswith(".enabled")):
+            names.add(name.partition(".")[0])
     return names
 
 

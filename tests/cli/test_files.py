@@ -45,6 +45,9 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     assert config.data.path == ["a b/c.txt", "it's,[odd].md"]
     assert (config.wandb.tags, config.wandb.notes) == (["x", "y z"], "a: b, {c} [d]")
     assert config_of("model=tiny", str(file)).model.channels == 128
+    # A value of a group leaves the file's others as they are
+    config = config_of(str(file), "data.packing=false", "model.tied=false")
+    assert (config.data.path, config.model.channels) == (["a b/c.txt", "it's,[odd].md"], 768)
 
 
 @pytest.mark.parametrize(
