@@ -59,7 +59,7 @@ GRID = [
     Case(1, 65 * SIZE, 33 * SIZE, mask="full"),
     Case(1, 31 * SIZE, 49 * SIZE, Hq=6, Hkv=2),
     Case(2, 65 * SIZE, 65 * SIZE, Hq=2, Hkv=1, mask="documents"),
-    Case(1, 65 * SIZE, 65 * SIZE, Hq=4, Hkv=2, mask="documents", window=17),
+    Case(1, 65 * SIZE, 65 * SIZE, Hq=4, Hkv=2, mask="documents", window=8 * SIZE),
     Case(1, 33 * SIZE, 65 * SIZE, window=16),
 ]
 if ON_GPU:

@@ -232,19 +232,6 @@ def test_one_document_has_an_error_over_windows(model):
     assert several.standard_error == error_of_ratio(of_documents)
 
 
-@pytest.mark.parametrize("context", [1, 2, 5, 8, 64])
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 8, 9, 10, 33, 64, 65, 66])
-def test_every_token_is_scored_once(tokens, context):
-    for stride in range(1, context + 1):
-        scored: list[int] = []
-        for begin, end, first in spans(tokens, context, stride):
-            assert 0 < end - begin <= context
-            assert begin < first <= end < tokens
-            assert begin == 0 or first - begin == context - stride + 1
-            scored += range(first, end + 1)
-        assert scored == list(range(1, tokens))
-
-
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequences_hold_every_window_once(rows):
     lengths = np.random.default_rng(0).integers(1, 101, size=400)

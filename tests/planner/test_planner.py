@@ -132,13 +132,6 @@ def test_texts_with_pass_keys_longer_than_rows_count():
     assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 12
 
 
-def test_lora_saves_gradients_and_moments():
-    full = one_b("memory=fast", seq_len=4096)
-    thin = replace(full, lora=replace(full.lora, rank=8))
-    assert predict(thin).gpu[OPTIMIZER] == 8 * thin.lora.parameters(thin.model)
-    assert predict(full).peak - predict(thin).peak > 12 * full.model.parameters()
-
-
 def test_a_packed_base_takes_its_own_bytes():
     preset = one_b("memory=long", seq_len=4096)
     by_base = {
@@ -245,17 +238,6 @@ def test_a_step_has_few_micro_batches():
         assert {chosen.rows_per_step for chosen in fitting.merged(work)} == {work.rows_per_step}
 
 
-def test_the_longest_row_fits_and_the_next_does_not():
-    for backend in ("naive", "flash"):
-        config = one_b(f"attention={backend}")
-        longest = fitting.longest([fitting.one_row(config)], H200.usable, 128 * GIB)
-        assert longest is not None
-        assert fitting.fits(longest, H200.usable, 128 * GIB)
-        longer = fitting.one_row(config)(longest.seq_len + 128)
-        assert fitting.first_that_fits(longer, H200.usable, 128 * GIB) is None
-    assert fitting.longest([fitting.one_row(config)], GIB, GIB) is None
-
-
 def test_the_smallest_change_fits():
     for rows in (5, 4):  # five do not go in twos: the advice is the same step
         batch = one_b(seq_len=65536, batch_size=rows, accumulate=1)
@@ -270,17 +252,6 @@ def test_the_smallest_change_fits():
     assert "attention=flash" in fitting.smallest_change(
         replace(config, attention=one_b("attention=naive").attention), GIB, GIB
     )
-
-
-def test_seconds_add_up_and_follow_the_work():
-    config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "balanced")
-    short, long = (step_time.seconds(replace(config, seq_len=n), H200) for n in (65536, 131072))
-    assert short is not None
-    assert long is not None
-    assert short.total == pytest.approx(sum(short.parts.values()))
-    assert long.parts["attention"] == pytest.approx(4 * short.parts["attention"], rel=0.01)
-    assert 0.2 < short.mfu < 0.7
-    assert step_time.seconds(config, hardware.chip("Unknown", 8 * GIB)) is None
 
 
 @pytest.mark.parametrize(
