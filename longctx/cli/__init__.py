@@ -108,7 +108,9 @@ def answer(
             if any(argument in ("-h", "--help", "help") for argument in argv):
                 print(help_text(), flush=True)
                 return 0
-            check_home()
+            if os.path.expanduser("~") == "~":
+                user = f"user {os.getuid()} has no entry in /etc/passwd"
+                raise ValueError(f"HOME: not set, and {user}; set it to a folder for the caches")
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -135,15 +137,6 @@ def answer(
             line = files.printable(" ".join(str(error).split()))
             print(f"error: {line}", file=sys.stderr)
             return files.exit_code(error)
-
-
-def check_home() -> None:
-    """Raise ValueError if this user has no home folder, which holds the caches."""
-    if os.path.expanduser("~") == "~":
-        raise ValueError(
-            f"HOME: not set, and user {os.getuid()} has no entry in /etc/passwd; set HOME to a "
-            "folder in which this user may write"
-        )
 
 
 @contextmanager
