@@ -134,7 +134,8 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
 
         def show(documents: int, tokens: int) -> None:
             nonlocal line
-            line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
+            counted = f", {tokens:,} tokens" if tokens else ""
+            line = f"data: {task}: {documents:,} documents{counted}"
             bar.update(bar_task, completed=documents, description=line)
 
         yield show
