@@ -325,8 +325,7 @@ def _plan(argv: list[str]) -> None:
         step = overview.each_layout(with_backend(request, backends[-1]), chosen.gpus_per_machine)[0]
         with libraries():
             from longctx.training.layer_memory import measured_layers
-        # torch without CUDA has no fake tensors of a GPU
-        measured = measured_layers(dataclasses.replace(step, device="cpu"), print)
+        measured = measured_layers(step, print)
     requests = {backend: with_backend(request, backend) for backend in backends}
     overview.run(chosen, requests, measured)
 

@@ -9,8 +9,8 @@ own MemTracker cannot count frozen weights, as LoRA has them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import linear_regression
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -51,6 +52,10 @@ def measured_layers(workload: Workload, say: Callable[[str], None]) -> Measured:
 
 def layers_of(step: Workload) -> list[MeasuredLayer]:
     """Return the bytes of every layer of a step."""
+    # torch without CUDA has no fake tensors of a GPU: a plan takes those of a CPU
+    if step.device == "cuda" and not torch.cuda.is_available():
+        with norms_in_fp32():
+            return layers_of(replace(step, device="cpu"))
     with torch.device("meta"):
         model: Any = gpt.build(step.model, "flash", step.memory).train()
     if step.added or step.sharing.shards_weights:
@@ -121,6 +126,26 @@ def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tupl
     (_, (first, _), (last, _), (end, norm), (begin, _), (_, peak)) = marks
     gradient = step.activation_bytes * step.model.channels * tokens
     return last - first, peak - (begin - gradient), norm - (end - 2 * gradient)
+
+
+@contextmanager
+def norms_in_fp32() -> Iterator[None]:
+    """Let LayerNorm compute in fp32 in this block, as autocast does on a GPU and not on a CPU.
+
+    A mode of torch's functions would miss the layers that backward computes again.
+    """
+    plain = functional.layer_norm
+
+    def in_fp32(*given: Any, **named: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            given = tuple(x.float() if isinstance(x, Tensor) else x for x in given)
+        return plain(*given, **named)
+
+    functional.layer_norm = in_fp32
+    try:
+        yield
+    finally:
+        functional.layer_norm = plain
 
 
 class Alive(TorchDispatchMode):

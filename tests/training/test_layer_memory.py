@@ -15,7 +15,7 @@ from longctx.model.gpt import build
 from longctx.model.transformers_model import described
 from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
 from longctx.planner.workload import Workload, workload_of
-from longctx.training.layer_memory import Alive, measured_layers
+from longctx.training.layer_memory import Alive, layers_of, measured_layers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 64}
 
@@ -60,6 +60,13 @@ def test_layers_take_what_is_predicted(kind, policy, seq_len):
     assert _Step(step).saved_by_first[-1] + copies == pytest.approx(saved, rel=0.02)
     beside = 4 * step.parameters + predicted.gpu[OPTIMIZER] + predicted.gpu[BATCH]
     assert predicted.peak - beside == pytest.approx(peak, rel=0.02)
+
+
+def test_a_plan_without_cuda_has_norms_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    step = measured("gpt_neox")
+    (cpu, gpu) = (layers_of(replace(step, device=device))[0] for device in ("cpu", "cuda"))
+    assert gpu.saved.slope > cpu.saved.slope and gpu.norm.slope > cpu.norm.slope
 
 
 def test_layers_that_cannot_be_measured_are_named():
