@@ -37,6 +37,7 @@ class MeasuredLayer(NamedTuple):
     saved: LinearRegression  # for no tokens: copies of weights that autocast makes
     peak: LinearRegression  # of backward
     norm: LinearRegression  # the peak of the last norm's backward
+    forward: LinearRegression  # the peak of forward
 
 
 Measured = Mapping[str, Sequence[MeasuredLayer]]  # by memory.recompute

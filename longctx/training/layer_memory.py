@@ -86,9 +86,9 @@ def layers_of(step: Workload) -> list[MeasuredLayer]:
     return [measured[kind] for kind in kinds]
 
 
-def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tuple[int, int, int]:
+def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tuple[int, ...]:
     """Return bytes of the middle one of three layers: saved for backward, and the peak of its
-    backward next to all that is saved; and the peak of the last norm's.
+    backward next to all that is saved; the peak of the last norm's; and the peak of its forward.
     """
     alive = Alive([*model.parameters(), *model.buffers()])
     # Bytes alive before each layer, then after the last norm, the last and the middle layer in
@@ -123,9 +123,9 @@ def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tupl
     with alive:
         out.last_hidden_state.sum().backward()
     model.zero_grad()
-    (_, (first, _), (last, _), (end, norm), (begin, _), (_, peak)) = marks
+    (_, (first, _), (last, forward), (end, norm), (begin, _), (_, peak)) = marks
     gradient = step.activation_bytes * step.model.channels * tokens
-    return last - first, peak - (begin - gradient), norm - (end - 2 * gradient)
+    return last - first, peak - (begin - gradient), norm - (end - 2 * gradient), forward - first
 
 
 @contextmanager

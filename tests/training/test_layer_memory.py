@@ -62,6 +62,22 @@ def test_layers_take_what_is_predicted(kind, policy, seq_len):
     assert predicted.peak - beside == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
+def test_validation_takes_what_is_predicted(kind: str) -> None:
+    step = replace(measured(kind), memory=MemoryConfig("fast", loss_chunk=32).filled("fast"))
+    with torch.device("meta"):
+        model = build(step.model, step.attention, step.memory)
+    model.to_empty(device="cpu").eval()
+    model.init_weights()
+    alive = Alive([*model.parameters(), *model.buffers()])
+    tokens: Tensor = torch.randint(301, (1, 4096))
+    with alive, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens, Mask.causal())
+    counted = replace(step, seq_len=4096)
+    predicted = sum(_Step(counted).validation(1, 4096).values())
+    assert predicted + predict(counted).gpu[BATCH] == pytest.approx(alive.peak, rel=0.06)
+
+
 def test_a_plan_without_cuda_has_norms_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step = measured("gpt_neox")
