@@ -69,17 +69,25 @@ def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
     """
     if not recorded:
         return
-    paths = [str(entry).partition(HASH)[0] for entry in recorded]
     if given is None:
         raise ValueError(
             f"{run}: its code includes plugins, which run only if you name them: "
-            f"plugins=[{','.join(paths)}], or plugins=[] to go without"
+            f"{as_typed(recorded)}, or plugins=[] to go without"
         )
-    names = {Path(path).name for path in paths}
+    names = {Path(path).name for path in _paths(recorded)}
     for entry in given:
         path = Path(entry.partition(HASH)[0])
         if path.name in names and entry.partition(HASH)[2] not in str(recorded):
             print(f"warning: plugins={path}: changed since {run} recorded it", file=sys.stderr)
+
+
+def as_typed(recorded: Sequence[Any]) -> str:
+    """Return the argument that names the plugins which a run has recorded."""
+    return f"plugins=[{','.join(_paths(recorded))}]"
+
+
+def _paths(recorded: Sequence[Any]) -> list[str]:
+    return [str(entry).partition(HASH)[0] for entry in recorded]
 
 
 def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:

@@ -110,11 +110,12 @@ def closing_table(
     steps: int,
     out_of_patience: bool = False,
     chat: bool = False,
+    plugins: str = "",
 ) -> Table:
     """Return the results of a run after `steps`, its folder, and the next commands.
 
     finished: it has done all its steps. out_of_patience: its last validations brought no lower
-    loss.
+    loss. plugins: the argument that names its plugins.
     """
     rows = metrics_file.read(folder)
     numbers = figures(rows)
@@ -134,6 +135,7 @@ def closing_table(
         more = f" max_steps={2 * numbers['step']}" if finished else ""
         more += " patience=null" if out_of_patience else ""
         longctx, path = system.typed_command(), shlex.quote(str(folder))
+        path += f" {shlex.quote(plugins)}" if plugins else ""
         table.add_row("evaluate", f"{longctx} eval {path}")
         text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
         table.add_row("write text", f"{longctx} {text}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 
-from longctx import attention
+from longctx import attention, plugins
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
 from longctx.planner import step_time
@@ -89,6 +89,7 @@ class RunLog(Display):
             self.say(line)
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
+        config = self.run.config
         self.print(
             closing_table(
                 self.run.folder,
@@ -96,7 +97,8 @@ class RunLog(Display):
                 finished,
                 self.steps_done,
                 self.out_of_patience,
-                self.run.config.data.chat,
+                config.data.chat,
+                plugins.as_typed(config.plugins) if config.plugins else "",
             )
         )
 

@@ -62,6 +62,8 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
     stopped = printed(closing_table(folder, {}, finished=False, steps=9, chat=True))
     assert "max_steps" not in stopped
     assert f"chat '{folder}'" in stopped
+    own = printed(closing_table(folder, {}, True, steps=9, plugins="plugins=[my.py]"))
+    assert own.count(f"'{folder}' 'plugins=[my.py]'") == 3
 
 
 def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
