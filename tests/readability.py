@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +48,16 @@ class Source:
         self.path = path
         self.text = path.read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
-        self.tree = ast.parse(self.text)
-        self.tokens = list(tokenize.generate_tokens(io.StringIO(self.text).readline))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text)
+
+    @cached_property
+    def tokens(self) -> list[tokenize.TokenInfo]:
+        """Every token."""
+        return list(tokenize.generate_tokens(io.StringIO(self.text).readline))
 
     def identifiers(self) -> Iterator[str]:
         """Yield every name as often as it is used, without keywords and dunder names."""

@@ -16,7 +16,12 @@ from tests.attention.rule import DEVICE, FREE, GRID, HEAD_SIZES, ON_GPU, Case, c
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
 
 
-@pytest.fixture(params=["triton-portable"] if ON_GPU else ["triton-portable", "torch-tiled"])
+IMPLEMENTATIONS = ["triton-portable"] if ON_GPU else ["triton-portable", "torch-tiled"]
+# Of what torch makes of the operator, whatever computes it
+any_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS[-1:], indirect=True)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request, monkeypatch):
     """Each implementation that this machine can run: the real kernels, interpreted where there is
     no GPU, and CPU tiles.
@@ -156,7 +161,7 @@ def test_gradient_of_the_lse(implementation):
     assert torch.autograd.grad(only.sum(), q)[0].abs().sum() > 0, "the lse alone"
 
 
-@pytest.mark.slow
+@any_implementation
 def test_second_derivatives_are_refused(implementation):
     q = torch.randn(1, 8, 2, 16, device=DEVICE, requires_grad=True)
     (first,) = torch.autograd.grad(attention(q, q, q).sum(), q, create_graph=True)
@@ -164,6 +169,7 @@ def test_second_derivatives_are_refused(implementation):
         first.sum().backward()
 
 
+@any_implementation
 def test_operator_is_registered_properly(implementation):
     mask = Mask.causal().bind(1, 9, 9, DEVICE)
     q, k, v = (torch.randn(1, 9, h, 16, device=DEVICE, requires_grad=True) for h in (2, 1, 1))
@@ -203,6 +209,7 @@ def test_gradients_of_torch_func_are_refused():
     assert torch.equal(scaled(q), attention(q, q, q)), "a constant"
 
 
+@any_implementation
 def test_one_graph_under_compile(implementation):
     q, k, v, do = inputs(Case(1, 64, 64), torch.float32)
     mask = Mask.documents(torch.arange(64)[None] // 20).bind(1, 64, 64, DEVICE)
