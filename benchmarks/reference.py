@@ -177,11 +177,14 @@ others. These are answers of the checks; H100 and H200 alone were measured.
 
 def as_on(card: str, torch: Any, flash_attn: Any) -> ExitStack:
     """Return a context in which torch reports `card`."""
+    from longctx.kernels.attention import flash_op
+
     stack, capability = ExitStack(), CARDS.get(card, (0, 0))
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     stack.enter_context(patch.dict(os.environ, environment, clear=True))
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda _: properties))
+    stack.enter_context(patch.object(flash_op, "_properties", lambda _: properties))  # its cache
     stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda _: capability))
     stack.enter_context(patch.object(flash_attn, "INSTALLED", tuple(flash_attn.APIS)))
     return stack

@@ -72,7 +72,7 @@ def test_ordered_runs_repeat_to_the_bit():
 def test_auto_by_generation(major, head_dim, expected, monkeypatch):
     gpu, half = torch.device("cuda", 0), torch.bfloat16
     properties = SimpleNamespace(major=major)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(flash_op, "_properties", lambda device: properties)
     assert flash_op.implementation(gpu, half, head_dim) == f"triton-{expected}"
     assert flash_op.implementation(gpu, torch.float32, head_dim) == "triton-portable"
 
