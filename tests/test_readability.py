@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
-TEST_LINES = 25418
+TEST_LINES = 25442
 
 
 @pytest.fixture(scope="module")
