@@ -64,6 +64,9 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     has_pairs = config.preferences == "pairs"
     answers = ("chosen", "rejected") if has_pairs else ("completion",)
     row = {key: value for key, value in row.items() if value is not None}
+    # UltraFeedback has the prompt as a text too, beside conversations that begin with it
+    if has_pairs and kind is list and isinstance(row.get("prompt"), str):
+        row.pop("prompt")
     found = ", ".join(list(row)[:8])
     for key in answers if has_pairs else ("prompt", *answers, "label"):
         refuse((key not in row, f"{place}: no field '{key}' (found {found})"))

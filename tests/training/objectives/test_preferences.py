@@ -124,7 +124,11 @@ def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tm
         for row in pairs
     ]
     parquet.write_table(pyarrow.Table.from_pylist(turns), tmp_path / "turns.parquet")
-    implicit = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in turns]
+    implicit = [
+        {"prompt": pair["prompt"]}
+        | {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
+        for pair, row in zip(pairs, turns, strict=True)
+    ]
     lines = tmp_path / "turns.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in implicit))
     keys = keys_of("orpo", rows) | {"data__chat": "true", "max_steps": 1}
