@@ -6,7 +6,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 186,
-    "lines": 41197,
+    "lines": 41200,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
@@ -16,7 +16,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
-TEST_LINES = 25442
+TEST_LINES = 25446
 
 
 @pytest.fixture(scope="module")
