@@ -12,7 +12,6 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,16 +47,8 @@ class Source:
         self.path = path
         self.text = path.read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        """The syntax tree."""
-        return ast.parse(self.text)
-
-    @cached_property
-    def tokens(self) -> list[tokenize.TokenInfo]:
-        """Every token."""
-        return list(tokenize.generate_tokens(io.StringIO(self.text).readline))
+        self.tree = ast.parse(self.text)
+        self.tokens = list(tokenize.generate_tokens(io.StringIO(self.text).readline))
 
     def identifiers(self) -> Iterator[str]:
         """Yield every name as often as it is used, without keywords and dunder names."""

@@ -8,12 +8,7 @@ import torch
 from longctx.config.eval_config import EvalConfig, PasskeyConfig, RulerConfig
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 from longctx.config.model_config import GPTConfig
-from longctx.evaluation.evaluate import (
-    Forward,
-    choose_strategy,
-    largest_forward,
-    text_lengths,
-)
+from longctx.evaluation.evaluate import Forward, choose_strategy, largest_forward, text_lengths
 from longctx.planner.hardware import Chip, Machine
 
 GIB = 2**30

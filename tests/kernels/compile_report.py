@@ -18,11 +18,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longctx.kernels.attention import (
-    hopper_backward,
-    hopper_forward,
-    hopper_primitives,
-)
+from longctx.kernels.attention import hopper_backward, hopper_forward, hopper_primitives
 from longctx.kernels.attention.hopper_primitives import shared_layout
 
 # a cached kernel comes without what ptxas said of it

@@ -55,13 +55,6 @@ def test_layouts_follow_devices_heads_and_backend():
     assert {work.context for work in steps(named)} == {4}
 
 
-def test_short_rows_are_not_shared():
-    for words in (("seq_len=4096",), ("seq_len=65536", "model=124m")):
-        each = steps(request("devices=8", *words))
-        chosen, _ = fitting.choose_layout(each, H200, HOST, merge=True)
-        assert (chosen.strategy, chosen.context) == ("ddp", 1)
-
-
 def test_the_choice_fits_and_is_about_the_fastest():
     for words in (
         ["seq_len=262144"],

@@ -102,7 +102,7 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "ulysses, slices in bf16": {"devices": 4, "context": 4}
-        | {"strategy": "fsdp", "precision": "bf16"},
+        | {"strategy": "fsdp", "precision": "bf16"}
     },
 }
 

@@ -17,12 +17,7 @@ from longctx.runs import metrics_file
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
-from tests.training.sample_run import (
-    check_resumes_exactly,
-    newest,
-    sample_run,
-    steps,
-)
+from tests.training.sample_run import check_resumes_exactly, newest, sample_run, steps
 
 
 def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:

@@ -10,14 +10,7 @@ from transformers import Exaone4Config, Gemma3TextConfig, Olmo2Config, Olmo3Conf
 
 from longctx.model.export import export
 from longctx.model.huggingface import pretrained, read_config
-from tests.model.families.parity import (
-    OLD,
-    SIZES,
-    SPECIAL,
-    FamilyTests,
-    reference,
-    write_tokenizer,
-)
+from tests.model.families.parity import OLD, SIZES, SPECIAL, FamilyTests, reference, write_tokenizer
 
 SMALL: dict[str, Any] = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
@@ -52,7 +45,7 @@ class TestExaone4(FamilyTests):
     config_class = Exaone4Config
     rewritten = ("sliding_window",)  # without windows
     drawn = WINDOWS | {
-        **{"head_dim": [4, 10, 16], "sliding_window_pattern": [2, 3], "layer_types": [None, FULL]},
+        **{"head_dim": [4, 10, 16], "sliding_window_pattern": [2, 3], "layer_types": [None, FULL]}
     }
     cases = {"no window": Exaone4Config(**SMALL, sliding_window=None, layer_types=FULL)}
     stretched = {"sliding_window": 40, "layer_types": None}

@@ -23,11 +23,7 @@ from longctx.planner.schedule import default_learning_rate
 from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
 from longctx.training.run import scheduled
-from tests.training.sample_run import (
-    check_equal_weights,
-    check_resumes_exactly,
-    steps,
-)
+from tests.training.sample_run import check_equal_weights, check_resumes_exactly, steps
 from tests.written import to_hub_cache
 
 TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content": "a text"}]

@@ -13,13 +13,7 @@ import train
 from longctx.data.cache import described
 from longctx.runs import metrics_file
 from tests.processes import train_together
-from tests.training.sample_run import (
-    Overrides,
-    Trained,
-    check_resumes_exactly,
-    losses,
-    steps,
-)
+from tests.training.sample_run import Overrides, Trained, check_resumes_exactly, losses, steps
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
 
