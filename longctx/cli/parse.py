@@ -7,9 +7,11 @@ per job.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +28,7 @@ from longctx.config.fields import Key, build, check, closest, keys, shown, typed
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources import check_overrides
+from longctx.parallel.launch import number_here
 from longctx.runs import run_folder
 
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig, "data": DescribeConfig}
@@ -324,23 +327,39 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     """Return key → value of the file at `path`: nested or dotted keys, or config.yaml of a run.
 
     The keys `given` on the command line are left out, and all keys of a group that it chooses.
+    ValueError for a key that the file has in two spellings, as memory and memory.policy.
     """
     values = run_folder.read_keys(path)
     if path.name == "config.yaml":
         plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
-    result = differing(schema, values)
+    with untrusted.named(path):
+        result = differing(schema, values)
     # A recipe's other keys are not about its data
     if schema is DescribeConfig:
         others = keys(TrainConfig).keys() - keys(schema).keys()
         result = {name: value for name, value in result.items() if name not in others}
-    without = set(given) | replaced(given)
-    full_names = full_keys(schema, result)
-    return {
-        full_names[name]: value
-        for name, value in result.items()
-        if full_names[name] not in without and full_names[name].partition(".")[0] not in without
+    full_names, without = full_keys(schema, result), set(given) | replaced(given)
+    spelled = dict[str, str]()
+    for name, full in full_names.items():
+        if spelled.setdefault(full, name) != name:
+            raise ValueError(f"{path}: {name}: {spelled[full]} is given too; leave one out")
+    # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
+    left = {
+        full: result[name]
+        for full, name in spelled.items()
+        if full not in without and not any(full.startswith(f"{key}.") for key in without)
     }
+    tell_replaced(path, tuple(sorted(spelled.keys() - left.keys() - given.keys())))
+    return left
+
+
+@functools.cache
+def tell_replaced(path: Path, names: tuple[str, ...]) -> None:
+    """Print once which keys of the file at `path` are left out, since others stand for them."""
+    if names and number_here() == 0:
+        shown_names = ", ".join(names[:6]) + ", …" * (len(names) > 6)
+        print(f"note: {path}: the command line replaces {shown_names}", file=sys.stderr)
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:

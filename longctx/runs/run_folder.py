@@ -352,11 +352,12 @@ def read_keys(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {"model": {"layers": 2}} as {"model.layers": 2}."""
+    """Return {"model": {"layers": 2}} as {"model.layers": 2}; ValueError for a key of both forms."""
     result: dict[str, Any] = {}
     for key, value in nested.items():
-        if isinstance(value, dict):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
+        name = f"{prefix}{key}"
+        inner = flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+        for twice in result.keys() & inner.keys():
+            raise ValueError(f"{twice} is given twice; leave one out")
+        result |= inner
     return result

@@ -88,6 +88,15 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
     assert found == (2, False, None)
 
 
+def test_what_the_command_line_replaces_is_printed(tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    file.write_text("memory.loss_chunk: 5\nattention.options: {kernel: portable}\nmax_steps: 3\n")
+    config = config_of(str(file), "memory=long", "attention.options={}", "max_tokens=9")
+    assert (config.memory.loss_chunk, config.attention.options["kernel"]) == (None, "auto")
+    printed = "replaces attention.options.kernel, max_steps, memory.loss_chunk\n"
+    assert capsys.readouterr().err == f"note: {file}: the command line {printed}"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -98,6 +107,8 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
         ("a: [", "cannot be read as YAML"),
         ("lr: 0.1\nmodel:\n  lr: 1\nlr: 0.2", "my.yaml: lr is given twice"),
         ("model: {layers: 1, heads: 2, layers: 3}", "my.yaml: layers is given twice"),
+        ("memory: {offload: 0.1}\nmemory.offload: 0.2", "memory.offload is given twice"),
+        ("memory: long\nmemory.policy: fast", "my.yaml: memory.policy: memory is given too"),
         (None, "no such file"),
         ("lr: ${oc.env:HOME}", "lr=${oc.env:HOME}"),
     ],
