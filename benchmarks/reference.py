@@ -222,5 +222,5 @@ def checked(overrides: list[str]) -> None:
         config.for_transformers()
     config.check_experts(config.model)
     config.check_fp8(config.model)
-    config.lora.check_base(config.model)
+    config.lora.check_model(config.model)
     workload_of(config, "cuda", 4096, config.model).check_graphs()

@@ -32,6 +32,11 @@ def check_training(config: TrainConfig) -> None:
     config.runs = str(Path(config.runs).expanduser())
     if config.resume is None:
         check_warmup(config.warmup_steps, config.max_steps)
+        if config.context.degree == 1 and config.context.method != "auto":
+            raise ValueError(
+                f"context.method={config.context.method}: does nothing with context=1; give "
+                "context=N, or leave it out"
+            )
         if config.lora.rank is not None and config.init is None:
             raise ValueError(
                 f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "

@@ -33,7 +33,14 @@ class DescribeConfig(Group):
     data: DataConfig = group(DataConfig)
 
     def check_together(self) -> None:
-        """Raise ValueError for answers that the objective does not read."""
+        """Raise ValueError for answers that the objective does not read, and for a vocabulary that
+        init= decides.
+        """
+        vocab_size = self.data.vocab_size
+        if self.init is not None and vocab_size != DataConfig().vocab_size:
+            raise ValueError(
+                f"data.vocab_size={vocab_size}: init={self.init} brings a tokenizer; leave one out"
+            )
         own, given = OBJECTIVES[self.objective].data, self.data.preferences
         if own is not None and given not in (None, own):
             setting = f"objective={self.objective}"

@@ -120,12 +120,14 @@ class TrackerTraits(NamedTuple):
     opening: the keys `wandb` and the run's folder → lines that the run shows when it starts. If
         there are none, the tracker gets no copy.
     late: a command for rows that are not sent in time, with {folder} for the run's folder.
+    uploads: False if it has no use for checkpoints, which wandb.artifacts=true sends.
     """
 
     copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
     package: str | None
     opening: Callable[[Any, Path], list[str]]
     late: str = ""
+    uploads: bool = True
 
     def check_installed(self, name: str) -> None:
         """Raise ValueError if the package of this tracker, called `name`, is missing."""

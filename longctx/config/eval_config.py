@@ -232,12 +232,16 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
         "data.tokenizer": "the checkpoint brings its tokenizer",
         "data.vocab_size": "the checkpoint brings its tokenizer",
         "data.cache": "an evaluation stores nothing of data=",
+        "data.packing": "windows share a sequence if the model keeps them apart",
+        "data.preferences": "an evaluation scores plain text",
     }
     if data_keys and "data" not in overrides:
         reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
     reasons |= {"data.val_fraction": "all documents of data= are scored"}
     if data_keys:
         reasons |= {"split": "only the run's own data is split; leave out split, or data"}
+    if config.context.degree == 1:
+        reasons["context.method"] = "does nothing with context=1"
     if config.tasks:
         reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
     for name, reason in reasons.items():

@@ -388,8 +388,14 @@ class LoraConfig:
         needs="rank",
     )
 
-    def check_base(self, model: GPTConfig) -> None:
-        """Raise ValueError if a matrix of `model` cannot be in the format of the base."""
+    def check_model(self, model: GPTConfig) -> None:
+        """Raise ValueError if a matrix of `model` cannot be in the format of the base, or `model`
+        has no layer of a target that the user has chosen.
+        """
+        if self.rank is not None and self.targets != list(LORA_TARGETS):
+            for target in self.targets:
+                if not replace(self, targets=[target]).parameters(model):
+                    raise ValueError(f"lora.targets={target}: the model has no such layer")
         multiple = 1 if self.base is None else BASES[self.base]
         for _, columns in model.frozen_matrices():
             if columns % multiple:

@@ -261,6 +261,11 @@ class TrainConfig(Group):
                 "documents into each sequence; give 8 or more, or leave the check out",
             ),
             (
+                self.wandb.artifacts and not any(TRACKERS[name].uploads for name in self.tracker),
+                f"wandb.artifacts=true: tracker={shown(self.tracker)} uploads no checkpoints; use "
+                "wandb too, or leave it out",
+            ),
+            (
                 self.rope.type != "keep" and self.init is None,
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; "
                 "leave rope out",

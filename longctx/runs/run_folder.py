@@ -352,7 +352,7 @@ def read_keys(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {"model": {"layers": 2}} as {"model.layers": 2}; ValueError for a key of both forms."""
+    """Return {"model": {"layers": 2}} as {"model.layers": 2}; ValueError for a key given twice."""
     result: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"

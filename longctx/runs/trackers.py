@@ -130,6 +130,7 @@ register(
         copy_to_tensorboard,
         "tensorboard",
         lambda config, folder: [f"look: tensorboard --logdir {folder.parent}"],
+        uploads=False,
     ),
 )
 register(
@@ -141,6 +142,7 @@ register(
             f"experiment {os.environ.get('MLFLOW_EXPERIMENT_NAME') or config.project}",
             "look: mlflow ui",
         ],
+        uploads=False,
     ),
 )
 register(
@@ -149,6 +151,7 @@ register(
         copy_to_trackio,
         "trackio",
         lambda config, folder: [f"look: trackio show --project {config.project}"],
+        uploads=False,
     ),
 )
 # metrics.jsonl alone

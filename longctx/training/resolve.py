@@ -143,7 +143,7 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
         transformers_model.prove(model, device, length, packing)
     config.check_experts(model)
     config.check_fp8(model)
-    config.lora.check_base(model)
+    config.lora.check_model(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
     if config.attention.backend == AUTO:

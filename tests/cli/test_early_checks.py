@@ -69,6 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["resume", "runs/done"], "the run has done its 7 steps"),
         (["train", "runs/done"], "resume=runs/done"),
         (["train", "lora.rank=4"], "lora.rank=4: adds to trained weights"),
+        (["train", "devices=2", "context.method=ulysses"], "context.method=ulysses: does nothing"),
         (["train", "init=gpt2"], "openai-community/gpt2"),
         (["train", "init=mamba", "transformers=never"], "model_type=mamba is not covered"),
         (["train", "data=text", "data.path=broken.jsonl"], "broken.jsonl:2: not JSON"),

@@ -133,6 +133,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         *((f"name={name}", "name=") for name in ("../up", "a/b", "..", "x" * 300, "{a:1}")),
         ("rope.theta=5e6", "give rope.type=abf"),
         ("passkey=yes", "passkey.enabled=yes"),
+        ("wandb.artifacts=true tracker=tensorboard", "wandb.artifacts=true: tracker=[tensorboard]"),
         ("passkey.lengths=[256,256]", "passkey.lengths=[256, 256]"),
         ("seq_len_schedule=[[1000,5]]", "divide seq_len=4096"),
         ("attention.options.x=${oc.env:HOME}", "attention.options="),

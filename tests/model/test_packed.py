@@ -178,5 +178,7 @@ def test_loading_holds_no_wide_copy(tmp_path, by_transformers):
 def test_matrices_that_do_not_fit_are_refused():
     narrow = GPTConfig(**SIZES | {"channels": 96, "heads": 6})
     with pytest.raises(ValueError, match=r"lora\.base=nf4: a matrix has 96 columns"):
-        LoraConfig(rank=2, base="nf4").check_base(narrow)
-    LoraConfig(rank=2, base="fp8").check_base(narrow)
+        LoraConfig(rank=2, base="nf4").check_model(narrow)
+    LoraConfig(rank=2, base="fp8").check_model(narrow)
+    with pytest.raises(ValueError, match=r"lora\.targets=gate: the model has no such layer"):
+        LoraConfig(rank=2, targets=["qkv", "gate"]).check_model(narrow)

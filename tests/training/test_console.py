@@ -101,13 +101,14 @@ def test_a_small_validation_set_is_a_warning(documents, ends, tokens, text, few)
 
 
 def test_padding_and_files_not_read_are_warnings(tmp_path):
-    for name in ("a.txt", "b.pdf", "c.pdf.gz", "d"):
+    for name in ("a.txt", "b.pdf", "c.pdf.gz", "d", "e.1", "e.2", "e.3", "e.4"):
         (tmp_path / name).write_text("x")
     config = TrainConfig()
-    config.data.source, config.data.path = "text", str(tmp_path)
+    config.data.source, config.data.mix = "mix", {"a": {"path": str(tmp_path)}}
     counts = {"val_documents": 0, "val_tokens": 0, "train_efficiency": 0.25}
     unread, padding = warnings(sample_run(config), counts)
-    assert "2 .pdf, 1 without an ending; " in unread and unread.endswith("/*.pdf'")
+    assert "2 .pdf, 1 without an ending, 1 .1, 1 .2, 1 .3, 1 others; " in unread
+    assert unread.endswith("/*.pdf'")
     assert "75%" in padding
 
 

@@ -54,6 +54,11 @@ class Mix(Source):
         for _, member in members(config).values():
             SOURCES[member.source].check_files(member)
 
+    def left_out(self, config: DataConfig) -> str:
+        every = members(config).values()
+        others = (SOURCES[member.source].left_out(member) for _, member in every)
+        return "; ".join(filter(None, others))
+
     def pinned(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, member) in members(config).items():

@@ -64,6 +64,9 @@ class Needles(Source):
     def check_files(self, config: DataConfig) -> None:
         Text().check_files(config)
 
+    def left_out(self, config: DataConfig) -> str:
+        return Text().left_out(config)
+
     def pinned(self, config: DataConfig) -> DataConfig:
         return Text().pinned(config)
 

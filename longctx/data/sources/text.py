@@ -215,12 +215,15 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
 
 
 def _left_out(path: str) -> str:
-    """Count the files of a folder that are not read, by their endings, as in "3 .pdf, 1 .doc"."""
+    """Count the files of a folder that are not read, by their endings, as in "3 .pdf, 1 .doc"; of
+    more than five endings the rest as "7 others".
+    """
     folder = Path(path).expanduser()
     files = _walk(folder) if folder.is_dir() else []
     counts = Counter(_format(file)[0] or "without an ending" for _, file in files)
     others = [(ending, count) for ending, count in counts.most_common() if ending not in FORMATS]
-    return ", ".join(f"{count:,} {ending}" for ending, count in others[:5])
+    rest = [("others", sum(count for _, count in others[5:]))] if others[5:] else []
+    return ", ".join(f"{count:,} {ending}" for ending, count in others[:5] + rest)
 
 
 def _find(path: str) -> list[tuple[str, Path]]:
