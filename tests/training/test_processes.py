@@ -1,7 +1,6 @@
 """Runs in processes of their own: killed, stopped, and spread over two ranks."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,21 +68,6 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
 
 
-def test_a_deleted_folder_of_a_run_stays_deleted(overrides, tmp_path):
-    folder = tmp_path / "runs" / "r"
-    process = start(overrides(name="r", max_steps=100_000, checkpoint_every=100_000), tmp_path)
-    try:
-        wait_for_step(folder, 1, process)
-        shutil.rmtree(folder)
-        process.send_signal(signal.SIGTERM)  # which saves first
-        _, err = process.communicate()
-    finally:
-        process.kill()
-    assert process.returncode == 2
-    assert f"error: {folder / 'checkpoints'}: the folder of the run is gone" in err
-    assert not folder.exists()
-
-
 def test_a_killed_run_resumes_bit_for_bit(trained, overrides, tmp_path):
     """Killed whenever it may be after step 9, it ends as a run of as many steps."""
     shape: dict[str, Any] = {"checkpoint_every": 4, "accumulate": 4, "workers": 1}
@@ -134,7 +118,7 @@ def test_signals_in_a_validation_end_without_traceback(overrides, tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("seconds", [1.0, 2.5])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(2.5, marks=pytest.mark.slow)])
 def test_a_start_that_is_stopped_leaves_no_half_run(overrides, tmp_path, seconds):
     process = start(overrides(name="r", max_steps=100_000), tmp_path)
     while not catches(process.pid, signal.SIGUSR1):

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -133,6 +134,22 @@ def test_a_second_signal_cancels_the_save(overrides, tmp_path, in_the_write, mon
     in_the_write(terminate_twice)
     assert train.main(overrides(name="r", checkpoint_every=3, max_steps=100_000)) == 143
     assert names(tmp_path / "runs" / "r") == []
+
+
+def test_a_deleted_folder_of_a_run_stays_deleted(overrides, tmp_path, monkeypatch, capsys):
+    folder, step_of_run = tmp_path / "runs" / "r", loop.optimizer_step
+
+    def deleting(state: Any, *arguments: Any) -> Any:
+        if state.steps_done == 1:
+            shutil.rmtree(folder)
+            os.kill(os.getpid(), signal.SIGTERM)  # which saves first
+        return step_of_run(state, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", deleting)
+    assert train.main(overrides(name="r", max_steps=100_000, checkpoint_every=100_000)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {folder / 'checkpoints'}: the folder of the run is gone")
+    assert not folder.exists()
 
 
 def test_a_run_that_fails_completes_the_checkpoint(
