@@ -63,7 +63,7 @@ def test_layers_take_what_is_predicted(kind, policy, seq_len):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
-def test_validation_takes_what_is_predicted(kind: str) -> None:
+def test_validation_takes_what_is_predicted(kind):
     step = replace(measured(kind), memory=MemoryConfig("fast", loss_chunk=32).filled("fast"))
     with torch.device("meta"):
         model = build(step.model, step.attention, step.memory)
@@ -78,7 +78,7 @@ def test_validation_takes_what_is_predicted(kind: str) -> None:
     assert predicted + predict(counted).gpu[BATCH] == pytest.approx(alive.peak, rel=0.06)
 
 
-def test_a_plan_without_cuda_has_norms_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_cuda_has_norms_in_fp32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     step = measured("gpt_neox")
     (cpu, gpu) = (layers_of(replace(step, device=device))[0] for device in ("cpu", "cuda"))
