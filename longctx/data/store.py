@@ -175,7 +175,7 @@ def build(
             ]
             # Groups and hashes come from the text: another tokenizer has the same split.
             keys += [content_key(document.whole) for document, *_ in kept]
-            signatures += [signature(document.whole) for document, *_ in kept]
+            signatures += [signature(document.own) for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
                 [ids for _, ids, _ in kept],

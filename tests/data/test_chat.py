@@ -198,6 +198,18 @@ def test_arguments_that_are_json_text_are_not_quoted_again(folder):
     assert '```json\n{"x": 1}\n```' in answer
 
 
+@pytest.mark.parametrize("template", [CHATML, "qwen3", "deepseekv3_training"])
+def test_near_duplicates_are_found_without_the_system_message(folder, template):
+    shared = [{"role": "system", "content": "Be brief."}]
+    document = written(
+        folder, template if template == CHATML else shipped(template), shared + PLAIN
+    )
+    pair = Template(folder).answered("name", shared + PLAIN[:3], PLAIN[3:])
+    for text in (document.own, pair.own):
+        assert "brief" not in text and text.startswith(document.text[document.opening :][:20])
+        assert "q1" in text
+
+
 def test_the_last_turn_alone_is_learned_if_asked_for(folder):
     last = written(folder, CHATML, PLAIN, "last")
     assert parts(last) == ["a2<|im_end|>\n"]

@@ -34,6 +34,7 @@ class Document(NamedTuple):
     spans: the parts of a conversation that are learned; None: all of a plain text.
     shortened: a conversation learns its last turn alone, since the template rewrites those before.
     side, others: answers to one prompt that are compared, see `longctx.data.preferences`.
+    opening: characters before the first message that is not the system's; conversations share them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Document(NamedTuple):
     shortened: bool = False
     side: int = 0
     others: tuple[Document, ...] = ()
+    opening: int = 0
 
     @property
     def sides(self) -> tuple[Document, ...]:
@@ -52,6 +54,14 @@ class Document(NamedTuple):
     def whole(self) -> str:
         """Return the text of all sides."""
         return "".join(document.text for document in self.sides)
+
+    @property
+    def own(self) -> str:
+        """Return the text of all sides by which near-duplicates are found.
+
+        By a long system message, or a list of tools, all conversations would be near-duplicates.
+        """
+        return "".join(document.text[document.opening :] for document in self.sides)
 
 
 class Shard(NamedTuple):
