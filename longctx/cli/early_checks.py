@@ -114,6 +114,7 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if not run_folder.is_hugging_face(path):
         # Its plugins may be missing: they are no part of the shape
         run = run_folder.checkpoint_of(path, "init").parent.parent
+        run_folder.read_config(run, needed=["model.layers"])
         model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
     elif is_ours(path, config.transformers):
         model = read_model(path)[1]

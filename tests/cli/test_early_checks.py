@@ -130,6 +130,9 @@ def test_a_plan_needs_no_plugins_of_its_init(here):
     (here / "runs" / "done" / "config.yaml").write_text(saved)
     request = early_checks.with_init(cli.compose("train", ["init=runs/done"]))
     assert request.config.model.layers == 2
+    (here / "runs" / "done" / "config.yaml").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.yaml: no model\.layers"):
+        early_checks.with_init(cli.compose("train", ["init=runs/done"]))
 
 
 @pytest.mark.parametrize("devices", [2, 8])
