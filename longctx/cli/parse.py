@@ -7,6 +7,7 @@ per job.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -22,7 +23,8 @@ import yaml
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import other_names, presets
 from longctx.config.command_config import DescribeConfig
-from longctx.config.doors import SCHEDULES
+from longctx.config.data_config import DataConfig
+from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import Key, build, check, closest, keys, shown, typed, unknown
 from longctx.config.presets import Request
@@ -69,7 +71,12 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
     if "data" in choices:
-        check_overrides(request.config.data, request.overrides)
+        # Only eval has none
+        objective = getattr(request.config, "objective", "cross_entropy")
+        traits = OBJECTIVES[getattr(objective, "name", objective)]
+        data: DataConfig = request.config.data
+        data = dataclasses.replace(data, preferences=traits.data or data.preferences)
+        check_overrides(data, request.overrides)
     return request._replace(choices=choices)
 
 

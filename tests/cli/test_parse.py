@@ -16,6 +16,7 @@ from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
+NEEDLES = "data=mix data.mix.code.source=needles"
 EXPERTS = "model=tiny model.experts.count=4"
 GROUPED = f"{EXPERTS} model.experts.router=sigmoid_bias model.experts.groups=2"
 
@@ -146,6 +147,9 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
+        (f"{NEEDLES} data.mix.code.errors=replace", "data.mix.code.errors=replace: has no effect"),
+        (f"{NEEDLES} data.mix.code.length=500 data.length=900", "data.length=900: has no effect"),
+        ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
         ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),
         ("optimizer=muon lora.rank=8", "optimizer=muon with lora.rank=8"),
         ("memory.optimizer_state=bf16 betas=[0.9,0.999]", "bf16 with betas[1]=0.999"),

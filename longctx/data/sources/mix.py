@@ -37,11 +37,18 @@ class Mix(Source):
         return self.keys | frozenset().union(*inner).difference(_OWN)
 
     def ignored(self, config: DataConfig, name: str) -> str:
+        every = {own: member for own, (_, member) in members(config).items()}
+        # A key of one source, as mix.a.text_column
+        group, _, rest = name.partition(".")
+        own, _, key = rest.partition(".")
+        if group == "mix" and own in every:
+            return str(SOURCES[every[own].source].ignored(every[own], key))
         if name in self.keys or name not in self.keys_of(config):
             return ""
-        for _, member in members(config).values():
+        for own, member in every.items():
             source = SOURCES[member.source]
-            if name in source.keys_of(member) and not source.ignored(member, name):
+            is_read = name in source.keys_of(member) and name not in config.mix[own]
+            if is_read and not source.ignored(member, name):
                 return ""
         return "no source of the mix reads it"
 
