@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -104,9 +105,16 @@ def read_settings(path: Path, limit: int = SETTINGS_SIZE) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """YAML bounded in depth, without aliases, which can stand for one another until they fill the
     memory. A key that is given twice is an error; PyYAML would drop the first value.
+
+    Plain values mean what they mean on the command line: PyYAML, which follows YAML 1.1, also reads
+    no as false, 010 as 8, and 1:30 as 90.
     """
 
     depth = 0
+    yaml_implicit_resolvers = {
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] in ("null", "float")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
@@ -124,6 +132,14 @@ class _Loader(yaml.SafeLoader):
             if count > 1:
                 raise ValueError(f"{name} is given twice; leave one out")
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(true|false)$", re.IGNORECASE), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
+)
 
 
 def load_yaml(path: Path, within: Path | None = None) -> Any:

@@ -31,10 +31,10 @@ def run_of(config: TrainConfig) -> Run:
 def test_the_command_line_wins_over_a_file(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(
-        "model: 124m\nseq_len: 512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
+        "model: 124m\nseq_len: 0512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
         "name: 'null'\nmax_steps: 60\nclip: 1e-3\n"
         "data: {source: text, path: ['a b/c.txt', \"it's,[odd].md\"]}\n"
-        "wandb: {tags: [x, 'y z'], notes: 'a: b, {c} [d]'}\n"
+        "wandb: {tags: [x, 'y z', no, 1:30], notes: 'a: b, {c} [d]'}\n"
     )
     config = config_of(str(file), "lr=0.004", "seed=3", "max_tokens=100000")
     assert (config.seq_len, config.lr, config.seed) == (512, 0.004, 3)
@@ -43,7 +43,7 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     assert (config.model.channels, config.model.window) == (768, 64)
     assert config.attention.backend == "sdpa"
     assert config.data.path == ["a b/c.txt", "it's,[odd].md"]
-    assert (config.wandb.tags, config.wandb.notes) == (["x", "y z"], "a: b, {c} [d]")
+    assert (config.wandb.tags, config.wandb.notes) == (["x", "y z", "no", "1:30"], "a: b, {c} [d]")
     assert config_of("model=tiny", str(file)).model.channels == 128
     # A value of a group leaves the file's others as they are
     config = config_of(str(file), "data.packing=false", "model.tied=false")

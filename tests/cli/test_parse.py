@@ -149,6 +149,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{MIX} data.text_column=body", "data.text_column=body"),
         (f"{NEEDLES} data.mix.code.errors=replace", "data.mix.code.errors=replace: has no effect"),
         (f"{NEEDLES} data.mix.code.length=500 data.length=900", "data.length=900: has no effect"),
+        ("data=hub data.path=json data.files=a data.name=b", "data.name=b: has no effect"),
         ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
         ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),
         ("optimizer=muon lora.rank=8", "optimizer=muon with lora.rank=8"),

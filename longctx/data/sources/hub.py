@@ -57,6 +57,13 @@ class Hub(Source):
             (len(paths) > 1, f"data.path={config.path}: data=hub takes one name; give one"),
         )
 
+    def ignored(self, config: DataConfig, name: str) -> str:
+        dataset = _dataset(config)
+        is_unused = name == "revision" or (name == "name" and dataset.path in _BUILDERS)
+        if dataset.is_local and is_unused:
+            return "the files are on this machine"
+        return super().ignored(config, name)
+
     def check_files(self, config: DataConfig) -> None:
         _dataset(config).local_files()
 
