@@ -1,5 +1,6 @@
 """A small model in a Hugging Face folder, and the command line of a run that starts from it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,17 @@ from longctx.data import tokenizer as bpe
 from tests.training.sample_run import Overrides, Trained
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A model for 96 tokens, as transformers saves it, which no test may change."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48}
+    return saved_model(tmp_path_factory.mktemp("saved"), corpus, torch.float32, **sizes)
+
+
 @pytest.fixture
-def folder(tmp_path: Path, corpus: Path) -> Path:
-    """A model for 96 tokens, as transformers saves it."""
-    return saved_model(tmp_path, corpus, torch.float32, hidden_size=32, intermediate_size=48)
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of that model."""
+    return shutil.copytree(model_folder, tmp_path / "models" / model_folder.name)
 
 
 def saved_model(tmp_path: Path, corpus: Path, dtype: torch.dtype, **sizes: int) -> Path:

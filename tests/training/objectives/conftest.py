@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.training.conftest import WORDS
-from tests.training.initial.conftest import folder, start, tuned  # noqa: F401
+from tests.training.initial.conftest import folder, model_folder, start, tuned  # noqa: F401
 
 
 def preferences(count: int) -> dict[str, list[dict[str, Any]]]:
