@@ -22,12 +22,11 @@ def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
     return cos.to(DEVICE), sin.to(DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "dtype"), [((2, 5), torch.float32), ((1, 11), torch.float16)])
 @pytest.mark.parametrize(
     ("H", "G", "D"),
     [(1, 1, 2), (3, 1, 6), (4, 2, 32), (12, 12, 64), (5, 5, 96), (32, 8, 64), (3, 3, 258)],
 )
-@pytest.mark.parametrize("rows", [(2, 5), (1, 11)])
 def test_forward_and_backward(rows, H, G, D, dtype):
     qkv, (cos, sin) = inputs(*rows, (H + 2 * G) * D).to(dtype).requires_grad_(), angles(*rows, D)
     exact = qkv.detach().double().requires_grad_()

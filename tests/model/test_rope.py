@@ -56,7 +56,7 @@ def theirs(theta: float, scaling: dict[str, Any]) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1234567.0])
+@pytest.mark.parametrize("theta", [10000.0, 1234567.0])
 @pytest.mark.parametrize("length", [100, 2049, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
 def test_rotation_is_that_of_transformers(name, theta, length):
     rotary = LlamaRotaryEmbedding(theirs(theta, SCALINGS[name]))

@@ -105,8 +105,7 @@ def test_a_spike_is_dropped_again_on_resume(trained, capsys):
 
 
 @pytest.mark.usefixtures("spike")
-@pytest.mark.parametrize("spike", [NAN, INF], indirect=True)
-@pytest.mark.parametrize("log_every", [1, 3])
+@pytest.mark.parametrize(("spike", "log_every"), [(NAN, 1), (INF, 3)], indirect=["spike"])
 def test_a_run_continues_without_a_nan_step(trained, log_every):
     """If it is logged or saved too: its loss is in no mean, the weights are those before."""
     folder = trained(spike="skip", max_steps=15, checkpoint_every=12, log_every=log_every)
