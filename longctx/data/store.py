@@ -188,8 +188,10 @@ def build(
             tokens += sum(len(ids) for _, ids, _ in kept)
             shortened += sum(document.shortened for document in batch)
             show(documents, tokens)
-    problem = f"{place}: none of {documents:,} documents has a token to predict"
-    refuse((not keys, f"{problem}; give longer documents"))
+    missing = "a token to predict; give longer documents"
+    if config.preferences:
+        missing = "two different answers; give others"
+    refuse((not keys, f"{place}: none of {documents:,} documents has {missing}"))
     stacked = np.stack(signatures)
     counts: dict[str, Any] = {"shortened": shortened} if chat else {}
     np.savez(
