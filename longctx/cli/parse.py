@@ -342,10 +342,14 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
         values = as_new_run(values)
     with untrusted.named(path):
         result = differing(schema, values)
-    # A recipe's other keys are not about its data
+    # A recipe's other keys are not about its data; its objective may have keys of its own
     if schema is DescribeConfig:
         others = keys(TrainConfig).keys() - keys(schema).keys()
-        result = {name: value for name, value in result.items() if name not in others}
+        result = {
+            "objective" if name == "objective.name" else name: value
+            for name, value in result.items()
+            if name == "objective.name" or not {name, name.partition(".")[0]} & others
+        }
     full_names, without = full_keys(schema, result), set(given) | replaced(given)
     spelled = dict[str, str]()
     for name, full in full_names.items():
