@@ -33,7 +33,7 @@ from longctx.config.fields import refuse
 from longctx.data.messages import Message, as_templates_expect, is_learned, read
 from longctx.data.sources import Document, Span
 
-_VERSION = 5  # raised when the same conversation would become another document
+_VERSION = 6  # raised when the same conversation would become another document
 SYSTEM_ROLES = ("system", "developer")
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.

@@ -1,6 +1,6 @@
 """The messages of a row, in the formats that conversations are published in.
 
-    messages        {"messages": [{"role": "user", "content": …}, …], "tools": […]}, as transformers
+    messages        {"messages": [{"role": "user", "content": …}, …], "system": …, "tools": […]}
     ShareGPT        {"conversations": [{"from": "human", "value": …}, …], "system": …, "tools": …}
     Alpaca          {"instruction": …, "input": …, "output": …, "system": …, "history": [[…, …]]}
     completion      {"prompt": …, "completion": …} of TRL, both texts or both lists of messages
@@ -79,7 +79,9 @@ def read(row: Row) -> tuple[list[Message], Any]:
         wanted = "'messages' or 'conversations', 'instruction' and 'output', or 'prompt' and "
         problem = f"no conversation: give a list in {wanted}'completion'; the row has {found}"
         refuse((not messages or not isinstance(messages, list), problem))
-    if layout != "messages" and row.get("system"):
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    has_own = layout == "messages" and first.get("role") in ("system", "developer")
+    if row.get("system") and not has_own:
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if isinstance(tools, str):
         with named("tools", "not JSON ({})"):

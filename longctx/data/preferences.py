@@ -79,6 +79,7 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     refuse(
         (not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"),
         (not is_labelled, f"{place}: 'label' must be true or false"),
+        (bool(row.get("system")), f"{place}: 'system' is not read; put it into 'prompt'"),
     )
     text = json.dumps(row, ensure_ascii=False, default=str)
     whole: Row = json.loads(encodable(text, place, config))

@@ -44,6 +44,8 @@ def test_sharegpt_is_the_same_conversation():
     assert read({"conversations": PLAIN}) == (PLAIN, None)
     texts = [{"type": "text", "text": text} for text in ("q", "1")]
     assert read({"messages": [{"role": "user", "content": texts}]})[0] == [asks("q1")]
+    for own in (PLAIN, [SYSTEM, *PLAIN]):
+        assert read({"messages": own, "system": "Be brief."})[0] == [SYSTEM, *PLAIN]
 
 
 def test_alpaca_is_the_same_conversation():
