@@ -153,7 +153,6 @@ def test_what_does_not_go_together_is_one_line(changes, message, rows, start, re
     ("row", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "no field 'rejected' (found prompt, chosen)"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has two different answers"),
         ({"prompt": "a", "chosen": "", "rejected": "b"}, "an answer is empty"),
         ({"chosen": "x y", "rejected": "z"}, "no common prompt"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "'system' is not read"),
@@ -164,4 +163,11 @@ def test_a_wrong_row_is_named(row, message, tmp_path, rows, start, refused):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     error = refused(train.main(start(**keys_of("dpo", rows) | {"data__path": file})), message)
-    assert f"{file}:" in error
+    assert f"{file}:1: " in error
+
+
+def test_pairs_that_are_all_equal_are_refused(tmp_path, rows, start, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "b"}\n')
+    keys = keys_of("dpo", rows) | {"data__path": tmp_path / "rows.jsonl"}
+    assert train.main(start(**keys)) == 2
+    assert "has two different answers" in capsys.readouterr().err
