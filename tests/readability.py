@@ -3,8 +3,6 @@
 tests/test_readability.py holds the figures to their limits.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import keyword

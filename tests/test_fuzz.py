@@ -4,8 +4,6 @@ The examples are the same in every run; LONGCTX_FUZZ=1000 tries so many new ones
 What they find becomes a test with a name of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A benchmark run on this machine, and its result."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

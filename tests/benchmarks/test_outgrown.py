@@ -1,7 +1,5 @@
 """Which scores outgrow the kept maximum: by the formula, row by row, and in a model of a run."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Small corpora on disk, and a configuration that reads them with a cache of its own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 templates in a sandbox. The assistant's part is found without a rendering for each turn.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path

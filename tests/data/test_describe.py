@@ -1,7 +1,5 @@
 """`longctx data`: its counts are right, and its overrides are checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of other formats become the same conversation, and messages say whether they are learned."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixes: their sources one after the other, no text on both sides, and mistakes named by key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 that every token is in exactly one sequence.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -2,8 +2,6 @@
 from another document.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 

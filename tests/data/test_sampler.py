@@ -2,8 +2,6 @@
 on any number of ranks.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`data=hub` on local files, streamed as from the Hub, and without a network."""
 
-from __future__ import annotations
-
 import json
 import socket
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Local files: every format gives the same texts, and every fault one line that names the file."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -2,8 +2,6 @@
 facts, and the checks that all of them share.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

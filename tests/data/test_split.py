@@ -1,7 +1,5 @@
 """The share that validates: as large as asked for, near-duplicates on one side, one file too."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Any text survives the tokenizer; documents end in its end-of-text token."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Compiling while data is read: every task runs beside the others, and none can end a run."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
