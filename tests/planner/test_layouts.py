@@ -57,14 +57,16 @@ def test_layouts_follow_devices_heads_and_backend():
 
 def test_the_choice_fits_and_is_about_the_fastest():
     for words in (
+        ["seq_len=4096"],
         ["seq_len=262144"],
         ["seq_len=1048576", "batch_size=1"],
         ["seq_len=2097152"],
         ["seq_len=262144", "model=8b"],
     ):
         each = steps(request("devices=8", *words))
-        chosen, reason = fitting.choose_layout(each, H200, HOST)
-        decided = [fitting.decide(work, H200, HOST) for work in each]
+        merge = "batch_size=1" not in words
+        chosen, reason = fitting.choose_layout(each, H200, HOST, merge)
+        decided = [fitting.decide(work, H200, HOST, merge) for work in each]
         fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
         fastest = max(fitting.tokens_per_second(work, H200) for work in fit)
         assert chosen in fit
