@@ -57,7 +57,7 @@ def test_layouts_follow_devices_heads_and_backend():
 
 def test_the_choice_fits_and_is_about_the_fastest():
     for words in (
-        ["seq_len=4096"],
+        ["model=124m", "devices=2", "seq_len=4096"],
         ["seq_len=262144"],
         ["seq_len=1048576", "batch_size=1"],
         ["seq_len=2097152"],
