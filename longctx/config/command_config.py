@@ -240,7 +240,7 @@ class DashboardOptions:
 
 
 @dataclass
-class ExportOptions:
+class ExportOptions(Group):
     """Write a trained model as a Hugging Face folder.
 
     longctx export runs/NAME out/
@@ -264,6 +264,15 @@ class ExportOptions:
         "of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights",
     )
     plugins: list[str] | None = key(None, PLUGINS)
+
+    def check_together(self) -> None:
+        """Raise ValueError for keys that an adapter has no use for."""
+        for name, usual in {"dtype": None, "shard_gb": 5.0}.items():
+            value = getattr(self, name)
+            if self.adapter and value != usual:
+                raise ValueError(
+                    f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out"
+                )
 
 
 @dataclass

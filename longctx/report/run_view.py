@@ -321,6 +321,7 @@ def watch(options: WatchOptions) -> None:
     spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
     spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
     spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
+    spent += ["no GPU has a price="] if price is not None and cost.money is None else []
     console.print("  ".join([end, *spent]), soft_wrap=True)
 
 

@@ -47,6 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["compare", "outt=x"], "did you mean out?"),
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
         (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
+        (["export", "runs/a", "out", "adapter=true", "dtype=bf16"], "dtype=bf16: adapter=true"),
         (["dashboard", "--project", "p"], "--project: not an option"),
         (["dashboard"], "PROJECT is missing"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
