@@ -166,6 +166,7 @@ class Template:
         settings = untrusted.read_settings(self.folder / "tokenizer_config.json")
         source = _source(self.folder, settings)
         self.tokens = tokens_in(settings)
+        self.values: dict[str, Any] = {}  # of the row that is written, such as enable_thinking
         # By it, DeepSeek's tell calls of tools from answers
         self.reads_null = "message['content'] is none" in source
         self._compile(source, today)
@@ -213,13 +214,9 @@ class Template:
         # An untrusted program can raise anything.
         problem = "does not take it ({})"
         with untrusted.named(f"the chat template of {self.folder}", problem, (Exception,)):
-            for block in self.template.generate(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.tokens,
-            ):
+            given = {"messages": messages, "tools": tools or None, "documents": None}
+            given["add_generation_prompt"] = prompt
+            for block in self.template.generate(self.tokens | self.values | given):
                 blocks.append(block)
                 tracker.written += len(block)
         return Rendered("".join(blocks), tracker.marked, tracker.turns())
@@ -266,10 +263,16 @@ class Template:
             return self.render(*self._read(row), prompt=True).text
 
     def _read(self, row: Mapping[str, Any]) -> tuple[list[Message], Any]:
-        """Return messages and tools of `row`, without special tokens in them."""
+        """Return messages and tools of `row`, without special tokens in them, and let the template
+        have its chat_template_kwargs.
+        """
         messages, tools = read(row)
-        places = [*(f"message {number}" for number in range(1, len(messages) + 1)), "tools"]
-        for place, content in zip(places, [*messages, tools], strict=True):
+        self.values = row.get("chat_template_kwargs") or {}
+        wrong = "'chat_template_kwargs' must be an object"
+        refuse((not isinstance(self.values, dict), wrong))
+        places = [f"message {number}" for number in range(1, len(messages) + 1)]
+        places += ["tools", "chat_template_kwargs"]
+        for place, content in zip(places, [*messages, tools, self.values], strict=True):
             # A Hub data set has dates, which JSON does not know.
             text = json.dumps(content, ensure_ascii=False, default=str)
             # As text of a user it would end the turn, and open one of the assistant's.

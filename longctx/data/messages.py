@@ -6,7 +6,8 @@
     completion      {"prompt": …, "completion": …} of TRL, both texts or both lists of messages
 
 ShareGPT and Alpaca with the columns that LLaMA-Factory reads. An assistant's message is learned
-unless it has `"train": false`, as for axolotl, or `"weight": 0`, as for OpenAI's fine-tuning.
+unless it has `"train": false`, as for axolotl, or `"weight": 0`, as for OpenAI's fine-tuning. The
+template of each gets the row's `chat_template_kwargs`, as in TRL.
 """
 
 from __future__ import annotations

@@ -79,7 +79,10 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     refuse(
         (not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"),
         (not is_labelled, f"{place}: 'label' must be true or false"),
-        (bool(row.get("system")), f"{place}: 'system' is not read; put it into 'prompt'"),
+        *(
+            (bool(row.get(key)), f"{place}: '{key}' is not read of answers; put it into 'prompt'")
+            for key in ("system", "chat_template_kwargs")
+        ),
     )
     text = json.dumps(row, ensure_ascii=False, default=str)
     whole: Row = json.loads(encodable(text, place, config))

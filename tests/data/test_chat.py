@@ -208,6 +208,14 @@ def test_near_duplicates_are_found_without_the_system_message(folder, template):
         assert "q1" in text
 
 
+def test_the_template_gets_the_values_of_its_row(folder):
+    write(folder, "{{ mood }}" + CHATML)
+    row = {"messages": PLAIN, "chat_template_kwargs": {"mood": "happy", "messages": []}}
+    rows = [("a", "a", row), ("b", "b", {"messages": PLAIN})]
+    happy, plain = Template(folder).conversations(rows)
+    assert happy.text == "happy" + plain.text
+
+
 def test_the_last_turn_alone_is_learned_if_asked_for(folder):
     last = written(folder, CHATML, PLAIN, "last")
     assert parts(last) == ["a2<|im_end|>\n"]
