@@ -30,6 +30,7 @@ EXIT = 20.0  # seconds that a process may take to exit
 GRACE = 3.0  # seconds in which rank 0 tells why it ends; torchrun kills all after the first end
 TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 _started: list[subprocess.Popen[bytes]] = []  # ranks 1, 2, ..., if this process started them
@@ -201,7 +202,13 @@ def _of_srun(environ: Mapping[str, str]) -> Launched:
 
 
 def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
-    """Raise ValueError if SLURM has allocated more than this one process starts."""
+    """Raise ValueError if SLURM has allocated more than this one process starts, or mpirun has
+    started more: each would train a run of its own.
+    """
+    if (processes := _number(environ, *MPI, default=1)) > 1:
+        raise ValueError(
+            f"mpirun: has started {processes} processes; use torchrun, srun or devices={processes}"
+        )
     nodes, tasks = (_number(environ, *names, default=1) for names in (NODES, TASKS))
     if nodes > 1:
         raise ValueError(

@@ -66,6 +66,7 @@ def changed(environment: dict[str, str], **changes: str | None) -> dict[str, str
         (changed(SRUN, SLURM_STEP_NUM_TASKS="5"), "every node must have the same number"),
         (changed(SRUN, SLURM_PROCID=None), "SLURM_PROCID: not set"),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, "devices=1: SLURM has set 4 tasks aside"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun: has started 4 processes"),
         ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "SLURM: 2 nodes, and one process"),
         (
             changed(SRUN, SLURM_STEP_NUM_TASKS="1", SLURM_STEP_TASKS_PER_NODE=None),
