@@ -84,7 +84,7 @@ class ExpertsConfig(Group):
         groups, chosen = self.groups, self.groups_per_token
         each, rest = divmod(self.count or 0, groups)
         is_right = chosen <= groups and not rest and each > 1 and each * chosen >= self.per_token
-        if groups > 1 and not is_right:
+        if max(groups, chosen) > 1 and not is_right:
             raise ValueError(
                 f"model.experts.groups={groups}: {self.count} experts must make so many equal "
                 f"groups, of two or more; model.experts.groups_per_token={chosen} of them must "

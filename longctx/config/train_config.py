@@ -356,7 +356,13 @@ class TrainConfig(Group):
     def check_experts(self, model: GPTConfig) -> None:
         """Raise ValueError for what the experts of `model` cannot be trained with."""
         count, balance = model.experts.count, model.experts.balance
+        dense = model.experts.dense_layers
         refuse(
+            (
+                count is not None and len(dense) == model.layers,
+                f"model.experts.dense_layers={dense}: leaves no layer with experts; leave "
+                "model.experts out",
+            ),
             (
                 balance and count is None,
                 f"model.experts.balance={balance}: the model has no experts of ours; leave it out",
