@@ -208,6 +208,9 @@ def _converted(value: Any, target: Any) -> Any:
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
         return target(str(value).lower() if isinstance(value, bool) else str(value))
+    # YAML takes 1e9, which has no point, for text
+    if target is int and isinstance(value, str) and "e" in value.lower():
+        value = float(value)
     # Python counts True as 1, and rounds 4.5 to 4; 1e9 is a float, but a whole number
     is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
     is_broken = isinstance(value, float) and not value.is_integer()

@@ -32,14 +32,14 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(
         "model: 124m\nseq_len: 0512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
-        "name: 'null'\nmax_steps: 60\nclip: 1e-3\n"
+        "name: 'null'\nmax_steps: 60\nclip: 1e-3\nval_rows: 1e2\n"
         "data: {source: text, path: ['a b/c.txt', \"it's,[odd].md\"]}\n"
         "wandb: {tags: [x, 'y z', no, 1:30], notes: 'a: b, {c} [d]'}\n"
     )
     config = config_of(str(file), "lr=0.004", "seed=3", "max_tokens=100000")
     assert (config.seq_len, config.lr, config.seed) == (512, 0.004, 3)
     assert (config.max_steps, config.max_tokens) == (None, 100_000)
-    assert (config.name, config.clip) == ("null", 0.001)
+    assert (config.name, config.clip, config.val_rows) == ("null", 0.001, 100)
     assert (config.model.channels, config.model.window) == (768, 64)
     assert config.attention.backend == "sdpa"
     assert config.data.path == ["a b/c.txt", "it's,[odd].md"]
