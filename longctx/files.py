@@ -124,8 +124,9 @@ def one_line(error: BaseException) -> str:
 
 
 def open_closed_streams() -> None:
-    """Let what this process prints be lost if its caller has closed stdout or stderr, as `>&-`
-    does. Else the number of the stream would be that of the next file which is opened.
+    """Open the standard streams that the caller has closed, as `>&-` does, on /dev/null.
+
+    Else the next file to be opened would get the number of such a stream, and what is printed.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -82,7 +82,7 @@ def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
 
 
 def as_typed(recorded: Sequence[Any]) -> str:
-    """Return the argument that names the plugins which a run has recorded."""
+    """Return the argument that names the plugins of a run, as `recorded` there."""
     return f"plugins=[{','.join(_paths(recorded))}]"
 
 

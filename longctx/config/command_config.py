@@ -33,9 +33,7 @@ class DescribeConfig(Group):
     data: DataConfig = group(DataConfig)
 
     def check_together(self) -> None:
-        """Raise ValueError for answers that the objective does not read, and for a vocabulary that
-        init= decides.
-        """
+        """Raise ValueError for answers of another objective, and for a vocabulary beside init=."""
         vocab_size = self.data.vocab_size
         if self.init is not None and vocab_size != DataConfig().vocab_size:
             raise ValueError(

@@ -36,8 +36,9 @@ ROLES = {
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call given as JSON text: the object that most templates write, and the text
-    for templates that join it to others, as DeepSeek's.
+    """Arguments of a call, given as JSON text.
+
+    Most templates write an object; templates such as DeepSeek's join the text to others.
     """
 
     def __init__(self, text: str, values: Mapping[str, Any]) -> None:

@@ -189,7 +189,7 @@ class _Step:
         saved = {KEPT: self.saved_by_first[self.L]}
         if self.memory.recompute == "none":
             copies = 0.0
-        else:  # those that autocast made in forward
+        else:  # autocast has made them in forward
             copies = sum(layer.saved.intercept for layer in self.measured or ())
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())

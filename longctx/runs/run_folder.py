@@ -318,8 +318,8 @@ def plain(config: Any) -> dict[str, Any]:
 def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of config.yaml, nested keys joined by dots.
 
-    Raises FileNotFoundError if there is no such folder, ValueError if it is not that of a run or
-    has not all keys that are `needed`.
+    Raises FileNotFoundError if there is no such folder, ValueError if it is no run's or lacks a
+    key in `needed`.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; give that of a run, such as runs/NAME")
@@ -332,8 +332,8 @@ def read_config(folder: Path, needed: Collection[str] = ()) -> dict[str, Any]:
     config = flat(read_keys(path, folder))
     if missing := [key for key in needed if key not in config]:
         raise ValueError(
-            f"{path}: no {', '.join(missing)}, which every run writes; the file was cut, put back "
-            "a copy of it"
+            f"{path}: no {', '.join(missing)}, though every run writes it: the file was cut; put "
+            "a copy of it back"
         )
     return config
 
