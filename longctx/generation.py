@@ -40,6 +40,8 @@ from longctx.parallel.devices import (
 from longctx.planner.workload import precision_of
 
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
+# Keys of a line with a chat
+OF_CHAT = {"messages", "system", "tools", "chat_template_kwargs"}
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
 
@@ -273,6 +275,7 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".txt":
         yield str(file), text.removesuffix("\n")
         return
+    unread = set[str]()
     # splitlines would also break at U+2028, which a string of JSON may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -281,11 +284,15 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         with untrusted.named(origin, "not JSON ({})", (ValueError, RecursionError)):
             row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("messages"), list):
+            unread |= row.keys() - OF_CHAT
             yield origin, row
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            unread |= row.keys() - {"prompt"}
             yield origin, row["prompt"]
         else:
             raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
+    if unread:
+        say(f"warning: prompts={file}: keys that are not read: {', '.join(sorted(unread))}")
 
 
 def continued(

@@ -94,7 +94,7 @@ def test_python_writes_the_text_of_the_command(folder, capfd):
         longctx.load(folder, precision="int4")
 
 
-def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
+def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path, capsys):
     chat = [{"role": "user", "content": "who is in 1812?"}]
     prompts: list[Any] = ["a", chat, "a rose is a rose in 20", "a\u2028b"]
     rows = [{"prompt": x} if isinstance(x, str) else {"messages": x} for x in prompts]
@@ -106,6 +106,9 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
         answers = [json.loads(line) for line in out.read_text().strip().split("\n")]
         assert [row["prompt"] for row in answers] == prompts
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
+    assert "not read" not in capsys.readouterr().err
+    assert generate(folder, f"prompts={out}") == 0
+    assert "not read: new_tokens, text\n" in capsys.readouterr().err
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
