@@ -77,7 +77,7 @@ def test_changed_files_are_read_again(files):
     [
         ({"text_column": "body"}, r"'body' .*text, n.*data\.text_column"),
         ({"text_column": "n"}, r"data\.path=json: row 1: 'n' .*int"),
-        ({"split": "nope"}, r"data\.path=json: .*nope"),
+        ({"split": "nope"}, r"data\.split=nope: .*\['train'\]"),
         ({"files": "missing.jsonl"}, r"data\.files=missing\.jsonl: "),
         ({"files": None}, r"data\.path=json: .*data\.files="),
         ({"path": ["a", "b"]}, r"data\.path=\['a', 'b'\]: data=hub "),

@@ -33,7 +33,7 @@ from longctx.data.sources import (
     documents_in,
     register,
 )
-from longctx.files import write_text
+from longctx.files import one_line, write_text
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
@@ -156,6 +156,11 @@ def _stream(
             streaming=True,
         )
     except Exception as error:  # each builder and transport raises its own
+        # datasets lists the splits that exist
+        if "Bad split" in str(error):
+            raise ValueError(f"data.split={config.split}: {one_line(error)}") from error
+        if dataset.is_local:
+            raise ValueError(f"data.path={dataset.path}: {one_line(error)}") from error
         raise hub_snapshot.failure(f"data.path={dataset.path}", error) from error
 
 
