@@ -114,6 +114,11 @@ def attend(
     """
     refuse(
         (dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"),
+        (
+            others.get("output_attentions"),
+            "output_attentions=True: longctx never has the weights of all pairs; use "
+            'attn_implementation="eager"',
+        ),
         *(
             (others.get(name) is not None, f"{name}: longctx has none; use another attention")
             for name in UNKNOWN

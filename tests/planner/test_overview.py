@@ -74,6 +74,12 @@ def test_layers_of_transformers_are_measured(tmp_path, planned):
     assert "not measured" not in out and "balanced" in out
 
 
+def test_a_model_that_a_run_refuses_has_no_plan(tmp_path, refused):
+    settings = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    refused(main(["plan", f"init={tmp_path}", "seq_len=256"]), "model_type=bloom")
+
+
 @pytest.mark.parametrize("here", [None, "NVIDIA GeForce RTX 4090", "NVIDIA H200"])
 def test_host_memory_is_of_the_gpu_planned_for(here, monkeypatch):
     monkeypatch.setattr(hardware, "here", lambda: here and hardware.chip(here, 24 * GIB))

@@ -85,6 +85,14 @@ def test_a_plan_without_cuda_has_norms_in_fp32(monkeypatch):
     assert gpu.saved.slope > cpu.saved.slope and gpu.norm.slope > cpu.norm.slope
 
 
+def test_a_single_layer_is_measured():
+    one, two = (
+        workload_of(TrainConfig(model=described(settings)), "cpu", 256)
+        for settings in (settings_of("llama") | {"num_hidden_layers": n} for n in (1, 2))
+    )
+    assert layers_of(one) == layers_of(two)[:1]
+
+
 def test_layers_that_cannot_be_measured_are_named():
     said: list[str] = []
     step = workload_of(TrainConfig(model=described(settings_of("dbrx"))), "cpu", 256)
