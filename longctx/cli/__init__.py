@@ -79,8 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
-        print(f"longctx {longctx.__version__}")
-        return 0
+        return answer(argv, list_text, lambda _: print(f"longctx {longctx.__version__}"))
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1
     name, arguments = " ".join(argv[:words]), argv[words:]
     if name in COMMANDS:
@@ -324,7 +323,9 @@ def _plan(argv: list[str]) -> None:
         request = request._replace(config=request.config.for_transformers())
         step = overview.each_layout(with_backend(request, backends[-1]), chosen.gpus_per_machine)[0]
         with libraries():
+            from longctx.model.transformers_model import prove
             from longctx.training.layer_memory import measured_layers
+        prove(step.model, "cpu", step.seq_len, request.config.data.packing)
         measured = measured_layers(step, print)
     requests = {backend: with_backend(request, backend) for backend in backends}
     overview.run(chosen, requests, measured)

@@ -89,9 +89,10 @@ def test_output_that_cannot_be_encoded_ends_nothing():
     code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
     process = finished("-c", [code], ROOT, PYTHONIOENCODING="latin-1")
     assert (process.returncode, process.stdout) == (0, "9 ? 5 ? 3\n"), process.stderr
-    closed = ["-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code]
-    process = subprocess.run(["sh", *closed], cwd=ROOT, stderr=subprocess.PIPE)
-    assert (process.returncode, process.stderr) == (0, b"")
+    for command in (["-c", code], ["-m", "longctx", "--version"]):
+        closed = ["-c", 'exec "$@" >&-', "sh", sys.executable, *command]
+        process = subprocess.run(["sh", *closed], cwd=ROOT, stderr=subprocess.PIPE)
+        assert (process.returncode, process.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,10 @@ def test_a_disk_that_fills_up_ends_the_next_step(trained, capsys):
     with files_below(100_000):
         command = [f"resume={folder}", "max_steps=100000", "checkpoint_every=3"]
         assert train.main(command) == FULL_DISK
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert f"{run_folder.checkpoint_path(folder, 3)}: the checkpoint could not be written" in line
+    problem = f"{run_folder.checkpoint_path(folder, 3)}: the checkpoint could not be written"
+    printed = capsys.readouterr()
+    (line,) = [x for x in (printed.out + printed.err).splitlines() if problem in x]
+    assert line.startswith("error: ")
     assert 3 <= steps(folder)[-1]["step"] < 100
     assert names(folder) == ["last.ckpt", "step-00000002.ckpt"]
     checkpoints.verify(run_folder.checkpoint_path(folder, 2))
