@@ -10,9 +10,10 @@ from pathlib import Path
 from longctx import hub_snapshot, plugins
 from longctx.config.doors import TRACKERS
 from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import refuse, shown
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
-from longctx.config.train_config import TrainConfig, check_warmup
+from longctx.config.train_config import TrainConfig, WandbConfig, check_warmup
 from longctx.data import sources
 from longctx.model.families import has_family, read_model
 from longctx.parallel.launch import launched, number_here
@@ -27,21 +28,23 @@ def check_training(config: TrainConfig) -> None:
     """
     check_device(config)
     check_semaphores(config.workers)
-    for name in config.tracker:
-        TRACKERS[name].check_installed(name)
+    check_trackers(config)
     config.runs = str(Path(config.runs).expanduser())
     if config.resume is None:
+        check_strategy(config)
         check_warmup(config.warmup_steps, config.max_steps)
-        if config.context.degree == 1 and config.context.method != "auto":
-            raise ValueError(
+        refuse(
+            (
+                config.context.degree == 1 and config.context.method != "auto",
                 f"context.method={config.context.method}: does nothing with context=1; give "
-                "context=N, or leave it out"
-            )
-        if config.lora.rank is not None and config.init is None:
-            raise ValueError(
+                "context=N, or leave it out",
+            ),
+            (
+                config.lora.rank is not None and config.init is None,
                 f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
-                "leave lora out"
-            )
+                "leave lora out",
+            ),
+        )
         # Other ranks may find the folder that rank 0 has made
         if number_here() == 0:
             run_folder.check_root(Path(config.runs))
@@ -57,10 +60,35 @@ def check_training(config: TrainConfig) -> None:
     sources.check_files(data)
 
 
+def check_strategy(config: TrainConfig | EvalConfig) -> None:
+    """Raise ValueError if one device has nothing to share."""
+    if config.strategy.name != "auto" and launched(config).ranks == 1:
+        raise ValueError(
+            f"strategy={config.strategy.name}: several devices share the model, and there is one; "
+            "give devices=N, or leave strategy out"
+        )
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise ValueError if a tracker is not installed. Warn of keys of `wandb` that none reads."""
+    for name in config.tracker:
+        TRACKERS[name].check_installed(name)
+    read = [TRACKERS[name].reads for name in config.tracker]
+    usual = vars(WandbConfig())
+    unread = [
+        f"wandb.{key}={shown(value)}"
+        for key, value in vars(config.wandb).items()
+        if value != usual[key] and not any(keys is None or key in keys for keys in read)
+    ]
+    if unread and number_here() == 0:
+        print(f"warning: {', '.join(unread)}: not read by tracker={shown(config.tracker)}")
+
+
 def check_evaluation(request: Request[EvalConfig]) -> None:
     """Raise ValueError or OSError for a path of an evaluation that is missing."""
     config = request.config
     check_device(config)
+    check_strategy(config)
     config.checkpoint = with_commit(config.checkpoint or "", config.plugins)
     if request.names_data:
         sources.check_files(config.data)

@@ -8,7 +8,7 @@ plugin registers its own names in the same way. Optimizers and objectives have k
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -120,14 +120,14 @@ class TrackerTraits(NamedTuple):
     opening: the keys `wandb` and the run's folder → lines that the run shows when it starts. If
         there are none, the tracker gets no copy.
     late: a command for rows that are not sent in time, with {folder} for the run's folder.
-    uploads: False if it has no use for checkpoints, which wandb.artifacts=true sends.
+    reads: the keys of `wandb` that it reads; None: all.
     """
 
     copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
     package: str | None
     opening: Callable[[Any, Path], list[str]]
     late: str = ""
-    uploads: bool = True
+    reads: Collection[str] | None = None
 
     def check_installed(self, name: str) -> None:
         """Raise ValueError if the package of this tracker, called `name`, is missing."""

@@ -264,10 +264,6 @@ def check(config: Any, prefix: str = "") -> None:
 
 def _check_key(name: str, value: Any, declared: Key) -> None:
     items = typing.get_args(declared.type)
-    if declared.distinct and value == []:
-        raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
-    if declared.distinct and value is not None and len(set(value)) < len(value):
-        raise ValueError(f"{name}={value}: a value is there twice; give each once")
     # The config.json of a model comes here without `build`, which knows the item's type
     is_flat = declared.is_list and typing.get_origin(items[0]) is not list
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -275,6 +271,10 @@ def _check_key(name: str, value: Any, declared: Key) -> None:
             raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
         if item is not None:
             _check_value(name, item, declared)
+    if declared.distinct and value == []:
+        raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
+    if declared.distinct and value is not None and len(set(value)) < len(value):
+        raise ValueError(f"{name}={value}: a value is there twice; give each once")
 
 
 def _check_needed(config: Any, name: str, needs: str, prefix: str) -> None:

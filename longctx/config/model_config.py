@@ -77,6 +77,7 @@ class GPTConfig(Group):
         None,
         "layers that have the window, the first is 0; null: all",
         between=(0, 4095),
+        distinct=True,
         needs="window",
     )
     norms: str = key(

@@ -261,9 +261,9 @@ class TrainConfig(Group):
                 "documents into each sequence; give 8 or more, or leave the check out",
             ),
             (
-                self.wandb.artifacts and not any(TRACKERS[name].uploads for name in self.tracker),
-                f"wandb.artifacts=true: tracker={shown(self.tracker)} uploads no checkpoints; use "
-                "wandb too, or leave it out",
+                self.model.transformers and self.init is None,
+                "model.transformers: a run writes it for a model of init=; give init=, or leave it "
+                "out",
             ),
             (
                 self.rope.type != "keep" and self.init is None,

@@ -130,7 +130,7 @@ register(
         copy_to_tensorboard,
         "tensorboard",
         lambda config, folder: [f"look: tensorboard --logdir {folder.parent}"],
-        uploads=False,
+        reads=(),
     ),
 )
 register(
@@ -142,7 +142,7 @@ register(
             f"experiment {os.environ.get('MLFLOW_EXPERIMENT_NAME') or config.project}",
             "look: mlflow ui",
         ],
-        uploads=False,
+        reads=("project",),
     ),
 )
 register(
@@ -151,8 +151,8 @@ register(
         copy_to_trackio,
         "trackio",
         lambda config, folder: [f"look: trackio show --project {config.project}"],
-        uploads=False,
+        reads=("project", "group"),
     ),
 )
 # metrics.jsonl alone
-register("none", TrackerTraits(lambda request, commands: None, None, lambda config, folder: []))
+register("none", TrackerTraits(lambda *_: None, None, lambda *_: [], reads=()))

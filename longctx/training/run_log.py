@@ -268,8 +268,8 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: files not read, much padding, few tokens to validate on, or positions beyond
-    those of init's weights.
+    """Return warnings: files not read, much padding, few tokens to validate on, patience without
+    effect, or positions beyond those of init's weights.
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
@@ -285,6 +285,13 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
         lines.append(
             f"warning: {counts['val_tokens']:,} tokens are few to validate on; see the standard "
             "error of val_loss, give more text, or a larger data.val_fraction"
+        )
+    # The first validation only sets the loss, and the last step ends the run anyway
+    validations, patience = (run.max_steps - 1) // run.val_every, run.config.patience
+    if patience is not None and patience >= validations and not run.steps_done:
+        lines.append(
+            f"warning: patience={patience} cannot end this run: between first and last step it "
+            f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
         )
     model, seq_len = run.workload.model, run.workload.seq_len
     trained = model.context or seq_len

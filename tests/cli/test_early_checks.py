@@ -8,6 +8,7 @@ import pytest
 
 from longctx import cli
 from longctx.cli import early_checks
+from longctx.config.doors import TrackerTraits
 from longctx.planner import hardware
 from longctx.runs import run_folder
 from tests.training.sample_run import write_checkpoint
@@ -71,6 +72,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "runs/done"], "resume=runs/done"),
         (["train", "lora.rank=4"], "lora.rank=4: adds to trained weights"),
         (["train", "devices=2", "context.method=ulysses"], "context.method=ulysses: does nothing"),
+        (["train", "strategy=ddp"], "strategy=ddp: several devices"),
+        (["eval", "runs/done", "strategy=fsdp"], "strategy=fsdp: several devices"),
         (["train", "init=gpt2"], "openai-community/gpt2"),
         (["train", "init=mamba", "transformers=never"], "model_type=mamba is not covered"),
         (["train", "data=text", "data.path=broken.jsonl"], "broken.jsonl:2: not JSON"),
@@ -141,6 +144,22 @@ def test_processes_that_share_cores_are_said(devices, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "cores", lambda: 2)
     early_checks.check_device(cli.compose("train", ["device=cpu", f"devices={devices}"]).config)
     assert ("2 cores" in capsys.readouterr().out) == (devices == 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        ("", ""),
+        ("wandb.artifacts=true", ""),
+        ("tracker=none wandb.project=p wandb.tags=[a]", "wandb.project=p, wandb.tags=[a]: "),
+        ("tracker=[tensorboard,mlflow] wandb.project=p wandb.group=g", "warning: wandb.group=g: "),
+    ],
+)
+def test_keys_that_no_tracker_reads_are_said(words, unread, monkeypatch, capsys):
+    monkeypatch.setattr(TrackerTraits, "check_installed", lambda *_: None)
+    early_checks.check_trackers(cli.compose("train", words.split()).config)
+    out = capsys.readouterr().out
+    assert (unread in out) if unread else out == ""
 
 
 @NO_GPU

@@ -100,6 +100,14 @@ def test_a_small_validation_set_is_a_warning(documents, ends, tokens, text, few)
     assert ["few to validate on" in line for line in lines] == [True] * few
 
 
+def test_patience_that_cannot_act_is_a_warning():
+    counts = {"val_documents": 0, "train_efficiency": 0.9}
+    for patience, warns in ((None, False), (3, False), (4, True)):
+        config = TrainConfig(max_steps=50, val_every=10, patience=patience)
+        lines = warnings(sample_run(config), counts)
+        assert [f"patience={patience}" in line for line in lines] == [True] * warns
+
+
 def test_padding_and_files_not_read_are_warnings(tmp_path):
     for name in ("a.txt", "b.pdf", "c.pdf.gz", "d", "e.1", "e.2", "e.3", "e.4"):
         (tmp_path / name).write_text("x")
