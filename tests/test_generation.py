@@ -107,8 +107,9 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path, capsys)
         assert [row["prompt"] for row in answers] == prompts
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
     assert "not read" not in capsys.readouterr().err
-    assert generate(folder, f"prompts={out}") == 0
-    assert "not read: new_tokens, text\n" in capsys.readouterr().err
+    file.write_text('{"prompt": "a", "seed": 1}')
+    assert generate(folder, f"prompts={file}") == 0
+    assert "not read: seed\n" in capsys.readouterr().err
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
