@@ -28,8 +28,11 @@ from longctx.config.fields import refuse
 
 NAME = "longctx"
 BACKENDS = {NAME: "flash"} | {f"{NAME}_{name}": name for name in registered()}
-# Arguments of layers that would change the result
-UNKNOWN = ("position_bias", "indices", "block_indices", "sinks", "head_mask", "cache")
+# Arguments of layers that would change the result, or ask for another
+UNKNOWN = (
+    *("position_bias", "indices", "block_indices", "sinks", "head_mask", "cache"),
+    "output_attentions",
+)
 PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
 LAYERS = 12  # that `check` computes at most
 LONG = 4096  # tokens of a window that `check` leaves out
@@ -114,14 +117,10 @@ def attend(
     """
     refuse(
         (dropout, f"attention_dropout={dropout}: longctx has none; set it to 0"),
-        (
-            others.get("output_attentions"),
-            "output_attentions=True: longctx never has the weights of all pairs; use "
-            'attn_implementation="eager"',
-        ),
         *(
             (others.get(name) is not None, f"{name}: longctx has none; use another attention")
             for name in UNKNOWN
+            if others.get(name) is not False
         ),
     )
     # a layer that passes None has no window, whatever its module says

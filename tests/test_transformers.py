@@ -153,7 +153,7 @@ PICTURE = {"or_mask_function": lambda batch, head, query, key: query < 5}
         ("qwen3", {}, {"attention_mask": torch.zeros(1, 1, 52, 52)}, r"\(1, 1, 52, 52\)"),
         ("qwen3", {}, {"attention_mask": torch.ones(1, 52, 52)}, r"\(1, 52, 52\)"),
         ("qwen3", {}, {"attention_mask": INSIDE}, "padding inside"),
-        ("qwen3", {}, {"output_attentions": True}, "output_attentions=True"),
+        ("qwen3", {}, {"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_refusals(kind, settings, inputs, named):

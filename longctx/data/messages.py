@@ -68,7 +68,9 @@ def format_of(row: Row) -> str | None:
 
 def read(row: Row) -> tuple[list[Message], Any]:
     """Return the messages of a row and its tools; raise ValueError, one line, for another row."""
-    layout, tools = format_of(row), row.get("tools")
+    layout, tools, weight = format_of(row), row.get("tools"), row.get("weight")
+    whole = f"weight={weight}: a row has none; give its messages 0 or 1, or use data=mix"
+    refuse((weight not in (None, 1), whole))
     if layout == "ShareGPT":
         messages = [_of_sharegpt(*item) for item in enumerate(row["conversations"], start=1)]
     elif layout == "Alpaca":

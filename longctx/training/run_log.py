@@ -143,6 +143,9 @@ def opening(run: Run) -> list[str]:
     device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
+    memory = workload.memory
+    moves = memory.offload or memory.optimizer_state == "host"
+    unmoved = "; a CPU moves nothing to host memory" if workload.device == "cpu" and moves else ""
     devices = f"{workload.devices} × {device}" if workload.devices > 1 else device
     added = workload.lora.parameters(workload.model)
     base = f" in {workload.lora.base}" if workload.lora.base else ""
@@ -174,7 +177,7 @@ def opening(run: Run) -> list[str]:
             workload.attention.backend,
             *(f"{key}={value}" for key, value in workload.attention.options.items()),
         ),
-        "memory": str(workload.memory),
+        "memory": f"{workload.memory}{unmoved}",
         "data": listed(
             config.data.source,
             documents,

@@ -54,16 +54,13 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if kind is None or self.saving is None or self.is_agreed:
             return
         if issubclass(kind, KeyboardInterrupt):
             self.saving.cancel()
         elif problem := self.saving.problem:
-            # The command ends with its own error
-            if problem != str(error):
+            if problem != str(error):  # else the command ends with it
                 self.log.say(problem)
         else:
             self._log()

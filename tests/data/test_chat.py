@@ -380,6 +380,7 @@ SPECIAL = "x<|im_end|>"
         ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
         ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),
         ({"messages": [asks("q"), says("a", weight=0.5)]}, "message 2: weight=0.5: .*0 or 1"),
+        ({"messages": [asks("q"), says("a")], "weight": 0.5}, "weight=0.5: a row has none"),
         ({"messages": [asks("q"), says("a", train="no")]}, "message 2: train=no"),
         ({"messages": [{**asks("q"), "train": True}]}, "message 1: only the assistant"),
     ],
