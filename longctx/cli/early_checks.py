@@ -10,7 +10,7 @@ from pathlib import Path
 from longctx import hub_snapshot, plugins
 from longctx.config.doors import TRACKERS
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import refuse, shown
+from longctx.config.fields import shown
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, WandbConfig, check_warmup
@@ -33,18 +33,16 @@ def check_training(config: TrainConfig) -> None:
     if config.resume is None:
         check_strategy(config)
         check_warmup(config.warmup_steps, config.max_steps)
-        refuse(
-            (
-                config.context.degree == 1 and config.context.method != "auto",
+        if config.context.degree == 1 and config.context.method != "auto":
+            raise ValueError(
                 f"context.method={config.context.method}: does nothing with context=1; give "
-                "context=N, or leave it out",
-            ),
-            (
-                config.lora.rank is not None and config.init is None,
+                "context=N, or leave it out"
+            )
+        if config.lora.rank is not None and config.init is None:
+            raise ValueError(
                 f"lora.rank={config.lora.rank}: adds to trained weights, and init= names none; "
-                "leave lora out",
-            ),
-        )
+                "leave lora out"
+            )
         # Other ranks may find the folder that rank 0 has made
         if number_here() == 0:
             run_folder.check_root(Path(config.runs))
@@ -52,7 +50,12 @@ def check_training(config: TrainConfig) -> None:
             run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)
             config.init = config.init and hub_snapshot.pinned(config.init, "init")
         if config.init is not None and hub_snapshot.model_name(config.init) is None:
-            check_init(Path(config.init).expanduser(), config.transformers)
+            path = Path(config.init).expanduser()
+            if not run_folder.is_hugging_face(path):
+                run_folder.checkpoint_of(path, "init")
+            # Else transformers reads the settings
+            elif is_ours(path, config.transformers):
+                read_model(path)
     data = replace(config.data, preferences=config.objective.traits.data)
     # A resumed run has its tokenizer in its own folder
     if config.resume is not None and config.init is not None:
@@ -109,17 +112,6 @@ def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:
     if hub_snapshot.model_name(checkpoint) is None and not run_folder.is_hugging_face(path):
         plugins.check_checkpoint(run_folder.checkpoint_of(path), named)
     return checkpoint
-
-
-def check_init(path: Path, by_transformers: str) -> None:
-    """Raise ValueError or OSError unless `path` is a run with a checkpoint, a checkpoint, or a
-    Hugging Face folder. Its settings are checked here unless transformers reads them, as
-    transformers= says.
-    """
-    if not run_folder.is_hugging_face(path):
-        run_folder.checkpoint_of(path, "init")
-    elif is_ours(path, by_transformers):
-        read_model(path)
 
 
 def is_ours(path: Path, by_transformers: str) -> bool:

@@ -42,11 +42,9 @@ class Rows:
             for row in self.tail.rows():
                 self.before -= 1
                 if self.before < 0:
-                    numbers = {key: x for key, x in row.items() if key not in ("step", SAMPLE)}
-                    yield (
-                        row["step"],
-                        {key: math.nan if x is None else x for key, x in numbers.items()},
-                    )
+                    step = row.pop("step")
+                    row.pop(SAMPLE, None)
+                    yield step, {key: math.nan if x is None else x for key, x in row.items()}
             if "finish" in command:
                 self.exit_code = command["finish"]
                 return
