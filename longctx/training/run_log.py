@@ -145,7 +145,6 @@ def opening(run: Run) -> list[str]:
         device = torch.cuda.get_device_name()
     memory = workload.memory
     moves = memory.offload or memory.optimizer_state == "host"
-    unmoved = "; a CPU moves nothing to host memory" if workload.device == "cpu" and moves else ""
     devices = f"{workload.devices} × {device}" if workload.devices > 1 else device
     added = workload.lora.parameters(workload.model)
     base = f" in {workload.lora.base}" if workload.lora.base else ""
@@ -177,7 +176,9 @@ def opening(run: Run) -> list[str]:
             workload.attention.backend,
             *(f"{key}={value}" for key, value in workload.attention.options.items()),
         ),
-        "memory": f"{workload.memory}{unmoved}",
+        "memory": listed(
+            memory, workload.device == "cpu" and moves and "a CPU moves nothing to host memory"
+        ),
         "data": listed(
             config.data.source,
             documents,

@@ -330,7 +330,7 @@ def test_a_dry_run_is_printed_and_leaves_no_folder(overrides, tmp_path, capsys):
     assert not (tmp_path / "runs").exists() and "a CPU moves nothing" not in printed
     (tmp_path / "runs" / "planned").mkdir(parents=True)
     assert train.main(overrides(dry_run="true", name="planned", memory="long")) == 0
-    assert "memory     long; a CPU moves nothing to host memory\n" in capsys.readouterr().out
+    assert "memory     long, a CPU moves nothing to host memory\n" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_resume_changes_nothing(two_steps, capsys):
