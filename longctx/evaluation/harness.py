@@ -236,14 +236,11 @@ def evaluate_tasks(
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
     assert results is not None
     keys = ("results", "groups", "versions", "n-shot")
-    return {key: _plain(results[key]) for key in keys if key in results}
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as JSON can hold it: numbers of NumPy as Python's, other objects as text."""
-    return json.loads(
-        json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
-    )
+    chosen = {key: results[key] for key in keys if key in results}
+    # JSON holds numbers of NumPy as Python's, and other objects as text
+    text = json.dumps(chosen, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+    plain: dict[str, Any] = json.loads(text)
+    return plain
 
 
 def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:

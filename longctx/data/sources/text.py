@@ -151,8 +151,9 @@ class Text(Source):
         return "" if has_rows else "no file of data.path has rows with fields"
 
     def check_files(self, config: DataConfig) -> None:
-        files = [(name, file) for name, file in _find_all(config) if _is_plain_lines(file)]
-        for name, file in files[:FILES_BEFORE]:
+        plain = [(ending, "") for ending in OF_LINES]
+        files = (found for found in _find_all(config) if _format(found[1]) in plain)
+        for name, file in islice(files, FILES_BEFORE):
             with untrusted.open_file(file) as stream:
                 for _, place, row in islice(_lines(name, file, stream, config), ROWS_BEFORE):
                     if not (config.chat or config.preferences):
@@ -277,10 +278,6 @@ def _format(file: Path) -> tuple[str, str]:
     """Return (format, compression): the endings of the name in lower case, "" for none."""
     compression = file.suffix.lower() if file.suffix.lower() in _COMPRESSIONS else ""
     return Path(file.name[: len(file.name) - len(compression)]).suffix.lower(), compression
-
-
-def _is_plain_lines(file: Path) -> bool:
-    return _format(file) in [(ending, "") for ending in OF_LINES]
 
 
 def _read(
