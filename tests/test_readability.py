@@ -8,7 +8,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 186,
-    "lines": 41417,
+    "lines": 41411,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
