@@ -23,16 +23,20 @@ The sums lie in the order in which products leave them in registers; the last ke
 scales them. The writer also stores dk and dv. One more warp, the producer, loads.
 
 At 128 channels dk and dv take 128 registers of a thread, and with 64 queries s, dp and a part of dq
-32 each. At 64 channels dk and dv take half of that, and 128 queries fit. Shared memory is 192 KiB
-at both, and 160 at 96 channels: two slots of q, do and ds, one of k, v and the parts of dq.
+32 each. At 64 channels dk and dv take half of that, and 128 queries fit. At 96 channels a
+consumer's v fits beside them, and dp need not read it from shared memory, whose traffic is the
+limit there.
+
+Between two walks a consumer would wait for three things: the other consumer, with whose last ds it
+forms dq; the next k and v; the next walk's bounds. So k and v have a second slot, as far as there
+is room, and the bounds are looked up before the last dq.
 
 The sum over key tiles arrives in any order, so dq may differ in its last bits from run to run.
 Ordered, it does not: hopper_order.py.
 
-Buffers in shared memory: qs, dos, lses, deltas (two slots, by step), ks, vs, dss (ds, two slots),
-dq_parts. mbarriers: X_full, X has been written; X_empty, X has been read. More than 196 KiB of
-shared memory, which leaves 28 KiB of L1 cache, made the same code 4 to 7% slower; no config here
-takes it.
+Buffers in shared memory, 226 KiB, or 210 at 96 channels: qs, dos, lses, deltas (two slots, by
+step), ks, vs (slots by walk), dss (ds, two slots), dq_parts. mbarriers: X_full, X has been written;
+X_empty, X has been read.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ from longctx.kernels.attention.hopper_order import (
     query_tile,
     query_tiles,
     release_sent,
+    wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
     ROW_LAYOUT,
@@ -102,22 +107,19 @@ from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, str
 
 
 class Config(NamedTuple):
-    """BM queries and BN keys of a tile, registers of a consumer.
-
-    `fence_last`: a consumer makes its ds visible to matrix products once the next scores are in
-    flight, not before.
-    """
+    """BM queries and BN keys of a tile, registers of a consumer, slots of k and of v."""
 
     BM: int
     BN: int
     registers: int
-    fence_last: bool
+    k_slots: int
+    v_slots: int
 
 
 CONFIGS = {  # by head size; larger ones have none
-    64: Config(128, 128, 240, True),
-    96: Config(64, 128, 240, True),
-    128: Config(64, 128, 240, False),
+    64: Config(128, 128, 240, 2, 2),
+    96: Config(64, 128, 240, 2, 2),
+    128: Config(64, 128, 240, 1, 2),
 }
 
 
@@ -181,6 +183,13 @@ def start_dq(ds, ks, at, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
+def in_registers(xs, LAYOUT: gl.constexpr):
+    """Both parts of xs, as left operands of products with LAYOUT."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    return (xs[0].load(layout), xs[1].load(layout))
+
+
+@gluon.jit
 def own_keys(ks, at, PARTS: gl.constexpr, C: gl.constexpr):
     """All parts of the k of a consumer's keys."""
     result = (ks[0].index(at).slice(C * KEYS, KEYS, dim=0),)
@@ -213,9 +222,9 @@ def rounded(dv, dk, scale, dtype: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def output_buffers(
-    stages, vs, it, D: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr
+    stages, vs, it, v_at, D: gl.constexpr, BM: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr
 ):
-    """Return the buffers from which a consumer's dv and dk leave after `it` steps.
+    """Return the buffers from which a consumer's dv and dk leave after `it` steps; its v is v_at.
 
     Of 64 channels they fit into the place of the next ds, and k and v can be loaded meanwhile.
     Otherwise they take the places of v and of parts of dq: 16 KiB for each consumer, of which the
@@ -225,10 +234,10 @@ def output_buffers(
         dv = (stages[0].index(4 * (it & 1) + C),)
         dk = (stages[0].index(4 * (it & 1) + C + 2),)
     elif PARTS == 1:
-        dv = (vs[0].index(C),)
+        dv = (vs[0].index(v_at),)
         dk = (stages[0].index(C),)
     else:
-        dv = (vs[0].index(C), vs[1].index(C))
+        dv = (vs[0].index(v_at), vs[1].index(v_at))
         dk = (stages[0].index(2 * C), stages[1].index(4 * C + 2))
     return dv, dk
 
@@ -244,6 +253,7 @@ def writer(
     ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Add the parts of dq of consumer C to memory, and store its dk and dv."""
+    V_SLOTS: gl.constexpr = v_empty.shape[0]
     it = 0
     count = 0
     t = pop(queue, count, 1)
@@ -278,13 +288,14 @@ def writer(
         # dk and dv, once per walk
         it += n * GROUP
         bar_sync(OUTPUT_FULL + C, 160)
-        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, PARTS, C)
+        slot = count % V_SLOTS
+        dv_own, dk_own = output_buffers(stages, vs, it, 2 * slot + C, D, BM, PARTS, C)
         store_parts(dv, dv_own, b, n0 + C * KEYS, hk, PARTS)
         store_parts(dk, dk_own, b, n0 + C * KEYS, hk, PARTS)
         tma.store_wait(0)
         mbarrier.arrive(output_empty, count=1)
         if BM < 2 * D:
-            mbarrier.arrive(v_empty, count=1)
+            mbarrier.arrive(v_empty.index(slot), count=1)
         count += 1
         t = pop(queue, count, 1)
 
@@ -299,23 +310,25 @@ def signal_writer(ready, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    s, dk, dv,
-    ks, vs, qs, dos, lses, deltas, dss, dq_part,
-    m0, output_empty, q_full, do_full,
+    s, dk, dv, v_own,
+    buffers, dss, dq_part,
+    m0, output_empty, loaded,
     it, count, zero, x, more,
     qfirst_j, qlast_j, last_first, first_last, scale_log2,
-    D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, FENCE_LAST: gl.constexpr,
-    ONE_IF: gl.constexpr, PINGPONG: gl.constexpr, C: gl.constexpr,
+    PARTS: gl.constexpr, BM: gl.constexpr, ONE_IF: gl.constexpr, PINGPONG: gl.constexpr,
+    FIRST: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Take step x of a walk, one tile of queries: return the next tile's scores, and dk, dv.
 
-    The scores `s` of this tile are there. Meanwhile dq of the tile before is formed, and the writer
-    is told of the one before that. A consumer reports its ds after using both ds of the tile
-    before, so the next ds may take their place.
+    The scores `s` of this tile are there. Meanwhile dq of the tile before, if this is not the
+    FIRST, is formed, and the writer is told of the one before that. A consumer reports its ds after
+    using both ds of the tile before, so the next ds may take their place.
 
-    `ONE_IF`: one `if` around both halves of the mask. `it & zero` is 0, which the compiler does not
-    know: else it would keep the descriptors of k and v in registers, and spill others.
+    `v_own`: v of the consumer's keys, if that is in registers. `ONE_IF`: one `if` around both
+    halves of the mask. `it & zero` is 0, which the compiler does not know: else it would keep the
+    descriptors of k and v in registers, and spill others.
     """
+    qs, ks, vs, dos, lses, deltas = buffers
     dtype: gl.constexpr = qs[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -324,19 +337,20 @@ def step(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=a_layout, k_width=2)
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
     now, after = it & 1, (it + 1) & 1
+    k_at = count % loaded.k_full.shape[0] + (it & zero)
+    if PARTS == 1:
+        v_own = at_index(vs, 2 * (count % loaded.v_full.shape[0]) + C + (it & zero), PARTS)
 
     # mask, if some query of the tile does not see all keys
     if not ONE_IF or (m0 < last_first) | (m0 + BM - 1 > first_last):
         s = mask_scores(s, m0, qfirst_j, qlast_j, m0 < last_first, m0 + BM - 1 > first_last)
 
     # dp = v·doᵀ in flight, p = exp(s - lse)
-    mbarrier.wait(do_full.index(now), (it >> 1) & 1)
-    dp_async = start_scores(at_index(vs, C + (it & zero), PARTS), dos, now, zeros, PARTS)
+    mbarrier.wait(loaded.do_full.index(now), (it >> 1) & 1)
+    dp_async = start_scores(v_own, dos, now, zeros, PARTS)
     p = gl.exp2(s * scale_log2 - lses.index(now).load(s_layout))
-    if not PINGPONG and C == 0:  # noqa: SIM102, the first is known when compiling
-        if x == 0:
-            bar_arrive(TURN + 9, 256)
-    signal_writer(x > 1, C)
+    if not FIRST:
+        signal_writer(x > 1, C)
 
     # dv += p·do, ds = p (dp - delta), dk += ds·q
     p16 = gl.convert_layout(p.to(dtype), p_layout)
@@ -346,25 +360,26 @@ def step(
     dk_async = start_sum(gl.convert_layout(ds, p_layout), qs, now, dk, PARTS)
 
     # ds to shared memory, once the other consumer has used the ds before it
-    if x > 0:
+    if not FIRST:
         bar_sync(DS_FULL + 2 * (1 - C) + after, 256)
     dss.index(now).slice(C * KEYS, KEYS, dim=0).store(ds)
-    if not FENCE_LAST:
-        fence_async_shared()
 
     # dq of the tile before, and the next tile's scores
     if PINGPONG:
+        fence_async_shared()
         bar_sync(TURN + 9 * C, 256)
-    dq_async = start_dq(dss.index(after), ks, it & zero, BM, PARTS, C)
-    dk, dv = finish_sums(dk_async, dv_async, 1, PARTS)
+    if not FIRST:
+        dq_async = start_dq(dss.index(after), ks, k_at, BM, PARTS, C)
+    dk, dv = finish_sums(dk_async, dv_async, 0 if FIRST else 1, PARTS)
     bar_arrive(Q_DO_EMPTY + now, 288)
-    mbarrier.wait(q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
-    s_async = start_scores(own_keys(ks, it & zero, PARTS, C), qs, after, zeros, PARTS)
-    dq = warpgroup_mma_wait(PARTS, deps=(dq_async,))
-    if FENCE_LAST:
+    mbarrier.wait(loaded.q_full.index(after), ((it + 1) >> 1) & 1, pred=more)
+    s_async = start_scores(own_keys(ks, k_at, PARTS, C), qs, after, zeros, PARTS)
+    if not FIRST:
+        dq = warpgroup_mma_wait(PARTS, deps=(dq_async,))
+    if not PINGPONG:  # faster here, once the next scores are in flight
         fence_async_shared()
     bar_arrive(DS_FULL + 2 * C + now, 256)
-    if x > 0:
+    if not FIRST:
         mbarrier.wait(output_empty, (it + count) & 1)
         dq_part.store(register_order(dq))
     s = warpgroup_mma_wait(0, deps=(s_async,))
@@ -380,16 +395,18 @@ def consumer(
     qfirst, qlast, stride_ib, scale, scale_log2,
     Tk, Hq, tiles, heads, l2_heads, zero,
     GROUP: gl.constexpr, D: gl.constexpr, PARTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Consumer C: dk and dv of its 64 keys of each tile, and its part of dq at every step."""
-    qs, ks, vs, dos, lses, deltas = buffers
-    q_full, do_full, k_full, k_empty, v_full, v_empty = loaded
+    qs, ks, vs = buffers.qs, buffers.ks, buffers.vs
+    q_full, _, k_full, k_empty, v_full, v_empty = loaded
     dtype: gl.constexpr = qs[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
     zeros = gl.zeros([KEYS, BM], gl.float32, layout=s_layout)
+    K_SLOTS: gl.constexpr = k_full.shape[0]
+    V_SLOTS: gl.constexpr = v_full.shape[0]
     OUTPUT_IN_DS: gl.constexpr = BM >= 2 * D  # see output_buffers
     # slower at 64 channels, but takes fewer registers
     ONE_IF: gl.constexpr = D > 64 or (ORDERED and GROUP > 1)
@@ -407,72 +424,88 @@ def consumer(
     while t >= 0:
         dk = zero_parts(qs, PARTS)
         dv = zero_parts(qs, PARTS)
-        mbarrier.wait(k_full, count & 1)
-        if n > 0:
+        k_slot, v_slot = count % K_SLOTS, count % V_SLOTS
+        steps = n * GROUP
+        wait_keys(k_full, count)
+        if steps > 0:
             # prologue: the scores of the first tile of queries
             mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
             if not PINGPONG and C == 1:
                 bar_sync(TURN + 9, 256)
             # `& zero`: as in `step`
-            k_own = own_keys(ks, (it if ORDERED or GROUP > 1 else count) & zero, PARTS, C)
-            s_async = start_scores(k_own, qs, it & 1, zeros, PARTS)
-            mbarrier.wait(v_full, count & 1)
+            k_at = k_slot + ((it if ORDERED or GROUP > 1 else count) & zero)
+            s_async = start_scores(own_keys(ks, k_at, PARTS, C), qs, it & 1, zeros, PARTS)
+            wait_keys(v_full, count)
+            v_own = at_index(vs, 2 * v_slot + C, PARTS)
+            if PARTS == 2:
+                v_own = in_registers(v_own, s_layout)
             if OUTPUT_IN_DS:
                 mbarrier.wait(output_empty, (it + count + 1) & 1)
             s = warpgroup_mma_wait(0, deps=(s_async,))
+            if not PINGPONG and C == 0:
+                bar_arrive(TURN + 9, 256)
 
-            # steady state
-            for x in range(n * GROUP):
+            # the first step, then the steady state
+            s, dk, dv = step(
+                s, dk, dv, v_own,
+                buffers, dss, dq_part,
+                m0, output_empty, loaded,
+                it, count, zero, 0, steps > 1,
+                qfirst_j, qlast_j, last_first, first_last, scale_log2,
+                PARTS, BM, ONE_IF, PINGPONG, True, C,
+            )  # fmt: skip
+            it += 1
+            for x in range(1, steps):
+                if x % GROUP == 0:
+                    m0 += gl.where(down, -BM, BM) if DIRECTIONS == 2 else BM
                 s, dk, dv = step(
-                    s, dk, dv,
-                    ks, vs, qs, dos, lses, deltas, dss, dq_part,
-                    m0, output_empty, q_full, do_full,
-                    it, count, zero, x, x + 1 < n * GROUP,
+                    s, dk, dv, v_own,
+                    buffers, dss, dq_part,
+                    m0, output_empty, loaded,
+                    it, count, zero, x, x + 1 < steps,
                     qfirst_j, qlast_j, last_first, first_last, scale_log2,
-                    D, PARTS, BM, FENCE_LAST, ONE_IF, PINGPONG, C,
+                    PARTS, BM, ONE_IF, PINGPONG, False, C,
                 )  # fmt: skip
                 it += 1
-                if (x + 1) % GROUP == 0:
-                    m0 += gl.where(down, -BM, BM) if DIRECTIONS == 2 else BM
-
-            # dq of the last tile
-            signal_writer(n * GROUP > 1, C)
-            bar_sync(DS_FULL + 2 * (1 - C) + ((it - 1) & 1), 256)
-            dq_async = start_dq(
-                dss.index((it + 1) & 1),
-                ks,
-                (count if ORDERED or GROUP > 1 else it) & zero,
-                BM,
-                PARTS,
-                C,
-            )
-            dq = warpgroup_mma_wait(0, deps=(dq_async,))
-            mbarrier.wait(output_empty, (it + count) & 1)
-            dq_part.store(register_order(dq))
-            signal_writer(True, C)
+            signal_writer(steps > 1, C)
         else:
-            mbarrier.wait(v_full, count & 1)
-
-        # epilogue: dk and dv
-        mbarrier.arrive(k_empty, count=1)
+            wait_keys(v_full, count)
         if OUTPUT_IN_DS:
-            mbarrier.arrive(v_empty, count=1)
-        dv_own, dk_own = output_buffers(stages, vs, it, D, BM, PARTS, C)
-        outputs = rounded(dv, dk, scale, dtype, PARTS)
-        mbarrier.wait(output_empty, (it + count + 1) & 1)
-        for i in gl.static_range(PARTS):
-            dv_own[i].store(outputs[2 * i])
-            dk_own[i].store(outputs[2 * i + 1])
-        signal_writer(True, C)
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
 
-        # the next walk's operands are on their way while the output of this one leaves
-        count += 1
-        t = pop(queue, count, 4)
+        # the next walk, which takes a while to look up
+        t = pop(queue, count + 1, 4)
         m0, n, down, qfirst_j, qlast_j, last_first, first_last = consumer_walk(
             gl.maximum(t, 0), qfirst, qlast, stride_ib,
             tiles, Tk, Hq // GROUP, heads, l2_heads,
             BM, BN, ORDERED, DIRECTIONS, C, KEYS, s_layout,
         )  # fmt: skip
+
+        # dq of the last tile
+        if steps > 0:
+            bar_sync(DS_FULL + 2 * (1 - C) + ((it - 1) & 1), 256)
+            k_at = k_slot + ((count if ORDERED or GROUP > 1 else it) & zero)
+            dq_async = start_dq(dss.index((it + 1) & 1), ks, k_at, BM, PARTS, C)
+            dq = warpgroup_mma_wait(0, deps=(dq_async,))
+            mbarrier.arrive(k_empty.index(k_slot), count=1)
+            mbarrier.wait(output_empty, (it + count) & 1)
+            dq_part.store(register_order(dq))
+            signal_writer(True, C)
+        else:
+            mbarrier.arrive(k_empty.index(k_slot), count=1)
+
+        # epilogue: dk and dv
+        dv_own, dk_own = output_buffers(stages, vs, it, 2 * v_slot + C, D, BM, PARTS, C)
+        outputs = rounded(dv, dk, scale, dtype, PARTS)
+        if not OUTPUT_IN_DS:
+            mbarrier.wait(output_empty, (it + count + 1) & 1)
+        for i in gl.static_range(PARTS):
+            dv_own[i].store(outputs[2 * i])
+            dk_own[i].store(outputs[2 * i + 1])
+        if OUTPUT_IN_DS:
+            mbarrier.wait(output_empty, (it + count + 1) & 1)
+        signal_writer(True, C)
+        count += 1
 
 
 @gluon.jit(do_not_specialize=["Tq", "Tk", "Hq", "tiles", "heads", "l2_heads", "zero"])
@@ -486,8 +519,8 @@ def backward_kernel(
     ds_shared: gl.constexpr, row_shared: gl.constexpr,
     q1_shared: gl.constexpr, k1_shared: gl.constexpr, v1_shared: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, D1: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    FENCE_LAST: gl.constexpr, ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    ORDERED: gl.constexpr, DIRECTIONS: gl.constexpr,
+    K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv (B, Tk, Hkv, D) and, added to the zeros in dq, dq without the scale.
 
@@ -502,13 +535,13 @@ def backward_kernel(
     PARTS: gl.constexpr = 1 if D1 == 0 else 2
     qs = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
     dos = (gl.allocate_shared_memory(dtype, [2, BM, D0], q_shared),)
-    ks = (gl.allocate_shared_memory(dtype, [1, BN, D0], k_shared),)
-    vs = (gl.allocate_shared_memory(dtype, [2, KEYS, D0], v_shared),)
+    ks = (gl.allocate_shared_memory(dtype, [K_SLOTS, BN, D0], k_shared),)
+    vs = (gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D0], v_shared),)
     if D1 > 0:
         qs = (qs[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
         dos = (dos[0], gl.allocate_shared_memory(dtype, [2, BM, D1], q1_shared))
-        ks = (ks[0], gl.allocate_shared_memory(dtype, [1, BN, D1], k1_shared))
-        vs = (vs[0], gl.allocate_shared_memory(dtype, [2, KEYS, D1], v1_shared))
+        ks = (ks[0], gl.allocate_shared_memory(dtype, [K_SLOTS, BN, D1], k1_shared))
+        vs = (vs[0], gl.allocate_shared_memory(dtype, [2 * V_SLOTS, KEYS, D1], v1_shared))
     lses = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     deltas = gl.allocate_shared_memory(gl.float32, [2, 1, BM], row_shared)
     dss = gl.allocate_shared_memory(dtype, [2, BN, BM], ds_shared)
@@ -534,7 +567,7 @@ def backward_kernel(
         dq_maps = (dq, dq1)
     # consumers and writers pop the queue
     buffers = Buffers(qs, ks, vs, dos, lses, deltas)
-    loaded, queue = barriers(4)
+    loaded, queue = barriers(4, K_SLOTS, V_SLOTS)
     output_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(output_empty.index(i), count=1)
@@ -547,14 +580,14 @@ def backward_kernel(
             loaded, output_empty.index(0), queue,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 0,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 0,
         )),
         (consumer, (
             buffers, dss, dq_part1, stages,
             loaded, output_empty.index(1), queue,
             qfirst, qlast, stride_ib, scale, scale_log2,
             Tk, Hq, tiles, heads, l2_heads, zero,
-            GROUP, D, PARTS, BM, BN, FENCE_LAST, ORDERED, DIRECTIONS, 1,
+            GROUP, D, PARTS, BM, BN, ORDERED, DIRECTIONS, 1,
         )),
         (producer, (
             maps[0], maps[1], maps[2], maps[3], lse2, delta,
@@ -652,7 +685,8 @@ def constants_of(
         D1=rest,
         BM=c.BM,
         BN=c.BN,
-        FENCE_LAST=c.fence_last,
+        K_SLOTS=c.k_slots,
+        V_SLOTS=c.v_slots,
         REGISTERS=c.registers,
     )
 

@@ -53,6 +53,7 @@ from longctx.kernels.attention.hopper_order import (
     query_tile,
     query_tiles,
     release_sent,
+    wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
     bar_arrive,
@@ -349,8 +350,8 @@ def consumer(
             zero_product(N), zero_product(BOX), zero_product(N),
             zero_product(BOX), zero_product(N), zero_product(BOX),
         )  # fmt: skip
-        mbarrier.wait(k_full, count & 1)
-        mbarrier.wait(v_full, count & 1)
+        wait_keys(k_full, count)
+        wait_keys(v_full, count)
         if n > 0:
             # prologue: s or dp of the first tile of queries
             if C == 0:
@@ -392,8 +393,8 @@ def consumer(
             store_tile(out_map, vs, out, 1.0, b, n0, hk, shared)
         else:
             store_tile(out_map, ks, out, scale, b, n0, hk, shared)
-        mbarrier.arrive(k_empty, count=1)
-        mbarrier.arrive(v_empty, count=1)
+        mbarrier.arrive(k_empty.index(0), count=1)
+        mbarrier.arrive(v_empty.index(0), count=1)
         count += 1
         t = pop(queue, count, 4)
 

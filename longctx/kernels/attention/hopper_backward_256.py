@@ -45,6 +45,7 @@ from longctx.kernels.attention.hopper_order import (
     query_tile,
     query_tiles,
     release_added,
+    wait_keys,
 )
 from longctx.kernels.attention.hopper_primitives import (
     at_index,
@@ -256,8 +257,8 @@ def consumer(
 
         dk = zero_product(OWN_CHANNELS)
         dv = zero_product(OWN_CHANNELS)
-        mbarrier.wait(k_full, count & 1)
-        mbarrier.wait(v_full, count & 1)
+        wait_keys(k_full, count)
+        wait_keys(v_full, count)
         if n > 0:
             # prologue: s or dp of the first tile of queries
             if C == 0:
@@ -321,8 +322,8 @@ def consumer(
         store_part(dv_map, dv_own, b, n0, hk, C * OWN_CHANNELS)
         store_part(dk_map, dk_own, b, n0, hk, C * OWN_CHANNELS)
         tma.store_wait(0)
-        mbarrier.arrive(k_empty, count=1)
-        mbarrier.arrive(v_empty, count=1)
+        mbarrier.arrive(k_empty.index(0), count=1)
+        mbarrier.arrive(v_empty.index(0), count=1)
         count += 1
         t = pop(queue, count, 4)
 

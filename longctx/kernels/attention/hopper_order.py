@@ -169,7 +169,9 @@ class Buffers(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """mbarriers of the producer's loads: written (full), and for k and v also read (empty)."""
+    """mbarriers of the producer's loads, one for each slot: written (full), and for k and v also
+    read (empty).
+    """
 
     q_full: Any
     do_full: Any
@@ -180,25 +182,27 @@ class Loaded(NamedTuple):
 
 
 @gluon.jit
-def barriers(READERS: gl.constexpr):
+def barriers(READERS: gl.constexpr, K_SLOTS: gl.constexpr = 1, V_SLOTS: gl.constexpr = 1):
     """Return the mbarriers of a backward kernel, initialised, and its tile queue of READERS.
 
-    q and do have two slots, k and v one, empty once both consumers have arrived.
+    q and do have two slots; those of k and v are empty once both consumers have arrived.
     """
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_SLOTS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], mbarrier.MBarrierLayout())
     one_int: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], one_int)
     queue_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queue_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
+    for i in gl.static_range(K_SLOTS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+    for i in gl.static_range(V_SLOTS):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(queue_full.index(i), count=1)
         mbarrier.init(queue_empty.index(i), count=READERS)
@@ -209,14 +213,23 @@ def barriers(READERS: gl.constexpr):
 
 
 @gluon.jit
+def wait_keys(full, count):
+    """Wait for the k or v of the count-th tile."""
+    SLOTS: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(count % SLOTS), (count // SLOTS) & 1)
+
+
+@gluon.jit
 def load_keys(x, xs, full, empty, count, b, n0, h, D: gl.constexpr, PARTS: gl.constexpr):
-    """Load a tile of k or v, in one box or one for each consumer, once its place is empty."""
-    BOXES: gl.constexpr = xs[0].shape[0]
+    """Load a tile of k or v, in one box or one for each consumer, once its slot is empty."""
+    SLOTS: gl.constexpr = full.shape[0]
+    BOXES: gl.constexpr = xs[0].shape[0] // SLOTS
     N: gl.constexpr = xs[0].shape[1]
-    mbarrier.wait(empty, (count & 1) ^ 1)
-    mbarrier.expect(full, BOXES * N * D * 2)
+    slot = count % SLOTS
+    mbarrier.wait(empty.index(slot), ((count // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), BOXES * N * D * 2)
     for i in gl.static_range(BOXES):
-        load_parts(x, xs, i, full, b, n0 + i * N, h, PARTS)
+        load_parts(x, xs, slot * BOXES + i, full.index(slot), b, n0 + i * N, h, PARTS)
 
 
 @gluon.jit
