@@ -38,6 +38,9 @@ class Case:
             return Mask.full()
         if self.mask == "causal":
             return Mask.causal(self.window)
+        if self.mask == "first keys":
+            first = torch.zeros(self.B, self.Tq, dtype=torch.long)
+            return Mask.intervals(first, first + self.Tk // 8)
         g = torch.Generator().manual_seed(self.Tq)
         if self.mask == "documents":
             return Mask.documents(

@@ -470,6 +470,8 @@ def consumer(
             signal_writer(steps > 1, C)
         else:
             wait_keys(v_full, count)
+            if OUTPUT_IN_DS:
+                mbarrier.wait(output_empty, (it + count + 1) & 1)
         if OUTPUT_IN_DS:
             mbarrier.arrive(v_empty.index(v_slot), count=1)
 
