@@ -155,8 +155,7 @@ def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
     from longctx.parallel.devices import this_machine
-    from longctx.training.dry_run import dry_run_in_child
-    from longctx.training.longest import MULTIPLE, find
+    from longctx.training.dry_run import MULTIPLE, dry_run_in_child, longest_probed
 
     at, host = fitting.one_row(run.workload), this_machine().host_memory
 
@@ -177,7 +176,7 @@ def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
         return {"tokens": int(options.longest), "how": "given"}
     probes: list[str] = []
     try:
-        tokens = find(at, probe, gpu(), host, probes.append)
+        tokens = longest_probed(at, probe, gpu(), host, probes.append)
     except ValueError as error:
         return {"tokens": predicted(), "how": f"predicted; {error}", "probes": probes}
     how = f"confirmed by {len(probes)} probe{'s' if len(probes) > 1 else ''}"

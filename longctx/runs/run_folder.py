@@ -50,15 +50,11 @@ RESUMABLE = {*KEYS.split(), *SCHEDULE.split()} | {
 DECISIVE = {"attention", "model", "lora", "rope", "objective", "optimizer"}
 NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "runs", "init"}
 NOT_IN_NAMES -= set(SCHEDULE.split())
-# A name has them only if a sweep varies them: they change how the same is computed
-IN_NAMES_IF_VARIED = {"precision", "deterministic", "warmup_steps"}
 
 
-def stem(
-    choices: dict[str, str], seq_len: int, changed: dict[str, str], varied: Collection[str] = ()
-) -> str:
+def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
     """Return the beginning of a new folder's name, such as `tiny-flash-16k-lr0.003`: what differs
-    from the defaults, and the keys `varied` by a sweep.
+    from the defaults.
     """
     length = f"{seq_len // 1024}k" if seq_len % 1024 == 0 else str(seq_len)
     shape = {key for key in changed if key.startswith("model.")}
@@ -67,9 +63,8 @@ def stem(
     if choices["data"] != "embedded":
         parts.append(choices["data"])
     for key, value in changed.items():
-        is_left_out = key.split(".")[0] in IN_NAMES_IF_VARIED or value == "auto"
-        is_left_out = is_left_out or (is_own and key in shape)
-        if key in varied or not (is_left_out or key in NOT_IN_NAMES or key.startswith("data.")):
+        is_left_out = value == "auto" or (is_own and key in shape)
+        if not (is_left_out or key in NOT_IN_NAMES or key.startswith("data.")):
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 

@@ -4,18 +4,22 @@ No corpus, no folder, no log; module, step, optimizer and loader are those of tr
 it is the child process in which a run may use up memory without harm:
 
     python -m longctx.training.dry_run REQUEST OUT      both files of JSON, see `in_child`
+
+seq_len=max tries the longest sequences that the planner predicts to fit the GPU: two steps on
+packed documents of 4,096 tokens. Memory depends on the sequence, so it is that of the run, while
+attention costs little. If several GPUs share sequences or weights, they are only predicted: one GPU
+cannot show it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,10 @@ from longctx.data.rows import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
+from longctx.planner import fitting
+from longctx.planner.hardware import GIB, Chip
+from longctx.planner.peak_memory import predict
+from longctx.planner.workload import Workload
 from longctx.training.batches import StepBatch, read_ahead
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of
@@ -38,6 +46,11 @@ from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import validation_losses
 
 OUT_OF_MEMORY = "out of memory"
+PROBES = 3
+MULTIPLE = 512  # tokens by which lengths are tried
+CLOSE = 0.98  # of the predicted limit: a longer sequence is not worth another probe
+DOCUMENT = 4096  # tokens of a probe's documents
+SECONDS = 1200  # limit of a probe
 
 
 @dataclass
@@ -107,7 +120,7 @@ def dry_run(
     of each step once the device has it. Memory is that of this call on a GPU, of the process on a
     CPU. Running out of memory is an answer, not an error.
     """
-    run = dataclasses.replace(run, max_steps=steps)
+    run = replace(run, max_steps=steps)
     workload = run.workload
     # Memory of an earlier call must not count
     result, laps = DryRun([]), Laps(workload.device == "cuda")
@@ -201,12 +214,108 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
     return lines[-1] if lines else f"exit code {process.returncode}"
 
 
+def longest_of(
+    candidates: Sequence[Callable[[int], Workload]],
+    scheduled: Callable[[Workload], Run],
+    gpu: Chip,
+    host_memory: float,
+    say: Callable[[str], None],
+) -> int:
+    """Return the tokens of the longest sequences that fit in a layout; ValueError if none fit.
+
+    candidates: for each layout, tokens per sequence → its step.
+    """
+    steps = [at(DOCUMENT) for at in candidates]
+    # One GPU cannot show a step whose sequences or weights are shared
+    if any(step.devices > 1 and (step.context > 1 or step.slices > 1) for step in steps):
+        return longest_predicted(candidates, gpu, host_memory, say)
+
+    def probe(workload: Workload) -> DryRun:
+        run = scheduled(workload)
+        # Two micro-batches show what further ones take: gradients add up in place
+        short = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
+        return dry_run_in_child(replace(run, workload=short), 2, DOCUMENT, True, SECONDS)
+
+    return longest_probed(candidates[0], probe, gpu, host_memory, say)
+
+
+def longest_probed(
+    at: Callable[[int], Workload],
+    probe: Callable[[Workload], DryRun],
+    gpu: Chip,
+    host_memory: float,
+    say: Callable[[str], None],
+) -> int:
+    """Return the most tokens per sequence for which `probe` of the step at(tokens) fits; ValueError
+    if none does.
+
+    Each probe tries the limit that the planner predicts, corrected by the memory of the last one.
+    """
+    # NCCL's buffers are outside of torch's allocator
+    nccl = GIB if at(MULTIPLE).devices > 1 else 0
+    room = gpu.usable - nccl
+    longest = 0  # tokens per sequence that a probe confirmed
+    tried: list[int] = []
+    scale = 1.0  # of measured to predicted memory
+    while len(tried) < PROBES:
+        workload = fitting.longest([at], room / scale, host_memory, MULTIPLE)
+        if workload is None or longest >= CLOSE * workload.seq_len:
+            break
+        tried.append(workload.seq_len)
+        # A child process: running out of memory there harms nobody
+        predicted, measured = predict(workload).peak, probe(workload)
+        if measured.failed and not measured.failed.startswith(OUT_OF_MEMORY):
+            raise ValueError(
+                f"seq_len=max: the probe of {workload.seq_len:,} tokens failed: {measured.failed}"
+            )
+        fit = measured.failed is None
+        longest = max(longest, workload.seq_len if fit else 0)
+        peak = measured.memory.get("memory_peak_gib", 0.0) * GIB
+        outcome = f"fit in {peak / GIB:.1f} GiB" if fit else "do not fit"
+        say(
+            f"seq_len=max: {workload.seq_len:,} tokens with memory={workload.memory.policy} "
+            f"{outcome} ({predicted / GIB:.1f} GiB predicted)"
+        )
+        # If memory ran out, the need is not known, but it is more than there is
+        at_least = 1.06 * max(scale, room / scale / predicted)
+        scale = peak / predicted if fit and peak else at_least
+    if not longest:
+        lengths = ", ".join(f"{length:,}" for length in tried) or "none"
+        raise ValueError(
+            f"seq_len=max: no length fits {gpu.memory / GIB:.1f} GiB (tried: {lengths}); use a "
+            "smaller model=, or give a length"
+        )
+    return longest
+
+
+def longest_predicted(
+    candidates: Sequence[Callable[[int], Workload]],
+    gpu: Chip,
+    host_memory: float,
+    say: Callable[[str], None],
+) -> int:
+    """Return the most tokens per sequence that are predicted to fit in one of the `candidates`, a
+    part of the GPU left free; ValueError if none.
+    """
+    workload = fitting.longest(candidates, fitting.room(gpu), host_memory, MULTIPLE)
+    if workload is None:
+        raise ValueError(
+            f"seq_len=max: no length is predicted to fit {gpu.memory / GIB:.1f} GiB; use a smaller "
+            "model=, more devices=, or give a length"
+        )
+    say(
+        f"seq_len=max: {workload.seq_len:,} tokens on {workload.devices} GPUs, predicted to fit "
+        f"with {fitting.LEFT_FREE:.0%} left free, not tried"
+    )
+    return workload.seq_len
+
+
 def main(argv: list[str]) -> None:
     """Answer `dry_run_in_child`, as its child."""
     request: dict[str, Any] = json.loads(Path(argv[0]).read_text())
     plugins.load(request["settings"]["plugins"] or [])  # those that the parent runs
     run = run_of(request.pop("settings"), request.pop("device"))
-    Path(argv[1]).write_text(json.dumps(dataclasses.asdict(dry_run(run, **request))))
+    Path(argv[1]).write_text(json.dumps(asdict(dry_run(run, **request))))
 
 
 if __name__ == "__main__":

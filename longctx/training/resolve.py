@@ -8,7 +8,6 @@ sees the request: it reads the frozen `Run` (run.py).
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,12 +32,11 @@ from longctx.planner import fitting, hardware
 from longctx.planner.hardware import Machine
 from longctx.planner.workload import Measured, Workload, with_vocabulary, workload_of
 from longctx.runs import run_folder
-from longctx.training import compile_ahead, kernel_lock, longest, pretrained, resume
+from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
 from longctx.training.batches import data_config
 from longctx.training.layer_memory import measured_layers
 from longctx.training.memory import check_fits
 from longctx.training.run import Run, scheduled
-from longctx.training.sweep import VARIED_VARIABLE
 from longctx.training.validation import check_validation
 
 SOME_LENGTH = 4096  # tokens, to open the data of seq_len=max before the length is known
@@ -176,7 +174,7 @@ def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
     def at(layout: TrainConfig, seq_len: int) -> Workload:
         return choice.workload(layout, seq_len, tokens)
 
-    return longest.longest_of(
+    return dry_run.longest_of(
         [partial(at, layout) for layout in choice.layouts],
         partial(scheduled, config),
         machine.gpu,
@@ -254,8 +252,7 @@ def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
     preset of each group is in `choices`. A dry run has neither.
     """
     config, workload = run.config, run.workload
-    varied = os.environ.get(VARIED_VARIABLE, "").split(",")
-    stem = run_folder.stem(choices, workload.seq_len, overrides, varied)
+    stem = run_folder.stem(choices, workload.seq_len, overrides)
     if config.dry_run:
         return replace(run, folder=Path(config.runs) / (config.name or stem))
     lock = kernel_lock.of_workload(workload) if config.kernel.lock != "off" else None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
-from longctx import attention, plugins
+from longctx import attention, files, plugins, system, tables
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
 from longctx.planner import step_time
@@ -16,14 +22,80 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
-from longctx.runs import metrics_file
-from longctx.runs.metrics import SAMPLE, duration
+from longctx.runs import metrics, metrics_file
+from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, is_step
+from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
-from longctx.training.console import Display, closing_table, loss_curve
 from longctx.training.context_check import Finding
 from longctx.training.run import Run
 
 FEW_TOKENS = 10_000  # to validate on; the standard error of their mean loss is some 0.03 nats
+
+
+class Display:
+    """Show the rows of a run as they come; print nothing if `silent`."""
+
+    def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
+        self.console = tables.console()
+        self.console.quiet = silent
+        self.steps, self.steps_done = steps, first_step
+        self.bar = Progress(
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            BarColumn(16),
+            # In a narrow terminal they take several lines, and the steps and the time stay whole
+            TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=silent or not self.console.is_terminal,
+        )
+        self.task = self.bar.add_task(
+            "", total=steps, completed=first_step, numbers="first step ..."
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        with self._heard():
+            self.console.print(text, soft_wrap=True)
+
+    def print(self, table: Table) -> None:
+        """Print a table without breaking lines: a path that is broken in two cannot be copied."""
+        width, self.console.width = self.console.width, tables.WIDEST
+        with self._heard():
+            self.console.print(table, soft_wrap=True)
+        self.console.width = width
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Raise SIGHUP if nobody reads stdout any more, as after `| head`: the run saves and ends,
+        as it does if its terminal is gone. Print nothing from then on.
+        """
+        try:
+            yield
+        except BrokenPipeError:
+            self.console.quiet = True
+            files.silence_stdout()
+            signal.raise_signal(signal.SIGHUP)
+
+    def stepped(self, step: int) -> None:
+        """Note that `step` is done."""
+        self.steps_done = step
+        self.bar.update(self.task, completed=step)
+
+    def show(self, row: Row) -> None:
+        """Show a logged row: in the bar, or as a line if the output is no terminal."""
+        if is_step(row) and not self.bar.disable:
+            self.bar.update(self.task, completed=row["step"], numbers=brief(row))
+            return
+        time_left = self.time_left(row)
+        ending = f"  {time_left} left" if time_left else ""
+        self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
+
+    def time_left(self, row: Row) -> str:
+        """Return the time that the steps after `row` take at its pace, empty if it has none."""
+        steps = self.steps - row["step"]
+        if not is_step(row) or not steps or not row.get("ms_per_step"):
+            return ""
+        return metrics.duration(steps * row["ms_per_step"] / 1000)
 
 
 class RunLog(Display):
@@ -80,13 +152,12 @@ class RunLog(Display):
             self._report_copies(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
-        """Print the loss curve, the results and the next commands."""
+        """Print the results and the next commands."""
         if self.tracker is None:
             return
         if stopped_by is not None:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
-        for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
-            self.say(line)
+        self.say("")
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         config = self.run.config
@@ -116,6 +187,69 @@ class RunLog(Display):
         """Print, once, that a copy has failed."""
         if problem := tracker.problem():
             self.say(problem)
+
+
+def brief(row: Row) -> str:
+    """Return a row of metrics.jsonl in one line."""
+    # A window may have no target token: pieces of conversations without an answer
+    has_loss = "loss" in row or "val_loss" in row
+    parts = [
+        "" if is_step(row) else "validation",
+        "" if has_loss else "nothing scored",
+        metrics.line(row, Shown.CONSOLE),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def closing_table(
+    folder: Path,
+    kernels: dict[str, str],
+    finished: bool,
+    steps: int,
+    out_of_patience: bool = False,
+    chat: bool = False,
+    plugins: str = "",
+) -> Table:
+    """Return the results of a run after `steps`, its folder, and the next commands.
+
+    finished: it has done all its steps. out_of_patience: its last validations brought no lower
+    loss. plugins: the argument that names its plugins.
+    """
+    rows = metrics_file.read(folder)
+    numbers = figures(rows)
+    if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
+        numbers.pop("tokens_seen", None)
+        numbers["step"] = steps
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for metric in metrics.shown(Shown.CLOSING):
+        if metric.key in numbers:
+            table.add_row(metric.label, summary(metric, rows, numbers))
+    ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
+    table.add_row("attention", ran or "did not run")
+    table.add_row("run", str(folder))
+    if checkpoints(folder):
+        more = f" max_steps={2 * numbers['step']}" if finished else ""
+        more += " patience=null" if out_of_patience else ""
+        longctx, path = system.typed_command(), shlex.quote(str(folder))
+        path += f" {shlex.quote(plugins)}" if plugins else ""
+        table.add_row("evaluate", f"{longctx} eval {path}")
+        text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
+        table.add_row("write text", f"{longctx} {text}")
+        table.add_row("train on", f"{longctx} resume {path}{more}")
+    return table
+
+
+def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
+    """Return the figure of a whole run; with its first value, if training improves it."""
+    text = metric.text(numbers[metric.key])
+    if metric.of_run == "median":
+        return f"{text} (median)"
+    column = metrics.values(rows, metric.key)
+    if metric.of_run == "last" and metric.better is not None and len(column) > 1:
+        return f"{metric.text(column[0])} → {text}"
+    return text
 
 
 def run_metadata(run: Run) -> dict[str, Any]:

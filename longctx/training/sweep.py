@@ -19,7 +19,6 @@ from longctx import system, tables
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import Shown, figures
 
-VARIED_VARIABLE = "LONGCTX_VARIED"  # the keys in which jobs differ, joined by commas
 RESULT_VARIABLE = "LONGCTX_RESULT"  # the file in which a job leaves the name of its folder
 
 
@@ -46,11 +45,10 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     """
     out = tables.console()
     jobs: list[Job] = []
-    varied = varied_keys(overrides_of_jobs) - {"attention", "model", "data", "seq_len"}
     for number, overrides in enumerate(overrides_of_jobs, start=1):
         title = f"\n[{number}/{len(overrides_of_jobs)}] {' '.join(overrides)}"
         out.print(title, style="bold")
-        jobs.append(_run(overrides, varied))
+        jobs.append(_run(overrides))
         if jobs[-1].code in system.EXIT_CODES:
             break
     out.print()
@@ -63,22 +61,14 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
     return jobs[-1].code if stopped else int(any(job.code for job in jobs))
 
 
-def varied_keys(overrides_of_jobs: list[list[str]]) -> set[str]:
-    """Return the keys in which the jobs differ."""
-    shared = set.intersection(*map(set, overrides_of_jobs))
-    differing = {override for overrides in overrides_of_jobs for override in overrides} - shared
-    return {override.partition("=")[0] for override in differing}
-
-
-def _run(overrides: list[str], varied: set[str]) -> Job:
+def _run(overrides: list[str]) -> Job:
     """Run one job to its end. Pass signals on: the job saves a checkpoint and ends. Ctrl-C also
     reaches it directly, and counts once: see system.TOGETHER.
     """
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "folder"
         command = system.python_command("longctx", "train", *overrides)
-        variables = {RESULT_VARIABLE: str(result), VARIED_VARIABLE: ",".join(sorted(varied))}
-        env = system.child_environment(**variables)
+        env = system.child_environment(**{RESULT_VARIABLE: str(result)})
         end = partial(system.end_with_parent, os.getpid(), signal.SIGTERM)
         process = subprocess.Popen(command, env=env, preexec_fn=end)  # it saves first
 

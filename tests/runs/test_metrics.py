@@ -15,7 +15,7 @@ from longctx.report.run_view import read, watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
-from longctx.training.console import brief, closing_table
+from longctx.training.run_log import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
 from tests.report.run_files import compare
 

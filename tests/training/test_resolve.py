@@ -20,8 +20,8 @@ from longctx.planner.hardware import GIB, Machine
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
-from longctx.training import longest, resolve, resume
-from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
+from longctx.training import resolve, resume
+from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_probed
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
 
@@ -84,8 +84,8 @@ class Card:
 def test_longest_length_is_confirmed_near_the_limit(factor):
     card, lines = Card(factor), list[str]()
     request = requested("memory=balanced")
-    length = longest.find(request, card, GPU, HOST, lines.append)
-    limit = fitting.longest([request], GPU.usable / factor, HOST, longest.MULTIPLE)
+    length = longest_probed(request, card, GPU, HOST, lines.append)
+    limit = fitting.longest([request], GPU.usable / factor, HOST, MULTIPLE)
     assert limit is not None
     assert length in card.probed
     assert len(card.probed) <= 3
@@ -97,14 +97,14 @@ def test_longest_length_is_confirmed_near_the_limit(factor):
 
 def test_no_fitting_length_is_an_error():
     with pytest.raises(ValueError, match="seq_len=max: no length fits"):
-        longest.find(requested(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
+        longest_probed(requested(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
     with pytest.raises(ValueError, match="no length fits"):
-        longest.find(requested(), Card(100.0), GPU, HOST, print)
+        longest_probed(requested(), Card(100.0), GPU, HOST, print)
 
 
 def test_another_failure_of_a_probe_is_an_error():
     with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
-        longest.find(requested(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
+        longest_probed(requested(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
 
 
 def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
@@ -120,7 +120,7 @@ def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[st
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
     monkeypatch.setattr(
-        "longctx.training.longest.dry_run_in_child",
+        "longctx.training.dry_run.dry_run_in_child",
         lambda run, *_: DryRun([1.0], memory={"memory_peak_gib": 0.0}),
     )
     lines: list[str] = []
