@@ -104,7 +104,7 @@ def point(
     case: cards.Case, cap: int, step: Workload, steps: int, end: float, room: Room
 ) -> Row | None:
     """Return prediction and measurement of a step; None if the clock is past `end`."""
-    gib = hardware.CHIPS[cards.CARDS[cap]].memory - OF_CUDA
+    gib = hardware.CHIPS[cards.CARDS[cap]].memory / GIB - OF_CUDA
     training = replace(cards.run_of(case), workload=step, val_rows=1)
     with room.reserved(gib * GIB + CONTEXT):
         began = time.monotonic()

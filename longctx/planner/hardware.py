@@ -8,53 +8,12 @@ import ctypes
 import os
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 GIB = 2**30
 
 
-class Card(NamedTuple):
-    """Figures of a GPU's data sheet."""
-
-    flops: float  # dense bf16 products with fp32 sums, per second
-    bandwidth: float  # bytes per second of its memory
-    # bytes per second sent to other GPUs of its machine, by NVLink or Infinity Fabric if it has
-    # them, else by PCI Express
-    link: float
-    memory: float  # GiB of the usual size, as CUDA reports it: less than the label says
-    # "hopper"; "ampere" for its mma.sync instructions and those of Ada and GeForce; or "other"
-    generation: str = "other"
-    fp8: bool = True  # torch has FP8 matrix products for it, on NVIDIA from sm_89
-
-
-# Words of the device's name → its figures, the most specific name first. From the vendors' data
-# sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
-# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10.
-CHIPS = {
-    "H200 NVL": Card(835e12, 4.8e12, 450e9, 139.8, "hopper"),
-    "H200": Card(989e12, 4.8e12, 450e9, 139.8, "hopper"),
-    "GH200": Card(989e12, 4.0e12, 450e9, 94.5, "hopper"),
-    "H100 NVL": Card(835e12, 3.9e12, 300e9, 93.1, "hopper"),
-    "H100 PCIe": Card(756e12, 2.0e12, 64e9, 79.1, "hopper"),
-    "H100": Card(989e12, 3.35e12, 450e9, 79.1, "hopper"),
-    "H800": Card(989e12, 3.35e12, 200e9, 79.1, "hopper"),
-    "H20": Card(148e12, 4.0e12, 450e9, 95.6, "hopper"),
-    "B200": Card(2250e12, 8.0e12, 900e9, 178.3),
-    "A100 40GB": Card(312e12, 1.555e12, 300e9, 39.4, "ampere", fp8=False),
-    "A100": Card(312e12, 2.0e12, 300e9, 79.1, "ampere", fp8=False),
-    "L40S": Card(362e12, 0.864e12, 32e9, 44.4, "ampere"),
-    "L4": Card(121e12, 0.3e12, 32e9, 22.0, "ampere"),
-    "A10G": Card(70e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
-    "A10": Card(125e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
-    "RTX 3090": Card(71e12, 0.936e12, 32e9, 23.7, "ampere", fp8=False),
-    "RTX 4090": Card(165e12, 1.008e12, 32e9, 23.5, "ampere"),
-    "RTX 5090": Card(209.5e12, 1.792e12, 64e9, 31.4, "ampere"),
-    "RTX PRO 6000": Card(503.8e12, 1.792e12, 64e9, 95.0, "ampere"),
-    "MI300X": Card(1307e12, 5.3e12, 448e9, 191.7, fp8=False),
-    "T4": Card(65e12, 0.32e12, 16e9, 14.6, fp8=False),  # in fp16; it has no bf16
-}
 OTHERS = ("MIG", "LAPTOP", "MOBILE", "MAX")  # parts of a chip, and slower ones with its name
 SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
@@ -83,23 +42,64 @@ CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 @dataclass(frozen=True)
 class Chip:
-    """A GPU and its links; `flops` and `bandwidth` are None if its name is not known. Other fields
-    as in `Card`.
-    """
+    """A GPU and its links; `flops` and `bandwidth` are None if its name is not known."""
 
     name: str
     memory: float  # bytes
-    flops: float | None
-    bandwidth: float | None
+    flops: float | None  # dense bf16 products with fp32 sums, per second
+    bandwidth: float | None  # bytes per second of its memory
     link: float  # bytes per second to GPUs of the same machine
     network: float = NETWORK  # and to those of others
+    # "hopper"; "ampere" for its mma.sync instructions and those of Ada and GeForce; or "other"
     generation: str = "other"
-    fp8: bool = True
+    fp8: bool = True  # torch has FP8 matrix products for it, on NVIDIA from sm_89
 
     @property
     def usable(self) -> float:
         """Return the bytes left for tensors by CUDA's context, libraries and gaps."""
         return 0.985 * self.memory - 0.8 * GIB
+
+
+def card(
+    flops: float,
+    bandwidth: float,
+    link: float,
+    gib: float,
+    generation: str = "other",
+    fp8: bool = True,
+) -> Chip:
+    """Return a GPU by its data sheet. `link` is NVLink or Infinity Fabric if it has them, else PCI
+    Express; `gib` the usual memory, as CUDA reports it: less than the label says.
+    """
+    return Chip("", gib * GIB, flops, bandwidth, REACHED * link, generation=generation, fp8=fp8)
+
+
+# Words of the device's name → its figures, the most specific name first. From the vendors' data
+# sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
+# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10.
+CHIPS = {
+    "H200 NVL": card(835e12, 4.8e12, 450e9, 139.8, "hopper"),
+    "H200": card(989e12, 4.8e12, 450e9, 139.8, "hopper"),
+    "GH200": card(989e12, 4.0e12, 450e9, 94.5, "hopper"),
+    "H100 NVL": card(835e12, 3.9e12, 300e9, 93.1, "hopper"),
+    "H100 PCIe": card(756e12, 2.0e12, 64e9, 79.1, "hopper"),
+    "H100": card(989e12, 3.35e12, 450e9, 79.1, "hopper"),
+    "H800": card(989e12, 3.35e12, 200e9, 79.1, "hopper"),
+    "H20": card(148e12, 4.0e12, 450e9, 95.6, "hopper"),
+    "B200": card(2250e12, 8.0e12, 900e9, 178.3),
+    "A100 40GB": card(312e12, 1.555e12, 300e9, 39.4, "ampere", fp8=False),
+    "A100": card(312e12, 2.0e12, 300e9, 79.1, "ampere", fp8=False),
+    "L40S": card(362e12, 0.864e12, 32e9, 44.4, "ampere"),
+    "L4": card(121e12, 0.3e12, 32e9, 22.0, "ampere"),
+    "A10G": card(70e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
+    "A10": card(125e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
+    "RTX 3090": card(71e12, 0.936e12, 32e9, 23.7, "ampere", fp8=False),
+    "RTX 4090": card(165e12, 1.008e12, 32e9, 23.5, "ampere"),
+    "RTX 5090": card(209.5e12, 1.792e12, 64e9, 31.4, "ampere"),
+    "RTX PRO 6000": card(503.8e12, 1.792e12, 64e9, 95.0, "ampere"),
+    "MI300X": card(1307e12, 5.3e12, 448e9, 191.7, fp8=False),
+    "T4": card(65e12, 0.32e12, 16e9, 14.6, fp8=False),  # in fp16; it has no bf16
+}
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,12 @@ def chip(name: str, memory: float | None = None) -> Chip:
 
     None means the usual memory of the card, which is 0 if the name is not known.
     """
-    # the most specific name comes first
-    card = next((CHIPS[of] for of in CHIPS if is_named(name, of)), None)
-    if card is None:
-        return Chip(name, memory or 0.0, None, None, REACHED * SLOWEST)
-    size, link = card.memory * GIB if memory is None else memory, REACHED * card.link
-    is_other = any(is_named(name, word) for word in OTHERS)
-    flops, bandwidth = (None, None) if is_other else card[:2]
-    return Chip(name, size, flops, bandwidth, link, generation=card.generation, fp8=card.fp8)
+    unknown = Chip("", 0.0, None, None, REACHED * SLOWEST)
+    # The most specific name comes first
+    known = next((CHIPS[of] for of in CHIPS if is_named(name, of)), unknown)
+    if any(is_named(name, word) for word in OTHERS):
+        known = replace(known, flops=None, bandwidth=None)
+    return replace(known, name=name, memory=known.memory if memory is None else memory)
 
 
 def is_named(name: str, of: str) -> bool:

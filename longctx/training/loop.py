@@ -34,7 +34,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     sequences = Sequences(run, data)
     spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
     meter = Meter(run.workload, parallel, spikes, objective.figures)
-    split = StepSplit(parallel.device)
     callbacks = Callbacks([spikes, early_stopping], Parts(run, data, parallel, state, meter, log))
     drops = spikes.drops if run.config.spike == "skip" else None
 
@@ -73,7 +72,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
         # Forward and backward, clipping, update, learning rate
         meter.batch_arrived()
-        split.begin(wanted=run.logs(step))
+        split = StepSplit(parallel.device, measures=run.logs(step))
         batch = batch.to(parallel.device)
         loss = optimizer_step(state, batch, parallel, split.mark, drops)
         meter.add(batch, loss, state.module.taken_figures())

@@ -76,9 +76,12 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
                 f"transformers={config.transformers}: the run of init={init} has decided that; "
                 "leave it out"
             )
-        init, model, tokenizer = read_run(init, folder, vocab_size)
+        file, model = read_run(init, folder, vocab_size)
+        init = str(file)
+        tokenizer = file.resolve().parent.parent
     else:
-        init, model, tokenizer = read_hugging_face(init, folder, vocab_size, config.transformers)
+        model = read_hugging_face(init, folder, vocab_size, config.transformers)
+        tokenizer = folder
         if dropout := dropout_of(folder):
             source += f", without its {dropout}"
     # Weights do not say how their experts were balanced
@@ -87,7 +90,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         model = replace(model, experts=experts)
     if model.transformers:
         source += f", computed by transformers ({LOST})"
-    data = replace(config.data, tokenizer=config.data.tokenizer or tokenizer)
+    data = replace(config.data, tokenizer=config.data.tokenizer or str(tokenizer))
     return Pretrained(replace(config, init=init, data=data), model, name, source)
 
 
@@ -99,8 +102,8 @@ def dropout_of(folder: Path) -> str:
 
 def read_hugging_face(
     init: str, folder: Path, vocab_size: int | None, by_transformers: str
-) -> tuple[str, GPTConfig, str]:
-    """Return init=, the model, and the folder of the tokenizer, after checking the files."""
+) -> GPTConfig:
+    """Return the model of a Hugging Face folder, after checking the files."""
     model = huggingface.read_config(folder, by_transformers)
     if vocab_size is not None:
         if model.transformers:
@@ -113,12 +116,12 @@ def read_hugging_face(
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
-    return init, model, str(folder)
+    return model
 
 
-def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[str, GPTConfig, str]:
-    """Return the checkpoint of a run (its newest one, if none is named), the model, and the folder
-    of the tokenizer. LoRA's additions become part of the weights.
+def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[Path, GPTConfig]:
+    """Return the checkpoint of a run (its newest one, if none is named), and the model. LoRA's
+    additions become part of the weights.
     """
     if vocab_size is not None:
         raise ValueError(
@@ -129,7 +132,7 @@ def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[str, GPTC
     saved = checkpoints.read(file)["longctx"]["config"]
     model = GPTConfig.of_saved(saved["model"])
     model = replace(model, context=max(saved["seq_len"], model.context or 0))
-    return str(file), model, str(file.resolve().parent.parent)
+    return file, model
 
 
 def copy_into(model: GPT, name: str) -> None:

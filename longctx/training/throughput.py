@@ -219,16 +219,11 @@ def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, flo
 
 
 class StepSplit:
-    """Split a step into its parts; `row` returns the milliseconds of each."""
+    """Split a step into its parts, if it `measures`; `row` returns the milliseconds of each."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, measures: bool) -> None:
         self.parts: list[str] = []
-        self.laps: Laps | None = None
-
-    def begin(self, wanted: bool) -> None:
-        """Begin a step, which is measured if `wanted`."""
-        self.parts, self.laps = [], Laps(self.on_gpu) if wanted else None
+        self.laps = Laps(device.type == "cuda") if measures else None
         if self.laps is not None:
             self.laps.begin()
 
@@ -246,5 +241,4 @@ class StepSplit:
         row: dict[str, float] = {}
         for part, ms in zip(self.parts, self.laps.ms() if self.laps else [], strict=True):
             row[f"{part}_ms"] = row.get(f"{part}_ms", 0.0) + ms
-        self.parts, self.laps = [], None
         return row

@@ -100,13 +100,11 @@ def test_mfu_counts_visible_pairs_of_real_tokens(clock):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_parts_are_summed_over_micro_batches(device):
-    split = StepSplit(torch.device(device))
-    split.begin(wanted=True)
+    split = StepSplit(torch.device(device), measures=True)
     for part in ("forward", "backward", "forward", "backward", "optimizer"):
         split.mark(part)
     assert list(split.row()) == ["forward_ms", "backward_ms", "optimizer_ms"]
-    assert split.row() == {}
-    split.begin(wanted=False)
+    split = StepSplit(torch.device(device), measures=False)
     split.mark("forward")
     assert split.row() == {}
 

@@ -79,7 +79,7 @@ register("orpo", PAIRS._replace(loss=partial(found_in, "preferences", "orpo"), k
 WITH_REFERENCE = PAIRS._replace(
     loss=partial(found_in, "preferences", "dpo"),
     keys={"beta": 0.1, "reference": None},
-    prepare=partial(found_in, "reference", "prepare"),
+    prepare=partial(found_in, "preferences", "prepare"),
 )
 register("dpo", WITH_REFERENCE)
 register(
