@@ -63,10 +63,11 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
     Raises ValueError or OSError, one line, if the request cannot be trained.
     """
     machine = this_machine()
+    # torchrun and srun decide the number of processes; devices= may be left out
+    request = request._replace(config=replace(request.config, devices=processes.ranks))
     if request.config.dry_run:
         # Rank 0 decides alone, as in a run
         if number_here() == 0:
-            request = request._replace(config=replace(request.config, devices=processes.ranks))
             run = resolve(request, machine)
             print(*opening(run), *prediction(run, machine), sep="\n")
         return 0
@@ -101,8 +102,6 @@ class LifeCycle:
         locked.
         """
         parallel, is_first = self.parallel, self.parallel.is_first
-        # torchrun and srun decide the number of processes; devices= may be left out
-        request = request._replace(config=replace(request.config, devices=parallel.ranks))
         # A resumed run is locked before its newest checkpoint is read
         if request.config.resume and is_first:
             locks.enter_context(run_folder.locked(Path(request.config.resume)))

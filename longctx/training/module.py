@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from longctx.model import GPT, fp8, lora
 from longctx.model.gpt import build
@@ -28,18 +28,11 @@ from longctx.training.run import Run
 Mark = Callable[[str], None]  # called with the part of a step that has been queued
 
 
-class LearningRate(LRScheduler):
+def learning_rate(optimizer: Optimizer, run: Run) -> LambdaLR:
     """Set the rate of the schedule in every parameter group, from the run's next step on."""
-
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self.run = run
-        for group in optimizer.param_groups:
-            group["initial_lr"] = run.lr
-        super().__init__(optimizer, last_epoch=run.steps_done - 1)
-
-    def get_lr(self) -> list[float | Tensor]:
-        rate = self.run.schedule.rate(self.last_epoch)
-        return [rate for _ in self.optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 1.0  # by which torch multiplies the rate
+    return LambdaLR(optimizer, run.schedule.rate, last_epoch=run.steps_done - 1)
 
 
 def clip_gradients(optimizer: Optimizer, max_norm: float | None) -> Tensor:
@@ -108,7 +101,7 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizers.build(self.model, self.run)
-        scheduler = LearningRate(optimizer, self.run)
+        scheduler = learning_rate(optimizer, self.run)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from longctx.model import fp8
 from longctx.parallel import sharding
@@ -17,7 +18,7 @@ from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.training.batches import StepBatch
 from longctx.training.cuda_graphs import StepGraphs
-from longctx.training.module import LearningRate, Mark, StepParts, TrainingModule
+from longctx.training.module import Mark, StepParts, TrainingModule, learning_rate
 from longctx.training.run import Run
 
 # torch warns of a dropped step, whose learning rate is passed over on purpose
@@ -80,7 +81,7 @@ class TrainState:
         self.module.model.share_rows(parallel.context)
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
-        self.scheduler: LearningRate = configured["lr_scheduler"]["scheduler"]
+        self.scheduler: LambdaLR = configured["lr_scheduler"]["scheduler"]
         parts = StepGraphs if run.workload.captured else StepParts
         self.parts = parts(self.module, parallel.prepare(self.module), self.optimizer, parallel)
 
@@ -118,7 +119,7 @@ class TrainState:
         if isinstance(self.optimizer, torch.optim.AdamW):
             state["param_groups"] = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state)
-        self.scheduler = LearningRate(self.optimizer, self.run)
+        self.scheduler = learning_rate(self.optimizer, self.run)
 
 
 def require_finite(name: str, value: float, step: int, run: Run) -> None:
