@@ -124,19 +124,14 @@ def longest(
         unit = lcm(multiple, at(multiple).context)
         low, high = 0 if best is None else best.seq_len // unit, limit // unit
         # Most candidates are no longer: one unit more is tried first
-        if low == high or not is_possible(at((low + 1) * unit), gpu, host):
+        if low == high or first_that_fits(at((low + 1) * unit), gpu, host) is None:
             continue
         while low < high:
             middle = (low + high + 1) // 2
-            does_fit = is_possible(at(middle * unit), gpu, host)
+            does_fit = first_that_fits(at(middle * unit), gpu, host) is not None
             low, high = (middle, high) if does_fit else (low, middle - 1)
         best = first_that_fits(at(low * unit), gpu, host)
     return best
-
-
-def is_possible(workload: Workload, gpu: float, host: float) -> bool:
-    """Return True if `workload` fits with any of its policies; the smallest is the last."""
-    return any(fits(chosen, gpu, host) for chosen in reversed(policies(workload)))
 
 
 def one_row(workload: Workload) -> Callable[[int], Workload]:

@@ -33,10 +33,11 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig], measured: Mea
     chip, host, of_host = machine(options, request.devices)
     if not chip.fp8 and request.precision == "fp8":
         raise ValueError(hardware.without_fp8(chip.name))
+    merge = request.batch_size is None and request.accumulate is None
     steps = [
         (backend, step)
         for backend, of_backend in requests.items()
-        for step in each_policy(of_backend, chip, host, per_machine, measured)
+        for step in each_policy(each_layout(of_backend, per_machine, measured), chip, host, merge)
     ]
     _, first = steps[0]
     print_machine(first, chip, host, of_host)
@@ -76,15 +77,8 @@ def each_layout(
     ]
 
 
-def each_policy(
-    request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
-) -> list[Workload]:
-    """Return the step of `request` on a GPU with each policy that it allows.
-
-    The layout is the one of a run.
-    """
-    merge = request.batch_size is None and request.accumulate is None
-    steps = each_layout(request, per_machine, measured)
+def each_policy(steps: Sequence[Workload], chip: Chip, host: float, merge: bool) -> list[Workload]:
+    """Return the step in a run's layout, of those of `steps`, with each policy that it allows."""
     chosen, _ = fitting.choose_layout(steps, chip, host, merge)
     in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
     return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]

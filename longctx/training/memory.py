@@ -92,7 +92,10 @@ def predicted_gib(run: Run) -> float:
     expected = predict(run.workload)
     if run.workload.device == "cuda":
         return expected.peak / GIB
-    copy = expected.saved if run.saves_between(run.steps_done) else 0.0
+    # The last checkpoint is written without a copy
+    next_save = (run.steps_done // run.config.checkpoint_every + 1) * run.config.checkpoint_every
+    copies = run.config.keep_best or next_save < run.max_steps
+    copy = expected.saved if copies else 0.0
     return (resident() + expected.peak - expected.gpu[PARAMETERS] + copy) / GIB
 
 

@@ -74,7 +74,7 @@ def continued(run: Run) -> Run:
             "max_steps="
         )
     before = run_of(about["config"], run.workload.device).schedule
-    check_rates(run, before, steps_done)
+    rate_note = changed_rate(run, before, steps_done)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
     lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
@@ -86,27 +86,25 @@ def continued(run: Run) -> Run:
         model_source="",
         kernel_lock=lock,
         lock_note=note or "",
-        rate_note=changed_rate(before, run.schedule, steps_done),
+        rate_note=rate_note,
     )
 
 
-def changed_rate(before: Schedule, now: Schedule, steps_done: int) -> str:
-    """Return a line about the next step's rate if another schedule or end has changed it."""
+def changed_rate(run: Run, before: Schedule, steps_done: int) -> str:
+    """Return a line about the next step's rate if another schedule or end has changed it; raise
+    ValueError if the rate of `run` falls in its steps done, in which it did not.
+    """
+    now, stable = run.schedule, run.schedule.stable_steps()
+    if stable < min(steps_done, before.stable_steps()):
+        raise ValueError(
+            f"resume={run.config.resume}: lr_schedule={run.config.lr_schedule} would have "
+            f"begun to fall after step {stable:,}, but the run has {steps_done:,} at its peak; to "
+            f"begin here, give lr_schedule=wsd lr_decay_from={steps_done}"
+        )
     if now.rate(steps_done) == before.rate(steps_done):
         return ""
     rates = f"{before.rate(steps_done - 1):.3g} until now, {now.rate(steps_done):.3g} in the next"
     return f"{rates} step: max_steps or lr_schedule has changed"
-
-
-def check_rates(run: Run, before: Schedule, steps_done: int) -> None:
-    """Raise ValueError if the rate of `run` falls in its steps done, in which it did not."""
-    folder, stable = run.config.resume, run.schedule.stable_steps()
-    if stable < min(steps_done, before.stable_steps()):
-        raise ValueError(
-            f"resume={folder}: lr_schedule={run.config.lr_schedule} would have begun to fall after "
-            f"step {stable:,}, but the run has {steps_done:,} at its peak; to begin here, give "
-            f"lr_schedule=wsd lr_decay_from={steps_done}"
-        )
 
 
 def newest_intact(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:

@@ -61,11 +61,6 @@ class Run:
         every = step % self.config.log_every and step % self.val_every
         return step in (1, self.max_steps) or not every
 
-    def saves_between(self, step: int) -> bool:
-        """Return True if a checkpoint is written after `step` and before the last one."""
-        every = self.config.checkpoint_every
-        return self.config.keep_best or (step // every + 1) * every < self.max_steps
-
     def settings(self) -> dict[str, Any]:
         """Return every key of the configuration as decided, for config.yaml."""
         workload = self.workload

@@ -287,9 +287,6 @@ def opening(run: Run) -> list[str]:
     documents = count_of(counts["documents"], "document")
     documents += f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
-    has_own_length = config.max_steps is not None or config.max_tokens is not None
-    is_short = workload.device == "cpu" and workload.seq_len <= 1024
-    is_default_on_cpu = is_short and not has_own_length and not run.steps_done
     # CUDA graphs are explained only if the GPU would have gained by them
     reason = workload.not_captured if workload.graphs == "auto" and workload.is_host_bound else None
     # A line is left out if its text is empty
@@ -327,7 +324,6 @@ def opening(run: Run) -> list[str]:
             f"{run.max_steps:,} steps",
             f"{run.max_steps * workload.tokens_per_step:,} tokens",
             stages and f"first {listed(*stages)} tokens per sequence",
-            is_default_on_cpu and "under 5 minutes on most CPUs; max_steps= sets more",
         ),
         "lr": run.rate_note,
         "graphs": f"off: {reason}" if reason else "",
