@@ -89,7 +89,7 @@ def identify(
 
 
 def show(options: ShowOptions) -> None:
-    """Print the lock of attention=flash here as JSON, with launch configs, self-test and seconds.
+    """Print the lock of attention=flash here as JSON, with self-test, seconds and launch configs.
 
     Raises ValueError if the kernel cannot run here or fails its self-test.
     """
@@ -101,17 +101,12 @@ def show(options: ShowOptions) -> None:
     lock = identify(chosen, device, dtype, options.head_size, 1, options.seq_len)
     is_tested = lock["kernel"].startswith("triton") and on_gpu
     like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
-    described = {
-        "backend": "flash",
-        "kernel": lock["kernel"],
+    lock |= {
         "self_test": "passed" if is_tested else "not needed",
         "seconds": round(time.perf_counter() - started, 3),
         "launch": launch.configs_of(lock["kernel"], like, options.seq_len),
-        "machine": lock["machine"],
-        "fingerprint": lock["fingerprint"],
-        "sources": lock.get("sources", {}),
     }
-    print(json.dumps(described, indent=1))
+    print(json.dumps(lock, indent=1))
 
 
 def held(
