@@ -168,7 +168,7 @@ def check_device(config: TrainConfig | EvalConfig) -> None:
     """
     if config.device != "cpu" and hardware.may_be_here():
         return
-    hardware.Machine(0, None, False, 0.0).device_for(config.device, config.precision)
+    hardware.Machine(0, None, 0.0).device_for(config.device, config.precision)
     config.attention.check_without_gpu()
     if config.seq_len == "max":
         raise ValueError(hardware.NO_LONGEST)

@@ -30,12 +30,12 @@ def this_machine() -> Machine:
     """Return the machine as torch sees it from this process."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
-        return Machine(0, None, False, hardware.host_memory())
+        return Machine(0, None, hardware.host_memory())
     eight_bits = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = hardware.chip(properties.name, float(properties.total_memory))
-    bf16 = torch.cuda.is_bf16_supported()
-    return Machine(gpus, gpu, bf16, hardware.host_memory(), fp8=eight_bits)
+    gpu = replace(gpu, fp8=eight_bits, bf16=torch.cuda.is_bf16_supported())
+    return Machine(gpus, gpu, hardware.host_memory())
 
 
 def dtype_of(precision: str) -> torch.dtype:

@@ -53,6 +53,7 @@ class Chip:
     # "hopper"; "ampere" for its mma.sync instructions and those of Ada and GeForce; or "other"
     generation: str = "other"
     fp8: bool = True  # torch has FP8 matrix products for it, on NVIDIA from sm_89
+    bf16: bool = True  # as torch finds it
 
     @property
     def usable(self) -> float:
@@ -108,25 +109,22 @@ class Machine:
 
     gpus: int  # that torch can use
     gpu: Chip | None  # the first of them, or this process's own
-    bf16: bool  # whether that GPU computes in bf16
     host_memory: float  # bytes
-    fp8: bool = False  # whether that GPU has FP8 matrix products
 
     def device_for(self, device: str, precision: str) -> str:
         """Return "cuda" or "cpu" for device= and precision=; ValueError if a GPU is asked for and
         missing, or cannot compute so.
         """
-        name = self.gpu.name if self.gpu else "this GPU"
-        if device == "cuda" and not self.gpus:
+        if device == "cuda" and self.gpu is None:
             raise ValueError(NO_GPU)
-        if device == "cpu" or not self.gpus:
+        if device == "cpu" or self.gpu is None:
             if precision == "fp8":
                 raise ValueError(without_fp8("a CPU"))
             return "cpu"
-        if not self.bf16 and precision in ("auto", "bf16"):
-            raise ValueError(f"precision=bf16: {name} has no bf16; use precision=fp32")
-        if precision == "fp8" and not self.fp8:
-            raise ValueError(without_fp8(name))
+        if not self.gpu.bf16 and precision in ("auto", "bf16"):
+            raise ValueError(f"precision=bf16: {self.gpu.name} has no bf16; use precision=fp32")
+        if precision == "fp8" and not self.gpu.fp8:
+            raise ValueError(without_fp8(self.gpu.name))
         return "cuda"
 
 

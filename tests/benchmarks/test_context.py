@@ -27,7 +27,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
     memory.
     """
     chip = hardware.chip("NVIDIA H200", 139.8 * GIB)
-    machine = hardware.Machine(1, chip, True, 2048 * GIB)
+    machine = hardware.Machine(1, chip, 2048 * GIB)
 
     def in_child(run, steps, document, validate, seconds):
         work = run.workload

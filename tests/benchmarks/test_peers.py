@@ -153,7 +153,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         step = {"ms": [100.0] * request["timed"], "failed": None, "attention": "made up"}
         return step | {"parameters": 1_235_814_400}
 
-    machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 2048 * GIB)
+    machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 2048 * GIB)
     monkeypatch.setattr(devices, "this_machine", lambda: machine)
     monkeypatch.setattr(dry_run, "in_child", in_child)
     monkeypatch.setattr(peers, "version", lambda package: "1.0")

@@ -32,7 +32,7 @@ def evaluation(lengths: list[int] | None = None, kind: str = "ruler", **keys: An
 def strategy_of(config: EvalConfig) -> str:
     """The strategy on devices with 80 GiB for tensors."""
     gpu = Chip("H100", 80.8 / 0.985 * GIB, None, None, 0.0)
-    machine = Machine(config.devices, gpu, True, 2.0**40)
+    machine = Machine(config.devices, gpu, 2.0**40)
     return choose_strategy(config, LARGE, torch.bfloat16, forward_of(config), machine, "cuda")
 
 

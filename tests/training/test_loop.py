@@ -140,7 +140,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
     assert train.main(command) == 0
     request = cli.compose("train", command)
     request = request._replace(config=replace(request.config, name="stock"))
-    run = resolve.resolve(request, Machine(0, None, False, 2.0**40))
+    run = resolve.resolve(request, Machine(0, None, 2.0**40))
     assert run.data is not None
     parallel = Parallel(run.config, "cpu")
     batches = step_batches(run, Sequences(run, run.data), parallel)

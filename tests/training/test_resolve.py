@@ -25,9 +25,10 @@ from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_pr
 from longctx.training.memory import check_fits
 from longctx.training.run import Run
 
-H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), True, 128 * GIB)
-L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), True, 64 * GIB)
-CPU = Machine(0, None, False, 16 * GIB)
+H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 128 * GIB)
+OLD = Machine(1, replace(hardware.chip("NVIDIA H200"), bf16=False, fp8=False), 128 * GIB)
+L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), 64 * GIB)
+CPU = Machine(0, None, 16 * GIB)
 
 
 def decided(config: object, gpu: hardware.Chip) -> Workload:
@@ -137,9 +138,9 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
         (["device=auto"], H200, "cuda"),
         (["device=cpu"], H200, "cpu"),
         (["device=cuda"], CPU, "device=cuda: torch finds no GPU"),
-        (["precision=bf16"], replace(H200, bf16=False), "precision=bf16: NVIDIA H200 has no bf16"),
-        (["precision=fp8"], replace(H200, fp8=True), "cuda"),
-        (["precision=fp8"], H200, "precision=fp8: NVIDIA H200 has no FP8 matrix"),
+        (["precision=bf16"], OLD, "precision=bf16: NVIDIA H200 has no bf16"),
+        (["precision=fp8"], H200, "cuda"),
+        (["precision=fp8"], OLD, "precision=fp8: NVIDIA H200 has no FP8 matrix"),
         (["precision=fp8"], CPU, "precision=fp8: a CPU has no FP8 matrix"),
     ],
 )
