@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,11 +24,16 @@ from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, is_step
+from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.training.context_check import Finding
 from longctx.training.run import Run
+
+WIDTH, HEIGHT = 60, 8  # characters of the loss curve, each of 2 x 4 dots
+FEWEST_POINTS = 4  # that show a curve
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character
+BLANK = 0x2800
 
 FEW_TOKENS = 10_000  # to validate on; the standard error of their mean loss is some 0.03 nats
 
@@ -152,12 +158,13 @@ class RunLog(Display):
             self._report_copies(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
-        """Print the results and the next commands."""
+        """Print the loss curve, the results and the next commands."""
         if self.tracker is None:
             return
         if stopped_by is not None:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
-        self.say("")
+        for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
+            self.say(line)
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         config = self.run.config
@@ -250,6 +257,38 @@ def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
     if metric.of_run == "last" and metric.better is not None and len(column) > 1:
         return f"{metric.text(column[0])} → {text}"
     return text
+
+
+def loss_curve(rows: Sequence[Row]) -> list[str]:
+    """Return lines that show the loss over the steps of `rows`; none if there is no curve yet."""
+    points = [
+        (row["step"], row["loss"]) for row in rows if is_step(row) and finite([row.get("loss")])
+    ]
+    if len(points) < FEWEST_POINTS:
+        return []
+    steps, losses = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    low, high = losses.min(), losses.max()
+    # The height of the curve in each column of dots, interpolated between the steps
+    columns = np.arange(2 * WIDTH)
+    along = np.interp(columns, np.linspace(0, 2 * WIDTH - 1, 2), [steps[0], steps[-1]])
+    heights = (high - np.interp(along, steps, losses)) / max(high - low, 1e-9)
+    dots = np.rint(heights * (4 * HEIGHT - 1)).astype(int)
+    canvas = np.full((HEIGHT, WIDTH), BLANK)
+    for column, dot in zip(columns.tolist(), dots.tolist(), strict=True):
+        canvas[dot // 4, column // 2] |= DOTS[column % 2][dot % 4]
+    # The largest loss at the top, the smallest at the bottom, the steps below
+    labels = [f"{high:.2f}", *[""] * (HEIGHT - 2), f"{low:.2f}"]
+    margin = max(map(len, labels))
+    first, last = f"{int(steps[0]):,}", f"step {int(steps[-1]):,}"
+    return [
+        f"{'loss':>{margin}}",
+        *(
+            f"{label:>{margin}} │{''.join(map(chr, line))}"
+            for label, line in zip(labels, canvas.tolist(), strict=True)
+        ),
+        f"{'':>{margin}} └{'─' * WIDTH}",
+        f"{'':>{margin}}  {first}{last:>{WIDTH - len(first)}}",
+    ]
 
 
 def run_metadata(run: Run) -> dict[str, Any]:

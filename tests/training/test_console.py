@@ -14,6 +14,7 @@ from longctx.training.run_log import (
     Display,
     brief,
     closing_table,
+    loss_curve,
     validated_documents,
     warnings,
 )
@@ -156,3 +157,16 @@ def test_a_run_stopped_between_rows_has_its_steps(tmp_path):
     (line,) = (line for line in text.splitlines() if line.startswith("steps"))
     assert line.split() == ["steps", "12"]
     assert "810" not in text  # tokens after step 9
+
+
+def test_a_curve_goes_from_the_first_loss_to_the_last():
+    rows = [{"step": n, "loss": 8 - n / 10, "ms_per_step": 1.0} for n in range(3, 40, 2)]
+    lines = loss_curve([*rows, {"step": 39, "val_loss": 99.0}])
+    top, bottom = lines[1], lines[-3]
+    assert top.startswith("7.70 │") and bottom.startswith("4.10 │")
+    assert lines[-1].split() == ["3", "step", "39"]
+    drawn = [[letter != "\u2800" for letter in line.partition("│")[2]] for line in lines[1:-2]]
+    assert all(any(column) for column in zip(*drawn, strict=True)), "no gap"
+    first, last = ([line[at] for line in drawn].index(True) for at in (0, -1))
+    assert (first, last) == (0, len(drawn) - 1)
+    assert len(set(map(len, lines[1:-2]))) == 1

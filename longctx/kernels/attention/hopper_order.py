@@ -185,7 +185,8 @@ class Loaded(NamedTuple):
 def barriers(READERS: gl.constexpr, K_SLOTS: gl.constexpr = 1, V_SLOTS: gl.constexpr = 1):
     """Return the mbarriers of a backward kernel, initialised, and its tile queue of READERS.
 
-    q and do have two slots; those of k and v are empty once both consumers have arrived.
+    q and do have two slots. A slot of k or v is empty after two arrivals: of both consumers, or of
+    both writers if dv leaves from there.
     """
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
