@@ -195,10 +195,10 @@ class ContextConfig:
         "some heads | allgather: its own queries of all heads, and all keys",
         choices=("auto", "ulysses", "allgather"),
     )
-    check: bool = key(
-        False,
+    check: bool | None = key(
+        None,
         "before the run, at a small size: test for leaks between documents, and loss and gradients "
-        "against one device",
+        "against one device; null: true if devices share sequences and the run has plugins",
     )
 
     def check_degree(self, devices: int) -> None:

@@ -78,7 +78,7 @@ def each_layout(
 
 
 def each_policy(steps: Sequence[Workload], chip: Chip, host: float, merge: bool) -> list[Workload]:
-    """Return the step in a run's layout, of those of `steps`, with each policy that it allows."""
+    """Return the step in a run's layout, one of `steps`, with each policy that it allows."""
     chosen, _ = fitting.choose_layout(steps, chip, host, merge)
     in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
     return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]

@@ -303,10 +303,14 @@ def failed(run: Run, problem: str) -> CheckFailed:
     """Return the error, with the layout of the run and a remedy."""
     workload = run.workload
     shared = f" context.method={workload.context_method}" if workload.context > 1 else ""
+    of_plugin = ""
+    if run.config.plugins:
+        of_plugin = "; a plugin's loss from logits is divided by model.context.ranks.count"
     return CheckFailed(
         f"context.check=true: {problem} (strategy={workload.strategy} context={workload.context}"
         f"{shared} attention={workload.attention.backend} memory={workload.memory.policy}); "
         "nothing was trained: try another context.method or attention, or fewer devices"
+        f"{of_plugin}"
     )
 
 

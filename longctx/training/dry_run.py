@@ -313,7 +313,7 @@ def longest_predicted(
 def main(argv: list[str]) -> None:
     """Answer `dry_run_in_child`, as its child."""
     request: dict[str, Any] = json.loads(Path(argv[0]).read_text())
-    plugins.load(request["settings"]["plugins"] or [])  # those that the parent runs
+    plugins.load(request["settings"]["plugins"] or [])  # as the parent did
     run = run_of(request.pop("settings"), request.pop("device"))
     Path(argv[1]).write_text(json.dumps(asdict(dry_run(run, **request))))
 

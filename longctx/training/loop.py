@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Saver) -> None:
     """Train every step of `run`: forward and backward, clip, update, log, validate, save, stop."""
     data = shared_data(run, parallel)
-    if run.config.context.check:
+    # A plugin may count on whole sequences, such as an objective that takes logits
+    may_err = bool(run.config.plugins) and parallel.context.ranks.count > 1
+    if run.config.context.check or (may_err and run.config.context.check is None):
         log.checked(context_check.compare_with_one(run, data, parallel))
     objective, state = run.config.objective.traits, TrainState(run, parallel)
     if objective.prepare is not None:

@@ -11,7 +11,7 @@ import pytest
 import train
 from longctx.runs import metrics_file
 from tests.processes import finished, run_on
-from tests.training.test_devices import close, run
+from tests.training.test_devices import ROOT, close, run
 
 SCRIPT = Path(__file__).with_name("checked_layouts.py")
 SHAPE: dict[str, Any] = {"model.layers": 2, "seq_len": 120, "accumulate": 1}
@@ -49,6 +49,26 @@ def test_a_run_that_fails_the_check_does_not_begin(overrides, tmp_path):
     assert "Traceback" not in process.stderr
     # nobody is left that could hold its output open, or `finished` would have waited
     assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["", " / model.context.ranks.count"])
+def test_a_plugin_that_shares_sequences_is_checked(share, overrides, tmp_path):
+    """Its objective takes logits, which every rank has of whole sequences."""
+    (tmp_path / "mine.py").write_text(f"""
+from torch.nn.functional import cross_entropy
+from longctx.training.objectives import Objective, cross_entropy_of_each, perplexity, register
+
+def loss(model, batch, keys):
+    logits = model(batch.tokens, mask=batch.mask).flatten(0, 1).float()
+    return cross_entropy(logits, batch.targets.flatten(), reduction="sum") * batch.weight{share}
+
+register("mine", Objective(loss, cross_entropy_of_each, perplexity))
+""")
+    mine = [f"plugins=[{tmp_path}/mine.py]", "objective=mine"]
+    process = finished(ROOT / "train.py", [*overrides(name="r", **SHARED), *mine], tmp_path)
+    found = "error: context.check=true: the gradient of " in process.stderr
+    assert (process.returncode, found) == ((0, False) if share else (1, True)), process.stderr
 
 
 # fault → what else the run has, what the check names
