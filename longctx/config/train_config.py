@@ -326,7 +326,8 @@ class TrainConfig(Group):
     def _check_schedules(self) -> None:
         """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""
         self._check_lengths()
-        values = {name: getattr(self, name) for name in keys_of_schedules()}
+        known = keys_of_schedules()
+        values = {name: value for name, value in vars(self).items() if name in known}
         own = SCHEDULES[self.lr_schedule].keys
         check_own(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:

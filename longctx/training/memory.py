@@ -85,9 +85,9 @@ def explain(workload: Workload, steps_done: int, machine: Machine) -> str:
     )
 
 
-def predicted_gib(run: Run) -> float:
-    """Return the predicted peak of a GPU; on a CPU of this process, which has the model already and
-    copies its checkpoints.
+def predicted_gib(run: Run, has_model: bool = True) -> float:
+    """Return the predicted peak of a GPU; on a CPU of this process, which copies its checkpoints,
+    and has the model already or not.
     """
     expected = predict(run.workload)
     if run.workload.device == "cuda":
@@ -96,7 +96,8 @@ def predicted_gib(run: Run) -> float:
     next_save = (run.steps_done // run.config.checkpoint_every + 1) * run.config.checkpoint_every
     copies = run.config.keep_best or next_save < run.max_steps
     copy = expected.saved if copies else 0.0
-    return (resident() + expected.peak - expected.gpu[PARAMETERS] + copy) / GIB
+    counted_twice = expected.gpu[PARAMETERS] if has_model else 0.0
+    return (resident() + expected.peak - counted_twice + copy) / GIB
 
 
 def measured(device: torch.device) -> dict[str, float]:

@@ -28,6 +28,7 @@ from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, 
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.training.context_check import Finding
+from longctx.training.memory import predicted_gib
 from longctx.training.run import Run
 
 WIDTH, HEIGHT = 60, 8  # characters of the loss curve, each of 2 x 4 dots
@@ -374,11 +375,11 @@ def opening(run: Run) -> list[str]:
 
 def prediction(run: Run, machine: Machine) -> list[str]:
     """Return lines with the predicted memory and, on a known GPU, the time of a run."""
-    workload, peak = run.workload, predict(run.workload).peak
+    workload, peak = run.workload, predicted_gib(run, has_model=False)
     has_gpu = workload.device == "cuda" and machine.gpu is not None
-    total = machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory
+    total = (machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory) / GIB
     advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
-    lines = [f"predicted  {peak / GIB:.2f} of {total / GIB:.1f} GiB of memory{advice}"]
+    lines = [f"predicted  {peak:.2f} of {total:.1f} GiB of memory{advice}"]
     step = step_time.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
     if step is not None:
         whole = duration((run.max_steps - run.steps_done) * step.total)

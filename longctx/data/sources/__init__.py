@@ -70,6 +70,14 @@ class Shard(NamedTuple):
     name: str
     read: Callable[[], Iterator[Document]]
 
+    def documents(self) -> Iterator[Document]:
+        """Read the documents; ValueError for a text that a source of the user's own lacks."""
+        for document in self.read():
+            if not isinstance(document.text, str):
+                kind = type(document.text).__name__
+                raise ValueError(f"{document.name}: its text is a {kind}; give a str")
+            yield document
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -86,7 +94,7 @@ class Corpus:
     def documents(self) -> Iterator[Document]:
         """Read every document."""
         for shard in self.shards:
-            yield from shard.read()
+            yield from shard.documents()
 
     def sample(self, characters: int) -> Iterator[str]:
         """Read texts of about `characters` in all, from shards in a shuffled but fixed order.
@@ -97,7 +105,7 @@ class Corpus:
         quota = max(characters // len(self.shards), characters // 8)
         for shard in sorted(self.shards, key=lambda shard: _digest(shard.name)):
             left = min(quota, characters)
-            for document in shard.read():
+            for document in shard.documents():
                 yield document.text[:left]
                 used = min(left, len(document.text))
                 left -= used

@@ -82,7 +82,7 @@ class Needles(Source):
 
 
 def _allowed(shard: Shard, without: Set[bytes]) -> Iterator[Document]:
-    for document in shard.read():
+    for document in shard.documents():
         if not without or content_key(document.text) not in without:
             yield document
 
