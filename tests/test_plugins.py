@@ -9,6 +9,7 @@ import yaml
 
 from longctx import cli, plugins
 from longctx.attention import description, registry
+from longctx.config.doors import OPTIMIZERS
 from longctx.data import sources
 from longctx.runs import metrics_file
 from tests.processes import ROOT, finished
@@ -140,6 +141,19 @@ def test_a_bad_plugin_is_one_line_that_names_it(name, text, message, here, refus
     if text is not None:
         (here / name).write_text(text)
     refused(cli.main(["train", f"plugins=[{name}]"]), message)
+
+
+def test_a_text_that_is_missing_and_a_key_that_no_group_has_are_one_line(here, refused):
+    (here / "my.py").write_text(PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"))
+    refused(cli.main(["train", "plugins=[my.py]", *RUN]), "poem 0: its text is a NoneType")
+    (here / "new.py").write_text(
+        "from longctx.training.optimizers import OptimizerTraits, register\n"
+        "register('saw', OptimizerTraits(keys={'teeth': 3}))\n"
+    )
+    try:
+        refused(cli.main(["train", "plugins=[new.py]", "optimizer=saw"]), "its key teeth")
+    finally:
+        OPTIMIZERS.remove("saw")
 
 
 def test_a_plugin_that_changes_under_a_start_is_refused(here):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from longctx.config.fields import Group, check_own, key, positive
+from longctx.config.fields import Group, check_declared, check_own, key, positive
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -161,8 +161,10 @@ class NamedGroup(Group, Generic[Traits]):
 
     def check_together(self) -> None:
         """Raise ValueError for a key that other names have."""
+        choice = f"{self.prefix.rstrip('.')}={self.name}"
+        check_declared(self.traits.keys, self, choice)
         own = {f"{self.prefix}{key}": value for key, value in vars(self).items() if key != "name"}
-        check_own(own, self.traits.keys, f"{self.prefix.rstrip('.')}={self.name}")
+        check_own(own, self.traits.keys, choice)
 
     def filled(self) -> Self:
         """Return a copy with the defaults of its name in place of nulls."""

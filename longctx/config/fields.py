@@ -322,16 +322,19 @@ def refuse(*mistakes: tuple[object, str]) -> None:
 
 def check_own(values: Mapping[str, Any], own: Collection[str], choice: str) -> None:
     """Raise ValueError for the first of `values` that is set though `choice`, such as
-    optimizer=adamw, has no key of its name among its `own`; or if a plugin lists other own keys.
+    optimizer=adamw, has no key of its name among its `own`.
     """
-    known = [name.rpartition(".")[2] for name in values]
-    for name in own:
-        if name not in known:
-            raise ValueError(f"{choice}: its key {name} does not exist; use {', '.join(known)}")
     for name, value in values.items():
         if value is not None and name.rpartition(".")[2] not in own:
             has = ", ".join(own) or "none"
             raise ValueError(f"{name}={shown(value)}: not a key of {choice}; it has: {has}")
+
+
+def check_declared(own: Iterable[str], group: Any, choice: str) -> None:
+    """Raise ValueError if `choice`, maybe of a plugin, has an own key that `group` does not."""
+    for name in own:
+        if name not in vars(group):
+            raise ValueError(f"{choice}: its key {name} does not exist; --help lists them")
 
 
 def unknown(name: str, known: Collection[str]) -> str:

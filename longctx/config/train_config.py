@@ -10,7 +10,17 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
-from longctx.config.fields import PLUGINS, Group, check_own, group, key, positive, refuse, shown
+from longctx.config.fields import (
+    PLUGINS,
+    Group,
+    check_declared,
+    check_own,
+    group,
+    key,
+    positive,
+    refuse,
+    shown,
+)
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.rope_config import RopeConfig
@@ -326,8 +336,8 @@ class TrainConfig(Group):
     def _check_schedules(self) -> None:
         """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""
         self._check_lengths()
-        known = keys_of_schedules()
-        values = {name: value for name, value in vars(self).items() if name in known}
+        check_declared(keys_of_schedules(), self, "lr_schedule")
+        values = {name: getattr(self, name) for name in keys_of_schedules()}
         own = SCHEDULES[self.lr_schedule].keys
         check_own(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
