@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -451,6 +452,16 @@ class TrainConfig(Group):
 def keys_of_schedules() -> list[str]:
     """Return the keys that some schedules have and others refuse."""
     return list(dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys))
+
+
+def default_warmup(steps: int) -> int:
+    """Return the default number of warm-up steps of a run of `steps`."""
+    return min(200, steps // 10)
+
+
+def default_val_every(steps: int) -> int:
+    """Return the default number of steps between validations of a run of `steps`."""
+    return max(20, math.ceil(steps / 5))
 
 
 def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES
 from longctx.config.model_config import GPTConfig
-from longctx.config.train_config import TrainConfig, check_warmup
+from longctx.config.train_config import TrainConfig, check_warmup, default_warmup
 from longctx.planner.workload import Workload
 
 MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
@@ -62,7 +62,7 @@ def schedule_of(config: TrainConfig, workload: Workload) -> Schedule:
     else:
         steps = config.max_steps or default_steps(workload)
     lr = default_learning_rate(config, workload.model) if config.lr is None else config.lr
-    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    warmup = default_warmup(steps) if config.warmup_steps is None else config.warmup_steps
     return Schedule(config.lr_schedule, lr, steps, warmup, config.schedule_keys())
 
 

@@ -8,6 +8,7 @@ page makes text nodes of them, never HTML.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
@@ -21,6 +22,7 @@ from rich.text import Text
 from longctx import files
 from longctx.config import fields
 from longctx.config.command_config import CompareOptions
+from longctx.config.train_config import default_val_every, default_warmup
 from longctx.report.run_view import Run, read, record_of, write_records
 from longctx.runs.metrics import METRICS, STEP_PARTS, Metric, Row, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
@@ -28,16 +30,20 @@ from longctx.tables import console, show, text_table
 POINTS = 250_000  # in all curves of a page together: 7 MB
 # The place of a run and of its caches changes none of its results
 NOT_COMPARED = {"name", "runs", "resume", "data.cache", "dry_run"}
-# key → the key that decides its default; left out if that one tells the runs apart too
+# key → the key that decides its default, and that default; left out if all runs have it
+DEFAULTS = {
+    "warmup_steps": ("max_steps", default_warmup),
+    "val_every": ("max_steps", default_val_every),
+}
+# key → the key that decides it; left out if that one tells the runs apart too
 FOLLOWS = {
-    "warmup_steps": "max_steps",
-    "val_every": "max_steps",
-    "val_rows": "seq_len",
     "data.vocab_size": "data.tokenizer",
     "model.vocab_size": "data.tokenizer",
     "model.context": "init",
     "attention.options.kernel": "attention.backend",
 }
+
+STEP = re.compile(r"step-(\d+)")
 
 Pivoted = tuple[list[str], Mapping[Any, str]]  # first cells of a row, and other cells by column
 
@@ -138,6 +144,8 @@ def differing(runs: list[Run]) -> list[str]:
         and not key.startswith("model.transformers.")
         and len({compared(run, key) for run in runs}) > 1
         and not (key in FOLLOWS and follows(runs, key, FOLLOWS[key]))
+        and not (key in DEFAULTS and all(has_default(run, key) for run in runs))
+        and not (key == "val_rows" and len(set(map(validated, runs))) == 1)
     ]
 
 
@@ -145,6 +153,18 @@ def follows(runs: list[Run], key: str, leader: str) -> bool:
     """Return True if `leader` differs and runs with one value of it have one value of `key`."""
     pairs = {(compared(run, leader), compared(run, key)) for run in runs}
     return 1 < len(dict(pairs)) == len(pairs)
+
+
+def has_default(run: Run, key: str) -> bool:
+    """Return True if `key` has the default that another key decides."""
+    leader, default = DEFAULTS[key]
+    return leader in run.config and run.config[key] == default(run.config[leader])
+
+
+def validated(run: Run) -> str:
+    """Return the tokens of a validation, "0" for all; "" if a run does not know them."""
+    rows, length = run.config.get("val_rows"), run.config.get("seq_len")
+    return str(rows * length) if isinstance(rows, int) and isinstance(length, int) else ""
 
 
 def compared(run: Run, key: str) -> str:
@@ -193,18 +213,23 @@ def not_ranked(runs: list[Run]) -> list[str]:
     if not keys:
         return []
     return [
-        f"losses are not ranked: they are of other documents or tokens ({', '.join(sorted(keys))} "
-        "differ); across tokenizers compare the bits per byte of eval.py on the same documents"
+        "losses are not ranked: they are of other documents, tokens or objectives "
+        f"({', '.join(sorted(keys))} differ); across tokenizers "
+        "compare the bits per byte of eval.py on the same documents"
     ]
 
 
 def documents_of(run: Run) -> dict[str, str]:
-    """Return the keys that decide the documents of a run and their tokens.
+    """Return the keys that decide the documents of a run, their tokens, and their loss.
 
     The hash of the run's tokenizer, if it has one, replaces the keys that tell its origin.
     """
-    keys = [key for key in run.config if key.startswith("data.") and key != "data.cache"]
+    # z_loss is no part of the loss that is logged
+    without = {"data.cache", "objective.z_loss"}
+    keys = [key for key in run.config if key.startswith(("data.", "objective."))]
     values = {key: configured(run, key) for key in (*keys, "model.vocab_size")}
+    values = {key: value for key, value in values.items() if key not in without}
+    values["val_rows"] = validated(run)
     if not run.tokenizer:
         return values
     return values | {"data.tokenizer": run.tokenizer, "data.vocab_size": ""}
@@ -394,7 +419,9 @@ def headings(view: Shown) -> dict[str, str]:
 
 def described(run: Run) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
-    scores = run.evaluations.perplexities
+    # Of the run's own documents that validate: the newest checkpoint, in its longest context
+    scores = [score for score in run.evaluations.perplexities if score["file"].startswith("val-")]
+    scores.sort(key=lambda score: (STEP.findall(score["file"]), score["context"]), reverse=True)
     evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
     return {
         "label": run.label,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from longctx.config.fields import build
-from longctx.config.train_config import TrainConfig
+from longctx.config.train_config import TrainConfig, default_val_every
 from longctx.data import Data
 from longctx.planner.schedule import Schedule, schedule_of
 from longctx.planner.workload import Workload, workload_of
@@ -107,7 +106,7 @@ def scheduled(config: TrainConfig, workload: Workload) -> Run:
         max_steps=schedule.max_steps,
         lr=schedule.lr,
         warmup_steps=schedule.warmup_steps,
-        val_every=config.val_every or max(20, math.ceil(schedule.max_steps / 5)),
+        val_every=config.val_every or default_val_every(schedule.max_steps),
         val_rows=sequences if config.val_rows is None else config.val_rows,
     )
 

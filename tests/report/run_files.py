@@ -24,12 +24,12 @@ def step(number: int, **more: float) -> dict[str, float]:
 def make(
     folder: Path, rows: list[dict[str, float]] | None = None, tail: str = "", config: str = ""
 ) -> Path:
-    """A run of 20 steps; `config` stands for the one line that may differ."""
+    """A run of 20 steps; `config` has the lines that differ."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(
-        f"{config or 'lr: 0.001'}\nmax_steps: 20\nseq_len: 64\nname: {folder.parent.name}\n"
-        "attention: {backend: flash}\n"
-    )
+    usual = ["max_steps: 20", "seq_len: 64"]
+    lines = [config or "lr: 0.001", *(line for line in usual if line.split()[0] not in config)]
+    lines += [f"name: {folder.parent.name}", "attention: {backend: flash}"]
+    (folder / "config.yaml").write_text("\n".join(lines))
     last = {"step": 20, "tokens_seen": 2000, "val_loss": 1.0, "val_perplexity": math.e}
     rows = [*(step(n) for n in range(1, 21)), last] if rows is None else rows
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.report.compare import differing
+from longctx.report.compare import described, differing
 from longctx.report.run_view import read, reduced
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
@@ -192,6 +192,9 @@ BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: run
         (("data: {path: a, cache: x}", "data: {path: a, cache: y}"), "", True),
         (("data: {path: a}", "data: {path: b}"), "", False),
         (("model: {vocab_size: 300}", "model: {vocab_size: 400}"), "", False),
+        (("seq_len: 4\nval_rows: 8", "seq_len: 8\nval_rows: 4"), "", True),
+        (("seq_len: 4\nval_rows: 8", "seq_len: 4\nval_rows: 1"), "", False),
+        (("objective: {name: dpo}", "objective: {name: simpo}"), "", False),
         (BY_TOKENIZER, "aa", True),
         (BY_TOKENIZER, "ab", False),
     ],
@@ -207,6 +210,16 @@ def test_losses_are_ranked_over_the_same_tokens(tmp_path, capsys, configs, token
     table = table_of(tmp_path / "x.html", "what came out")
     assert ([0, table["headings"].index("loss")] in table["best"]) == is_ranked
     assert ("not ranked" in capsys.readouterr().err) != is_ranked
+
+
+def test_the_curve_over_context_is_of_the_newest_checkpoint_on_its_own_documents(tmp_path):
+    folder = make(tmp_path / "a")
+    names = [f"val-step-{name}" for name in ("00000012-256", "00000012-512", "00000008-512")]
+    for number, name in enumerate(["README.md-step-00000012-512", *names]):
+        content = {"context": int(name[-3:]), "stride": 32, "total": {"tokens": 7}}
+        content["by_context"] = [{"context": 64, "loss": float(number)}]
+        write(content, folder / "eval" / f"{name}.json")
+    assert described(read(folder, 9))["contexts"] == {"x": [64], "y": [2.0]}
 
 
 def test_bits_per_byte_are_ranked_over_the_same_bytes(tmp_path):

@@ -89,15 +89,17 @@ def test_a_table_of_another_format_or_without_folder_is_refused(tmp_path, capsys
 
 
 def test_paths_and_what_follows_from_other_keys_do_not_differ(tmp_path):
-    lines = (
-        "data: {path: /x/docs, cache: /x/c}\nval_every: 20\nwarmup_steps: 3\nlr: 1",
-        "data: {path: /y/docs, cache: /y/c}\nval_every: 60\nwarmup_steps: 9\nlr: 2",
+    texts = (
+        "data: {path: /x/docs, cache: /x/c}\nmax_steps: 30\nval_every: 20\nwarmup_steps: 3\nlr: 1\n"
+        "val_rows: 8\nseq_len: 512",
+        "data: {path: /y/docs, cache: /y/c}\nmax_steps: 300\nval_every: 60\nwarmup_steps: 30\n"
+        "lr: 2\nval_rows: 4\nseq_len: 1024",
     )
-    runs = [read(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(lines)]
-    # With the same steps, these keys were chosen
-    assert differing(runs) == ["val_every", "warmup_steps", "lr"]
-    runs[1].config["max_steps"] = 60
-    assert differing(runs) == ["lr", "max_steps"]
+    runs = [read(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(texts)]
+    assert differing(runs) == ["max_steps", "lr", "seq_len"]
+    # A value of one's own is no default
+    runs[1].config |= {"warmup_steps": 9, "val_rows": 5}
+    assert differing(runs) == ["max_steps", "warmup_steps", "lr", "val_rows", "seq_len"]
 
 
 def test_a_known_error_is_written_next_to_its_value():

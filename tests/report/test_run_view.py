@@ -36,7 +36,7 @@ LOCK = {
 def evaluated(folder: Path, content: Any) -> Path:
     """A run with one evaluation."""
     (make(folder) / "eval").mkdir()
-    (folder / "eval" / "x.json").write_text(json.dumps(content))
+    (folder / "eval" / "val-x.json").write_text(json.dumps(content))
     return folder
 
 
@@ -105,7 +105,7 @@ def test_a_broken_file_is_left_out_with_a_note(tmp_path, capsys, file, content):
 
 def test_a_fifo_is_left_out_with_a_note(tmp_path, capsys):
     runs = [evaluated(tmp_path / name, MAPS) for name in "abc"]
-    for path in (runs[0] / "eval" / "x.json", runs[1] / "metrics.jsonl"):
+    for path in (runs[0] / "eval" / "val-x.json", runs[1] / "metrics.jsonl"):
         path.unlink()
         os.mkfifo(path)
     compare(runs, tmp_path / "x.html")
