@@ -53,6 +53,8 @@ def test_layouts_follow_devices_heads_and_backend():
     named = request("devices=8")
     named = replace(named, context=replace(named.context, degree=4, method="allgather"))
     assert {work.context for work in steps(named)} == {4}
+    with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses divides"):
+        steps(request("devices=3", "context.degree=3", "context.method=ulysses"))
 
 
 def test_the_choice_fits_and_is_about_the_fastest():
@@ -78,13 +80,6 @@ def test_the_choice_fits_and_is_about_the_fastest():
             for work in plainer
         )
         assert reason
-
-
-def test_a_row_that_one_gpu_cannot_hold_is_shared():
-    config = request("devices=8", "seq_len=4194304", "strategy.name=fsdp", "memory=balanced")
-    chosen, reason = fitting.choose_layout(steps(config), H200, HOST)
-    assert chosen.context == 8
-    assert reason == "fsdp does not fit"
 
 
 def test_choice_if_nothing_fits_or_gpu_is_unknown():

@@ -17,7 +17,6 @@ from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import (
-    ATTENTION,
     GRADIENTS,
     KEPT,
     OPTIMIZER,
@@ -102,6 +101,8 @@ WHOLE = [
     ("1b", "balanced memory.mlp_tile=16384", 1, 65536, 25.80, 23_855, "auto"),
     ("1b", "balanced", 1, 262144, 75.56, 8_359, "auto"),
     ("8b lora.rank=16", "balanced", 1, 131072, 105.0, 131072 / 37.6, "auto"),
+    ("1b precision=fp8", "fast", 1, 16384, 31.81, 16384 / 0.2808, "auto"),
+    ("8b model.layers=22 precision=fp8", "fast", 1, 8192, 89.19, 8192 / 0.4013, "auto"),
 ]
 
 
@@ -115,66 +116,21 @@ def test_models_take_measured_memory_and_time(model, policy, rows, tokens, gib, 
         accumulate=1,
     )
     config = replace(config, validates=False)
-    assert predict(config).peak / GIB == pytest.approx(gib, rel=0.03)
+    assert predict(config).peak / GIB == pytest.approx(gib, rel=0.01)
     time = step_time.seconds(config, H200)
     assert time is not None
-    assert time.tokens / time.total == pytest.approx(speed, rel=0.1)
-
-
-def test_texts_with_pass_keys_longer_than_rows_count():
-    def naive(*keys: str) -> Workload:
-        base = ("model=124m", "model.vocab_size=50304", "attention=naive", "memory=fast")
-        return workload(*base, "passkey.enabled=true", *keys, seq_len=1024, batch_size=4)
-
-    within, longer = naive("passkey.lengths=[512]"), naive("passkey.lengths=[512,32768]")
-    assert predict(within).peak == predict(naive()).peak
-    assert predict(longer).moment == "pass keys"
-    assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 12
+    assert time.tokens / time.total == pytest.approx(speed, rel=0.08 if "lora" in model else 0.03)
 
 
 def test_a_packed_base_takes_its_own_bytes():
     preset = one_b("memory=long", seq_len=4096)
-    by_base = {
-        base: predict(replace(preset, lora=replace(preset.lora, rank=8, base=base)))
+    wide, eight, four = (
+        predict(replace(preset, lora=replace(preset.lora, rank=8, base=base))).gpu[PARAMETERS]
         for base in (None, "fp8", "nf4")
-    }
-    wide, eight, four = (x.gpu[PARAMETERS] for x in by_base.values())
+    )
     blocks = sum(block.weights for block in preset.model.blocks())
     assert wide - eight == pytest.approx(blocks, rel=0.01)
     assert wide - four == pytest.approx((2 - 0.516) * blocks, rel=0.01)
-    # A product holds its matrix in 16 bits
-    largest = max(x.weights for x in preset.model.block(0).packed)
-    assert by_base[None].peak > by_base["nf4"].peak > by_base[None].peak - wide + four + largest
-
-
-def test_hoppers_sums_of_dq_are_counted():
-    def workspace(*overrides: str) -> float:
-        base = ("model=124m", "model.layers=3", "memory=long")
-        predicted = predict(workload(*base, *overrides, seq_len=262144, batch_size=1))
-        assert predicted.moment.endswith("attention")
-        return predicted.gpu[ATTENTION]
-
-    without = workspace("attention.options.kernel=portable")
-    assert workspace() == without + 4 * 768 * 262144
-    assert workspace("deterministic=true") == workspace()
-    assert (
-        workspace("model.head_dim=48", "model.heads=16", "model.kv_heads=16")
-        < without + 4 * 768 * 262144
-    )
-
-
-def test_the_portable_kernel_and_other_gpus_are_slower():
-    config = fitting.with_policy(one_b(seq_len=65536, batch_size=1, accumulate=1), "fast")
-    portable = replace(config, attention=replace(config.attention, options={"kernel": "portable"}))
-    slow = step_time.attention_seconds(portable, H200)
-    assert step_time.attention_seconds(config, H200) < 0.9 * slow
-    wide = ("model.head_dim=256", "model.heads=8", "model.kv_heads=4")
-    ours, theirs = (
-        step_time.attention_seconds(one_b(*wide, *kernel, seq_len=65536, batch_size=1), H200)
-        for kernel in ((), ("attention.options.kernel=portable",))
-    )
-    assert ours < 0.7 * theirs
-    assert step_time.attention_seconds(config, replace(H200, generation="other")) == slow
 
 
 def test_another_backend_is_named_if_it_is_clearly_faster():
@@ -193,16 +149,6 @@ def test_another_backend_is_named_if_it_is_clearly_faster():
         work = fitting.with_policy(workload(*overrides, seq_len=32768), "fast")
         line = fitting.faster_backend(work, backends, hardware.chip(gpu, 79 * GIB))
         assert line.startswith(f"attention={name} is") if name else not line, (gpu, line)
-
-
-def test_steps_in_graphs_take_a_backend_that_graphs_can_hold():
-    work = fitting.with_policy(workload("model=124m", seq_len=1024, batch_size=4), "fast")
-    h200 = hardware.chip("H200", 139 * GIB)
-    name, reason = fitting.fastest_backend(work, ("sdpa", "naive"), h200)
-    assert name == "naive" and reason.endswith("in CUDA graphs")
-    assert (
-        fitting.fastest_backend(replace(work, graphs="false"), ("sdpa", "naive"), h200)[0] == "sdpa"
-    )
 
 
 def test_auto_takes_the_first_policy_that_fits():
@@ -284,6 +230,7 @@ def test_every_process_of_a_machine_takes_host_memory():
     config = one_b("memory=long", seq_len=1048576, batch_size=1, accumulate=1)
     gpu, host = 139 * GIB, sum(predict(config).host.values())
     assert fitting.on_host(replace(config, devices=8)) == 8 * host
+    assert fitting.on_host(replace(config, devices=8, machines=2)) == 4 * host
     assert fitting.fits(config, gpu, 1.1 * host + fitting.HOST_LEFT)
     assert not fitting.fits(replace(config, devices=8), gpu, 1.1 * host + fitting.HOST_LEFT)
     assert fitting.fits(replace(config, devices=8), gpu, 8.1 * host + fitting.HOST_LEFT)
@@ -312,36 +259,14 @@ def test_ddp_keeps_all_gradients_all_the_time():
     assert (alone, shared) == (0.0, 4 * config.model.parameters())
 
 
-def test_ordered_sums_take_a_second_tied_gradient():
-    config = one_b("memory=fast", seq_len=4096, batch_size=1, accumulate=1)
-    configs = config, replace(config, deterministic=True)
-    any_order, one_order = (
-        sum(dict(_Step(c).moments())["backward of the embedding"].values()) for c in configs
-    )
-    assert one_order - any_order == 4 * config.model.vocab_size * config.model.channels
-
-
-def test_fp8_takes_measured_time_and_memory():
-    shapes = (
-        (["model=1b"], 16384, 0.2808, 31.81),
-        (["model=8b", "model.layers=22"], 8192, 0.4013, 89.19),
-    )
-    for model, tokens, seconds, peak in shapes:
-        sizes = {"seq_len": tokens, "batch_size": 1, "accumulate": 1}
-        fp8 = replace(workload(*model, "memory=fast", "precision=fp8", **sizes), validates=False)
-        predicted = step_time.seconds(fp8, H200)
-        assert predicted is not None and predicted.total == pytest.approx(seconds, rel=0.03)
-        assert predict(fp8).peak / GIB == pytest.approx(peak, rel=0.01)
-
-
 def test_fp8_holds_weights_for_micro_batches():
     fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
-    block = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
-    shared = dict(_Step(replace(fp8, accumulate=2)).moments())
-    alone = dict(_Step(fp8).moments())
-    for moment in ("loss", "optimizer"):
-        more = 2 * block if moment == "loss" else 0
-        assert shared[moment][PARAMETERS] - alone[moment][PARAMETERS] == more
+    matrices = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
+    alone, shared = (
+        dict(_Step(replace(fp8, accumulate=count)).moments())["loss"][PARAMETERS]
+        for count in (1, 2)
+    )
+    assert shared - alone == 2 * matrices
     mixed = replace(fp8, bf16_layers=(0, -1))
     bf16 = replace(fp8, precision="bf16")
     peaks = [predict(work).peak for work in (fp8, mixed, bf16)]
@@ -349,7 +274,3 @@ def test_fp8_holds_weights_for_micro_batches():
     times = [step_time.seconds(work, H200) for work in (fp8, mixed, bf16)]
     totals = [time.total for time in times if time is not None]
     assert len(totals) == 3 and totals == sorted(totals)
-    # no copies of weights, two norms in half the bytes, attention's output in FP8 too
-    saved = 2 * block + 16 * 16384 * 2048
-    of_bf16 = dict(_Step(bf16).moments())["loss"]
-    assert sum(of_bf16.values()) - sum(alone["loss"].values()) == saved
