@@ -4,17 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.card import Options, attention_cases
 from benchmarks.words import main
 
 TINY = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
-
-
-def test_packed_and_windowed_attention_have_one_case_each():
-    cases = attention_cases(Options())
-    assert len(cases) == len(set(cases)) == 6
-    assert [mask for mask, *_ in cases[4:]] == ["documents", "window"]
-    assert cases[4][1:] == cases[5][1:] == (128, 16384)
 
 
 @pytest.mark.slow

@@ -13,14 +13,6 @@ from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
 
-@pytest.mark.parametrize(
-    ("longest", "lengths"),
-    [(20000, [4096, 8192, 16384, 20000]), (8192, [4096, 8192]), (3000, [3000]), (0, [])],
-)
-def test_lengths_double_up_to_the_longest(longest, lengths):
-    assert context.ladder(4096, longest) == lengths
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
     """A GPU that is not there, on which a step takes what is predicted; naive attention runs out of
@@ -85,14 +77,3 @@ def test_commands_share_a_file_of_points(card, tmp_path, capsys, monkeypatch, re
     anew, found = points("backends=flash", "longest=4096")
     assert (found, len(anew["commands"])) == ([("flash", 4096)], 1)
     assert "begins anew: its points are of another gpu" in capsys.readouterr().out
-
-
-def test_the_longest_is_found_by_probes(card):
-    run = training_run(["model=1b", "attention=flash", "memory=balanced", "batch_size=1"], "cuda")
-    best = context.find_longest(run, context.Options(), end=1e12)
-    assert best["how"] == "confirmed by 1 probe"
-    assert 300_000 < best["tokens"] < 2_000_000
-    naive = training_run(["model=1b", "attention=naive", "memory=balanced"], "cuda")
-    assert context.find_longest(naive, context.Options(), end=1e12)["how"].startswith(
-        "predicted; seq_len=max: no length"
-    )

@@ -1,34 +1,11 @@
-"""Memory and decoding: measured points fit together; bytes are those of weights and cache."""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Decoding: each prompt is measured by both; bytes are those of weights and cache."""
 
 import torch
 
-from benchmarks import memory
 from benchmarks.decoding import bytes_of_token
 from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
 from longctx.model.decoder import KVCache
-
-
-def test_points_under_way_fit_together():
-    room, lock = memory.Room(10.0), threading.Lock()
-    now, most = 0.0, 0.0
-
-    def work(size: float) -> None:
-        nonlocal now, most
-        with room.reserved(size):
-            with lock:
-                now += min(size, 10.0)
-                most = max(most, now)
-            with lock:
-                now -= min(size, 10.0)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, [3.0, 4.0, 5.0, 12.0, 1.0] * 6))
-    assert most <= 10.0
-    assert room.free == 10.0
 
 
 def test_both_are_measured_after_each_prompt(result_of):

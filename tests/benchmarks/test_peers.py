@@ -23,19 +23,9 @@ TINY = [
     *("model.vocab_size=512", "workers=0"),
 ]
 NANOGPT = """
-from dataclasses import dataclass
+from types import SimpleNamespace as GPTConfig
 import torch
 from torch import nn
-
-@dataclass
-class GPTConfig:
-    block_size: int = 8
-    vocab_size: int = 8
-    n_layer: int = 1
-    n_head: int = 1
-    n_embd: int = 8
-    dropout: float = 0.5
-    bias: bool = True
 
 class GPT(nn.Module):
     def __init__(self, config):
@@ -48,13 +38,10 @@ class GPT(nn.Module):
         x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
         x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         logits = x @ self.wte.weight.T
-        loss = nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-        return logits, loss
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(
-            self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay
-        )
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas)
 """
 
 
@@ -102,18 +89,7 @@ def test_random_tokens_teach_nothing(checkpointing):
     assert set(result["versions"]) == {"transformers"}
 
 
-def test_a_step_has_its_learning_rate(monkeypatch):
-    weight, rates = torch.nn.Parameter(torch.ones(1)), []
-
-    class RecordingSGD(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            rates.append(self.param_groups[0]["lr"])
-
-    model = torch.nn.ParameterList([weight])
-    work = job([], lrs=[0.1, 0.2, 0.3])
-    trainers.timed_steps(work, model, RecordingSGD([weight], lr=9.0), lambda tokens: weight.sum())
-    assert rates == [0.1, 0.2, 0.3]
-    # Other trainers are asked for the rates of train.py.
+def test_other_trainers_get_the_rates_of_a_run(monkeypatch):
     requests: list[dict[str, Any]] = []
     monkeypatch.setattr(dry_run, "in_child", lambda _, request, __: requests.append(request) or "x")
     run = training_run([*TINY, "seq_len=33", "batch_size=2", "warmup_steps=3"], "cpu")
