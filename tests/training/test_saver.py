@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving
 from longctx.system import StopSignal
 from longctx.training import loop, saver
-from tests.training.sample_run import Trained, newest, steps
+from tests.training.sample_run import newest, steps
 from tests.written import files_below
 
 Arrange = Callable[[Callable[[], Any]], None]
@@ -39,6 +38,20 @@ def in_the_write(monkeypatch: pytest.MonkeyPatch) -> Arrange:
         monkeypatch.setattr(Saving, "_wait_for_copy", lambda *_: left and left.pop()())
 
     return arrange
+
+
+@pytest.fixture
+def is_cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set when a save or a deletion is cancelled."""
+    event, cancel = threading.Event(), Saving.cancel
+
+    def cancel_and_tell(saving: Saving) -> None:
+        saving._is_cancelled.set()
+        event.set()
+        cancel(saving)
+
+    monkeypatch.setattr(Saving, "cancel", cancel_and_tell)
+    return event
 
 
 def names(folder: Path) -> list[str]:
@@ -109,9 +122,10 @@ def test_a_signal_during_a_save_leaves_both_on_disk(overrides, tmp_path, in_the_
     assert newest(folder)["steps_done"] == metrics_file.read(folder)[-1]["step"] > 3
 
 
-def test_a_second_signal_cancels_the_save(overrides, tmp_path, in_the_write, monkeypatch):
+def test_a_second_signal_cancels_the_save(
+    overrides, tmp_path, in_the_write, is_cancelled, monkeypatch
+):
     handled, on_signal = threading.Semaphore(0), StopSignal.on_signal
-    is_given_up, cancel = threading.Event(), Saving.cancel
 
     def noted(*arguments: Any) -> None:
         try:
@@ -123,14 +137,8 @@ def test_a_second_signal_cancels_the_save(overrides, tmp_path, in_the_write, mon
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
             handled.acquire()
-        is_given_up.wait()
+        is_cancelled.wait(300)
 
-    def give_up(saving: Saving) -> None:
-        saving._is_cancelled.set()
-        is_given_up.set()
-        cancel(saving)
-
-    monkeypatch.setattr(Saving, "cancel", give_up)
     monkeypatch.setattr(StopSignal, "on_signal", noted)
     monkeypatch.setattr(system, "TOGETHER", 0.0)
     in_the_write(terminate_twice)
@@ -207,19 +215,6 @@ def at_each_deletion(monkeypatch: pytest.MonkeyPatch) -> Arrange:
 REPLACES = {"checkpoint_every": 2, "keep_checkpoints": 1, "max_steps": 4}
 
 
-@pytest.fixture
-def replacing(trained: Trained, at_each_deletion: Arrange) -> Arrange:
-    """Train a run that replaces its first checkpoint by its last; call a function before each file
-    is deleted.
-    """
-
-    def run(action: Callable[[], Any]) -> None:
-        at_each_deletion(action)
-        trained(**REPLACES)
-
-    return run
-
-
 def test_no_save_begins_while_a_checkpoint_is_deleted(
     trained, tmp_path, at_each_deletion, monkeypatch
 ):
@@ -237,15 +232,15 @@ def test_no_save_begins_while_a_checkpoint_is_deleted(
     assert seen == [[], ["last.ckpt", "step-00000001.ckpt"], ["last.ckpt", "step-00000002.ckpt"]]
 
 
-def test_a_deletion_that_fails_is_one_warning(replacing, tmp_path, monkeypatch, capsys):
+def test_a_deletion_that_fails_is_one_warning(trained, at_each_deletion, monkeypatch, capsys):
     def refuse() -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    replacing(refuse)
+    at_each_deletion(refuse)
+    folder = trained(**REPLACES)
     printed = capsys.readouterr()
     (line,) = [x for x in printed.out.splitlines() if x.startswith("warning: ") and "delete" in x]
     assert "step-00000002.ckpt" in line and "not permitted" in line and not printed.err
-    folder = tmp_path / "runs" / "r"
     (path,) = run_folder.checkpoints(folder)
     checkpoints.verify(path)
     monkeypatch.undo()
@@ -254,33 +249,14 @@ def test_a_deletion_that_fails_is_one_warning(replacing, tmp_path, monkeypatch, 
 
 
 def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
-    replacing, tmp_path, monkeypatch, capsys
+    trained, at_each_deletion, is_cancelled, monkeypatch, capsys
 ):
-    is_ending, is_cancelled = threading.Event(), threading.Event()
-    end_removal = saver.Saver.end_removal
-
-    def end(self: saver.Saver) -> None:
-        is_ending.set()
-        end_removal(self)
-
-    def cancel(self: saver.Saver) -> None:
-        assert self.saving is not None
-        self.saving._is_cancelled.set()
-        is_cancelled.set()
-        wait([self.saving.deleted], 300)
-
-    def terminate() -> None:
-        is_ending.wait(300)
-        os.kill(os.getpid(), signal.SIGTERM)
-        is_cancelled.wait(300)
-
-    monkeypatch.setattr(saver.Saver, "end_removal", end)
-    monkeypatch.setattr(saver.Saver, "cancel_removal", cancel)
-    replacing(terminate)
+    monkeypatch.setattr(saver.Saver, "end_removal", lambda _: signal.raise_signal(signal.SIGTERM))
+    at_each_deletion(lambda: is_cancelled.wait(300))
+    folder = trained(**REPLACES)
     printed = capsys.readouterr()
     assert "stopped    deleting older checkpoints" in printed.out
     assert "finishing this step" not in printed.err
-    folder = tmp_path / "runs" / "r"
     (left,) = (folder / "checkpoints").glob(".step-*")
     assert len(list(left.iterdir())) == 1
     (path,) = run_folder.checkpoints(folder)
