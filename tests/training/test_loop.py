@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader
 import longctx
 import train
 from longctx import cli
-from longctx.data import Data, DataConfig, SampleStream, load
+from longctx.data import DataConfig, load
 from longctx.parallel.mesh import Parallel
 from longctx.planner.hardware import Machine
-from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.runs import checkpoints, run_folder
 from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
 from longctx.training.life_cycle import LifeCycle
 from longctx.training.module import TrainingModule
-from tests.training.sample_run import losses, steps, weights
+from tests.training.sample_run import losses, steps, validations, weights
 
 
 def test_a_run_leaves_what_others_read(overrides, tmp_path, capsys):
@@ -50,13 +50,13 @@ def test_a_run_leaves_what_others_read(overrides, tmp_path, capsys):
     keys = {"loss", "lr", "grad_norm", "tokens_per_second", "ms_per_step", "padding_share"}
     keys |= {"data_wait_ms", "epoch", "tokens_seen", "process_peak_gib", "seconds"}
     assert keys <= rows[0].keys()
-    validations = [row for row in metrics_file.read(folder) if "val_loss" in row]
-    assert [row["step"] for row in validations] == [0, 5, 10, 12]
-    assert validations[-1]["val_perplexity"] < 0.7 * validations[0]["val_perplexity"]
+    validated = validations(folder)
+    assert [row["step"] for row in validated] == [0, 5, 10, 12]
+    assert validated[-1]["val_perplexity"] < 0.7 * validated[0]["val_perplexity"]
     val = load(DataConfig(**config["data"]), 64).val
     batch = micro_batch([val[i] for i in range(len(val))])
     mean = longctx.load(folder, "cpu")[0](batch.tokens, batch.targets, batch.mask)
-    assert validations[-1]["val_loss"] == pytest.approx(mean.item(), rel=1e-5)
+    assert validated[-1]["val_loss"] == pytest.approx(mean.item(), rel=1e-5)
 
     printed = capsys.readouterr()
     assert "\x1b" not in printed.out
@@ -82,36 +82,10 @@ def test_the_logged_learning_rate_is_the_one_used(trained):
     torch.testing.assert_close(moved, torch.full_like(moved, row["lr"]), rtol=1e-3, atol=0)
 
 
-class Uneven:
-    """A data set's rows with 1 to 63 scored tokens each, the rest padding."""
-
-    def __init__(self, data: Data) -> None:
-        self.data = data
-        self.train = [
-            self._cut(data.train[i % len(data.train)], scored)
-            for i, scored in enumerate([63, 1, 2, 40, 5] * 4)
-        ]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.data, name)
-
-    def order(self, *where: int) -> SampleStream:
-        return SampleStream([len(self.train)], [1.0], *where)
-
-    @staticmethod
-    def _cut(row: dict[str, torch.Tensor], scored: int) -> dict[str, torch.Tensor]:
-        place = torch.arange(len(row["tokens"]))
-        targets = torch.where(place < scored, row["tokens"].roll(-1), -100)
-        behind = place > scored
-        return row | {"targets": targets, "doc_ids": behind.long(), "padding": behind.sum()}
-
-
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 1e-2)])
-def test_a_step_is_the_same_in_one_piece_or_in_many(trained, monkeypatch, precision, rel):
-    monkeypatch.setattr(
-        "longctx.training.resolve.load", lambda config, seq_len: Uneven(Data(config, seq_len))
-    )
-    shape = {"max_steps": 5, "clip": 0.3, "precision": precision}
+def test_a_step_is_the_same_in_one_piece_or_in_many(trained, precision, rel):
+    """Sequences of single documents have from a few targets to 63."""
+    shape = {"max_steps": 5, "clip": 0.3, "precision": precision, "data__packing": False}
     one = trained("one", batch_size=4, accumulate=1, **shape)
     many = trained("many", batch_size=1, accumulate=4, **shape)
     assert len({row["padding_share"] for row in steps(one)}) > 2

@@ -31,28 +31,27 @@ L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), 64 * GIB)
 CPU = Machine(0, None, 16 * GIB)
 
 
-def decided(config: object, gpu: hardware.Chip) -> Workload:
-    """The step of `config` with memory and micro-batches decided as `resolve` does it."""
-    work = workload_of(config, "cuda", config.seq_len)  # type: ignore[arg-type, attr-defined]
-    merge = config.batch_size is None and config.accumulate is None  # type: ignore[attr-defined]
-    if merge or config.memory.policy == "auto":  # type: ignore[attr-defined]
-        work = fitting.decide(work, gpu, 128 * GIB, merge)
-    return work
+DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
+
+
+def choice_of(config: TrainConfig, device: str) -> resolve.Choice:
+    """What is chosen before a run's data is read."""
+    layouts = fitting.each_layout(config, config.model)
+    return resolve.Choice(config, device, config.model, "", "", layouts)
 
 
 def test_micro_batches_stay_on_another_gpu(tmp_path):
+    def decided(config: TrainConfig, machine: Machine) -> Workload:
+        choice = choice_of(config, "cuda")
+        return resolve.choose_workload(choice, config.seq_len, DATA, machine)[0]
+
     request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
-    begun = decided(request, hardware.chip("NVIDIA H200", 139.8 * GIB))
+    begun = decided(request, H200)
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
     run_folder.write_config(tmp_path, resolve.scheduled(request, begun).settings())
     again = parse.from_file(tmp_path / "config.yaml", {"max_steps": 900}).config
-    resumed = decided(again, hardware.chip("NVIDIA L4", 22 * GIB))
+    resumed = decided(again, L4)
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
-    for overrides in (["batch_size=2"], ["accumulate=2"]):
-        config = cli.compose("train", ["model=124m", *overrides]).config
-        requested = workload_of(config, "cuda", config.seq_len)
-        work = decided(config, hardware.chip("NVIDIA H200", 139.8 * GIB))
-        assert (work.batch_size, work.accumulate) == (requested.batch_size, requested.accumulate)
 
 
 # seq_len=max against a GPU that is made up
@@ -96,26 +95,23 @@ def test_longest_length_is_confirmed_near_the_limit(factor):
         assert length >= 0.95 * limit.seq_len
 
 
-def test_no_fitting_length_is_an_error():
-    with pytest.raises(ValueError, match="seq_len=max: no length fits"):
-        longest_probed(requested(), Card(1.0), replace(GPU, memory=2 * GIB), HOST, print)
-    with pytest.raises(ValueError, match="no length fits"):
-        longest_probed(requested(), Card(100.0), GPU, HOST, print)
-
-
-def test_another_failure_of_a_probe_is_an_error():
-    with pytest.raises(ValueError, match=r"the probe of .* tokens failed: no driver"):
-        longest_probed(requested(), lambda work: DryRun([], failed="no driver"), GPU, HOST, print)
+@pytest.mark.parametrize(
+    ("probe", "gpu", "message"),
+    [
+        (Card(1.0), replace(GPU, memory=2 * GIB), "seq_len=max: no length fits"),
+        (Card(100.0), GPU, "no length fits"),
+        (lambda work: DryRun([], failed="no driver"), GPU, "the probe of .* failed: no driver"),
+    ],
+)
+def test_no_fitting_length_is_an_error(probe, gpu, message):
+    with pytest.raises(ValueError, match=message):
+        longest_probed(requested(), probe, gpu, HOST, print)
 
 
 def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
     """The tokens of seq_len=max on a machine, with a tokenizer of 128 tokens; it adds to lines."""
-    choice = resolve.Choice(
-        config, device, config.model, "", "", fitting.each_layout(config, config.model)
-    )
-    data = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
-    with patch("longctx.training.resolve.load", lambda *_: data):
-        return resolve.choose_length(choice, machine, lines.append)
+    with patch("longctx.training.resolve.load", lambda *_: DATA):
+        return resolve.choose_length(choice_of(config, device), machine, lines.append)
 
 
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
@@ -244,14 +240,12 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path, corpus):
 
 
 def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
-    lines: list[str] = []
-    lengths = []
+    lines, lengths = list[str](), list[int]()
     for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
         words = ["model=1b", "seq_len=max", "devices=8", *overrides]
         config = replace(cli.compose("train", words).config, batch_size=1)
-        length = length_on(EIGHT, "cuda", config, lines)
-        assert f"{length:,}" in lines[-1] and "predicted" in lines[-1] and "not tried" in lines[-1]
-        lengths.append(length)
+        lengths.append(length_on(EIGHT, "cuda", config, lines))
+        assert f"{lengths[-1]:,}" in lines[-1] and "not tried" in lines[-1]
     assert lengths[2] == lengths[0] > 4 * lengths[1]
     run = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=max")
     assert fitting.fits(run.workload, fitting.room(H200.gpu), HOST_OF_EIGHT)

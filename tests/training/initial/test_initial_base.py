@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import longctx
 from longctx import cli
 from longctx.config.parts import BASES
-from longctx.runs import metrics_file, run_folder
 from tests.processes import train_together
 from tests.training.initial.conftest import saved_model
-from tests.training.sample_run import check_resumes_exactly, weights
+from tests.training.sample_run import check_resumes_exactly, validations, weights
 
 TOKENS = torch.arange(60)[None] % 310
 LORA = {"lora__rank": 2, "max_steps": 2, "lr": 0.05}
@@ -30,7 +29,7 @@ def folder(tmp_path: Path, corpus: Path) -> Path:
 
 def validated(run: Path) -> list[float]:
     """Return the losses of a run's validations."""
-    return [row["val_loss"] for row in metrics_file.read(run) if "val_loss" in row]
+    return [row["val_loss"] for row in validations(run)]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -57,19 +56,12 @@ def test_it_is_exported_on_the_weights_of_init(tuned, folder, tmp_path, capsys):
     for name, x in opened.named_parameters():
         assert torch.equal(written.get_parameter(name), x.bfloat16().float())
         assert torch.equal(x, original[name]) == ("proj" not in name)
-    # a model under evaluation is the one that was trained
-    trained, _ = longctx.load(run, "cpu")
-    rows = run_folder.checkpoints(run)[-1]
-    assert rows.exists() and trained.embed.weight.dtype == torch.float32
-    quantized = trained.blocks[0].attention.out.weight - written.get_parameter(
-        "model.layers.0.self_attn.o_proj.weight"
-    )
-    assert 0 < quantized.norm() < 0.15 * trained.blocks[0].attention.out.weight.norm()
 
     shutil.rmtree(folder)
     alone = tmp_path / "alone"
     assert cli.main(["export", str(run), str(alone)]) == 0
     assert "the run's own copy, in nf4, is merged" in capsys.readouterr().err
+    trained, _ = longctx.load(run, "cpu")
     theirs = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32)
     torch.testing.assert_close(trained(TOKENS), theirs(TOKENS).logits, rtol=0.05, atol=0.02)
 

@@ -13,9 +13,8 @@ from benchmarks.shapes import reference
 from longctx.cli import main as longctx
 from longctx.data import Tokenizer
 from longctx.data import tokenizer as bpe
-from longctx.runs import metrics_file
 from tests.processes import ROOT, finished, train_together
-from tests.training.sample_run import check_resumes_exactly, losses
+from tests.training.sample_run import check_resumes_exactly, losses, validations
 
 
 @pytest.fixture
@@ -51,8 +50,7 @@ def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, rank, capsys):
     theirs = again.eval().generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert tokenizer.decode(theirs[0, ids.shape[1] :].tolist()).strip() in ours
     second = tuned("second", init=run, max_steps=1)
-    before = [row for row in metrics_file.read(run) if "val_loss" in row][-1]
-    after = metrics_file.read(second)[0]
+    before, after = validations(run)[-1], validations(second)[0]
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
 
 
@@ -94,18 +92,16 @@ def test_a_family_of_ours_may_be_left_to_transformers(tuned, tmp_path, folder):
         ({"transformers": "always", "init": None}, "transformers=always"),
     ],
 )
-def test_what_ours_alone_can_do_is_refused(start, changes, named, capsys):
-    assert train.main(start(**changes)) == 2
-    assert named in capsys.readouterr().err
+def test_what_ours_alone_can_do_is_refused(start, changes, named, refused):
+    refused(train.main(start(**changes)), named)
 
 
 @pytest.mark.slow
-def test_layers_that_leak_leave_no_folder(start, tmp_path, folder, capsys):
+def test_layers_that_leak_leave_no_folder(start, tmp_path, folder, refused):
     leaking = tmp_path / "models" / "Leaking"
     reference("lfm3").save_pretrained(leaking)
     shutil.copy(folder / "tokenizer.json", leaking)
-    assert train.main(start(init=leaking, runs=tmp_path / "none")) == 2
-    assert "data.packing=false" in capsys.readouterr().err
+    refused(train.main(start(init=leaking, runs=tmp_path / "none")), "data.packing=false")
     assert not (tmp_path / "none").exists()
     words = start(init=leaking, data__packing=False, name="alone")
     assert train.main(words) == 0
