@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import demo
 from benchmarks.words import main
 
 
@@ -37,10 +36,3 @@ def test_a_model_reads_before_and_after(words, tmp_path):
 def test_too_little_prose_is_refused(words, tmp_path, refused):
     refused(main(["demo", *words[:3], "lengths=[512,8192]", *words[4:]]), "give more of it")
     assert not (tmp_path / "out").exists()
-
-
-def test_installed_documentation_is_read(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "INSTALLED", tmp_path)
-    assert demo.sized(demo.Options(device="cpu", precision="fp32")).path == ""
-    (installed := tmp_path / "python3.13" / "html" / "_sources").mkdir(parents=True)
-    assert demo.sized(demo.Options(device="cpu", precision="fp32")).path == str(installed)

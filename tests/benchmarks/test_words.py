@@ -41,13 +41,6 @@ def test_a_mistake_is_one_line(words, refused):
     refused(main(words.split()), MISTAKES[words])
 
 
-@pytest.mark.parametrize("name", ["extension", "optimizers"])
-def test_a_mistake_writes_nothing(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main([name, "seq_len=abc", "samples=0"]) == 2
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("name", ["attention", "caps", "context", "memory", "tune"])
 def test_no_gpu_is_refused(name, refused):

@@ -1,5 +1,5 @@
 """The corpus and the command lines of the tests of training."""
 
-from tests.training.conftest import cache, corpus, overrides, overrides_in
+from tests.training.conftest import cache, corpus, overrides, overrides_in, trained
 
-__all__ = ["cache", "corpus", "overrides", "overrides_in"]
+__all__ = ["cache", "corpus", "overrides", "overrides_in", "trained"]

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from longctx.parallel.meeting import Arrival, go_on, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
-from tests.training.sample_run import FAULTY, steps
+from tests.training.sample_run import FAULTY, losses
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
 HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
@@ -108,17 +107,15 @@ def test_a_process_killed_before_it_arrives_is_named(overrides, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_tasks_of_srun_train_together(overrides, tmp_path):
+def test_two_tasks_of_srun_train_together(trained, overrides, tmp_path):
     """Each on a node of its own."""
     shape: dict[str, Any] = {"batch_size": 1, "max_steps": 3}
-    assert train.main(overrides(name="one", accumulate=4, **shape)) == 0
+    one = trained("one", accumulate=4, **shape)
     port = free_ports(1)[0]
     command = [str(SCRIPT), *overrides(name="r", accumulate=2, **shape)]
     tasks = [begin(command, tmp_path, **of_srun(rank, 2, port, 2)) for rank in range(2)]
     assert [errors_of(task, code=0) for task in tasks] == [[], []]
-    expected = [row["loss"] for row in steps(tmp_path / "runs" / "one")]
-    losses = [row["loss"] for row in steps(tmp_path / "runs" / "r")]
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses(tmp_path / "runs" / "r") == pytest.approx(losses(one), rel=1e-5)
 
 
 @pytest.mark.slow

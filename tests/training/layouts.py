@@ -8,8 +8,6 @@ Writes OUT, JSON: each case with its differences.
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,22 +188,13 @@ def main(cases: int, seed: int, out: Path) -> None:
             in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
             limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
             known = {"case": number, "config": shown(config), "limit": limit}
-            with named(number, config):
-                results[str(number)] = known | {"differences": compared(config, draw)}
+            print(known, file=sys.stderr)  # shown only after an error
+            results[str(number)] = known | {"differences": compared(config, draw)}
 
 
 def shown(config: TrainConfig) -> str:
     """`config` as a line, what spreads it first."""
     return f"{config.strategy.name} context={config.context.degree} {config}"
-
-
-@contextmanager
-def named(number: int, config: TrainConfig) -> Iterator[None]:
-    """Name the case in any error."""
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(f"case {number}: {shown(config)}") from error
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in metrics_file.read(folder) if "loss" in row]
 
 
+def validations(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics that hold a validation's loss."""
+    return [row for row in metrics_file.read(folder) if "val_loss" in row]
+
+
 def losses(folder: Path) -> list[float]:
     """The logged losses of a run's steps."""
     return [row["loss"] for row in steps(folder)]

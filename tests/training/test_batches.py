@@ -8,15 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from longctx.config.train_config import TrainConfig
-from longctx.data import SampleStream
 from longctx.data.rows import IGNORED
 from longctx.training.batches import (
-    StepBatch,
     _batches,
     collate_step,
     lost_worker,
@@ -51,22 +47,6 @@ def test_pairs_are_the_mean_over_layers():
     windowed = (9 + 7) + 5 + 17  # two keys each, one for the first of a document
     assert micro_batch(rows, {2: 1}).pairs == windowed
     assert micro_batch(rows, {None: 1, 2: 3}).pairs == round((76 + 3 * windowed) / 4)
-
-
-def test_a_batch_survives_workers_and_moves_whole():
-    rows = [row(3, 2, padding=1) for _ in range(8)]
-    order = SampleStream([8], [1.0], seed=0)
-    two_rows = partial(collate_step, micro_batch, 2 * 6, {None: 1})
-    loader = DataLoader(rows, batch_size=4, sampler=order, collate_fn=two_rows, num_workers=1)  # type: ignore[arg-type,var-annotated]
-    batch: StepBatch = next(iter(loader))
-    moved = batch.to(torch.device("cpu"))
-    assert [micro.scored for micro in moved.micro] == [micro.scored for micro in batch.micro]
-    for micro in batch.to(torch.device("meta")).micro:
-        tensors = [
-            x for x in (*vars(micro).values(), *vars(micro.mask).values()) if isinstance(x, Tensor)
-        ]
-        assert len(tensors) >= 4
-        assert all(x.device.type == "meta" for x in tensors)
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 4, 7, 100])

@@ -1,7 +1,5 @@
 """Compiling while data is read: every task runs beside the others, and none can end a run."""
 
-import gc
-import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -44,22 +42,6 @@ def test_a_step_of_one_block_works_for_every_layer(keys):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_compiler_settings_are_those_of_its_thread():
-    code = """if True:
-        from concurrent.futures import ThreadPoolExecutor
-        from longctx.model import compile_cache
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(compile_cache.preload).result()
-        compile_cache.use()
-        import torch._functorch.config, torch._inductor.config, torch.compiler.config
-        assert torch._functorch.config.autograd_cache_allow_custom_autograd_functions
-        assert torch._inductor.config.unsafe_marked_cacheable_functions
-        assert "longctx" in torch.compiler.config.cache_key_tag
-    """
-    done = finished("-c", [code], ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 def test_nobody_waits_for_compilers_at_the_end():
     code = """if True:
         import threading
@@ -90,42 +72,3 @@ def test_one_block_compiles_every_kernel_of_a_model(monkeypatch):
         loss = model(tokens, tokens, reduction="sum", scale=torch.ones((), device="cuda"))
     loss.backward()
     assert compiled == []
-
-
-@pytest.mark.gpu
-def test_a_hundred_warm_starts_end_no_task(monkeypatch):
-    """Each start compiles nothing and loads every kernel anew, with launchers seen before; kernels
-    are tested before the run needs them, and take no random number of it.
-    """
-    triton = pytest.importorskip("triton")
-    from longctx.kernels.attention import selftest
-
-    errors: list[Exception] = []
-    on = compile_ahead.on
-
-    def note(device: int, task: compile_ahead.Task) -> None:
-        try:
-            on(device, task)
-        except Exception as error:
-            errors.append(error)
-            raise
-
-    monkeypatch.setattr(compile_ahead, "on", note)
-    work = training_run(["model=124m", "seq_len=4096"], "cuda").workload
-    compile_ahead.begin(work)()
-    state = torch.get_rng_state(), torch.cuda.get_rng_state()
-    # isinstance would look through proxies of objects that are gone
-    kernels = [x for x in gc.get_objects() if issubclass(type(x), triton.JITFunction)]
-    hopper = "longctx.kernels.attention.hopper"
-    modules = [module for name, module in sys.modules.items() if name.startswith(hopper)]
-    for _ in range(100):
-        selftest._trusted.clear()
-        for kernel in kernels:
-            kernel.device_caches.clear()
-        for module in modules:
-            getattr(module, "_launches", {}).clear()
-        compile_ahead.begin(work)()
-        assert errors == []
-        assert {key[0] for key in selftest._trusted} == {"forward", "backward"}
-    after = torch.get_rng_state(), torch.cuda.get_rng_state()
-    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))

@@ -1,7 +1,6 @@
 """CUDA graphs of a step change no bit of a run, and what cannot be captured is refused by name."""
 
 import gc
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import train
 from longctx import cli
 from longctx.data.rows import IGNORED
 from longctx.model import GPT, GPTConfig
-from longctx.model.layers import Block
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import metrics_file
 from longctx.training.batches import MicroBatch, micro_batch
-from longctx.training.cuda_graphs import StaticBatch, StepGraphs, uncached
+from longctx.training.cuda_graphs import StaticBatch, StepGraphs
 from tests.processes import ROOT, finished
 from tests.training.sample_run import (
     FAULTY,
@@ -67,23 +65,6 @@ def test_a_batch_filled_in_place_gives_the_same_bits(attention, memory):
         for got, want in zip(gradients(model, static.micro), gradients(model, batch), strict=True):
             assert torch.equal(got, want)
     assert places == [static.micro.tokens.data_ptr(), static.micro.mask.doc_ids.data_ptr()]
-
-
-@pytest.mark.slow  # compiles with torch.compile
-def test_nothing_is_compiled_after_the_first_step(monkeypatch):
-    monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    model = GPT(GPTConfig(vocab_size=50, layers=2), "flash", "fast")
-    model.compile_blocks()
-    static, compiled = StaticBatch(packed(0, [5, 30])), []
-    for seed, borders in enumerate(([5, 30], [1, 2, 3, 20, 33], [36])):
-        static.fill(packed(seed, borders))
-        with torch.autocast("cpu", torch.bfloat16), uncached("cpu"):
-            gradients(model, static.micro)
-        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert len(set(compiled)) == 1
-    gradients(model, static.micro)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > compiled[0]
 
 
 class Forgetful(torch.optim.SGD):

@@ -13,11 +13,10 @@ from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT
 from longctx.planner import fitting
 from longctx.planner.peak_memory import OPTIMIZER, predict
-from longctx.runs import metrics_file
 from longctx.training import callbacks, learning_rate, objectives, optimizers
 from longctx.training.batches import MicroBatch
 from longctx.training.run import Run
-from tests.training.sample_run import check_resumes_exactly, newest, sample_run, steps
+from tests.training.sample_run import check_resumes_exactly, newest, sample_run, steps, validations
 
 
 def tripled(model: GPT, batch: MicroBatch, keys: Any) -> torch.Tensor:
@@ -72,9 +71,9 @@ def test_registered_parts_train_and_resume(own, trained):
     assert [row["calls"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["lr"] for row in rows] == [0.01, *[0.005] * 5]
     assert newest(folder)["optimizer_states"][0]["state"][0].keys() == {"momentum_buffer"}
-    validations = [row for row in metrics_file.read(folder) if "val_loss" in row]
-    assert "val_perplexity" not in validations[0]
-    assert rows[0]["loss"] == pytest.approx(3 * validations[0]["val_loss"], rel=0.1)
+    validated = validations(folder)[0]
+    assert "val_perplexity" not in validated
+    assert rows[0]["loss"] == pytest.approx(3 * validated["val_loss"], rel=0.1)
 
 
 def test_z_loss_is_logged_beside_cross_entropy(trained):

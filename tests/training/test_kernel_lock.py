@@ -88,15 +88,6 @@ def test_a_run_without_one_gets_it(trained, capsys):
     assert lock_of(folder) == checkpoint_lock(folder)
 
 
-def test_wandb_is_told(trained, monkeypatch):
-    started: list[dict] = []
-    monkeypatch.setattr(
-        "longctx.runs.tracking.Tracker.start_copies", lambda self, facts: started.append(facts)
-    )
-    folder = trained(max_steps=1)
-    assert started[0]["kernel_lock"] == lock_of(folder)
-
-
 def test_lock_takes_no_random_number_of_the_run():
     work = workload_of(TrainConfig(), "cpu", 64)
     state = torch.get_rng_state()

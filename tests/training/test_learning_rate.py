@@ -1,7 +1,5 @@
 """The learning rate of every step: warm-up, schedule, floor."""
 
-import math
-
 import pytest
 from torch import nn, optim
 from transformers import get_inverse_sqrt_schedule
@@ -42,27 +40,23 @@ def test_the_shortest_runs_have_a_rate(count, name):
         assert all(0 < run.schedule.rate(step) <= run.lr for step in range(count))
 
 
-@pytest.mark.parametrize("decay", [{"lr_decay_share": 0.3}, {"lr_decay_from": 70}])
-@pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
-def test_wsd_stays_at_the_peak_then_falls(decay, shape):
-    keys = {"lr_schedule": "wsd", "lr_decay_shape": shape, "min_lr_ratio": 0.2} | decay
-    run = config(max_steps=100, warmup_steps=10, lr=0.5, **keys)
+@pytest.mark.parametrize(
+    ("keys", "stable", "ratio", "power"),
+    [
+        ({}, 80, 0.1, 0.5),
+        ({"lr_decay_from": 70, "min_lr_ratio": 0.2, "lr_decay_shape": "linear"}, 70, 0.2, 1),
+        ({"lr_decay_share": 0.3, "min_lr_ratio": 0.2, "lr_decay_shape": "1-sqrt"}, 70, 0.2, 0.5),
+    ],
+)
+def test_wsd_stays_at_the_peak_then_falls(keys, stable, ratio, power):
+    run = config(max_steps=100, warmup_steps=10, lr=0.5, lr_schedule="wsd", **keys)
     rates = [run.schedule.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * n for n in range(1, 11)])
-    assert rates[10:70] == [0.5] * 60
-    power = 1 if shape == "linear" else 0.5
-    expected = [0.5 * (0.2 + 0.8 * (1 - (n / 30) ** power)) for n in range(1, 31)]
-    assert rates[70:] == pytest.approx(expected)
-
-
-def test_defaults_of_wsd_are_in_the_config_of_a_run():
-    run = config(max_steps=50, warmup_steps=0, lr=1.0, lr_schedule="wsd")
-    rates = [run.schedule.rate(step) for step in range(50)]
-    assert rates[:40] == [1.0] * 40
-    assert rates[44] == pytest.approx(1 - 0.9 * math.sqrt(5 / 10))
-    assert rates[-1] == pytest.approx(0.1)
-    saved = run.settings()
-    assert (saved["min_lr_ratio"], saved["lr_decay_shape"]) == (0.1, "1-sqrt")
+    assert rates[10:stable] == [0.5] * (stable - 10)
+    shares = [n / (100 - stable) for n in range(1, 101 - stable)]
+    expected = [0.5 * (ratio + (1 - ratio) * (1 - share**power)) for share in shares]
+    assert rates[stable:] == pytest.approx(expected)
+    assert run.settings()["min_lr_ratio"] == ratio
 
 
 def test_inverse_sqrt_is_that_of_transformers() -> None:
@@ -87,16 +81,14 @@ def test_a_drawing_shows_peak_decay_and_end():
     keys = {"max_steps": 400, "warmup_steps": 40, "lr": 0.25}
     bars, figures = drawn(config(lr_schedule="wsd", **keys).schedule).splitlines()
     bars = bars.split()[1]
-    assert len(bars) == 40 and bars.count("█") >= 28
-    assert "".join(sorted(bars[:5])) == bars[:5] and bars[-1] == "▁"
+    assert bars.count("█") >= 28 and bars[0] < bars[5] and bars[-1] == "▁"
     for figure in ("rate 0.25 at step 40", "falls after step 320", "0.025 at the end"):
         assert figure in figures
-    assert "falls" not in drawn(config(lr_schedule="constant", **keys).schedule)
     nothing = config(lr_schedule="wsd", **keys | {"lr": 0.0}).schedule
     assert bars in drawn(nothing), "the shape of the rate, though it is 0 everywhere"
 
 
-def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, capsys):
+def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, refused, capsys):
     runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
     decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]
     whole = ["name=whole", *decay, "min_lr_ratio=0"]
@@ -105,8 +97,10 @@ def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, 
     assert train.main([*given, "name=cut", "max_steps=6", "lr_schedule=constant"]) == 0
     resume = [f"resume={runs / 'cut'}", "lr_schedule=wsd", "min_lr_ratio=0"]
     capsys.readouterr()
-    assert train.main([*resume, "max_steps=7", "lr_decay_share=0.5"]) == 2
-    assert "give lr_schedule=wsd lr_decay_from=6" in capsys.readouterr().err
+    refused(
+        train.main([*resume, "max_steps=7", "lr_decay_share=0.5"]),
+        "give lr_schedule=wsd lr_decay_from=6",
+    )
     assert train.main([*resume, *decay[1:]]) == 0
     assert losses(runs / "cut") == losses(runs / "whole")
     check_equal_weights(runs / "cut", runs / "whole")

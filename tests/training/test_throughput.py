@@ -11,7 +11,7 @@ from longctx.parallel.mesh import Parallel
 from longctx.planner.workload import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.callbacks import Spikes
-from longctx.training.throughput import Meter, StepSplit
+from longctx.training.throughput import Meter
 from tests.processes import finished
 from tests.training.faulty_run import HOUR
 from tests.training.sample_run import FAULTY, steps
@@ -71,23 +71,6 @@ def test_time_set_aside_is_not_a_steps(clock):
     assert row["seconds"] == pytest.approx(52)
 
 
-def test_a_restored_window_ends_the_same(clock):
-    straight, first, second = (meter_of() for _ in range(3))
-    for meter in (straight, first):
-        meter.begin()
-        meter.waited = 0.5
-        meter.add(batch(3, 7, 9, 11), torch.tensor(0.1))
-    clock[0] += 2.0
-    second.restore(first.state())
-    second.begin()
-    for meter in (straight, second):
-        meter.add(batch(5, 8, 9, 11), torch.tensor(0.7))
-    clock[0] += 1.0
-    one, other = straight.row(torch.tensor(0.0)), second.row(torch.tensor(0.0))
-    assert one == other | {"process_peak_gib": one["process_peak_gib"]}
-    assert one["ms_per_step"] == pytest.approx(1500)
-
-
 def test_mfu_counts_visible_pairs_of_real_tokens(clock):
     model = GPTConfig(vocab_size=64, layers=2)
     meter = meter_of(model)
@@ -96,17 +79,6 @@ def test_mfu_counts_visible_pairs_of_real_tokens(clock):
     meter.add(batch(10, 100, 128, 5000), torch.tensor(1.0))
     flops = 6 * model.matmul_parameters() * 100 + 12 * 5000 * 128 * 2
     assert meter.row(torch.tensor(0.0))["mfu"] == pytest.approx(flops / 4.0 / 1e9)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_parts_are_summed_over_micro_batches(device):
-    split = StepSplit(torch.device(device), measures=True)
-    for part in ("forward", "backward", "forward", "backward", "optimizer"):
-        split.mark(part)
-    assert list(split.row()) == ["forward_ms", "backward_ms", "optimizer_ms"]
-    split = StepSplit(torch.device(device), measures=False)
-    split.mark("forward")
-    assert split.row() == {}
 
 
 def test_every_row_of_a_run_has_the_parts_of_its_step(trained):

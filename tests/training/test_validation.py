@@ -4,15 +4,12 @@ in all of them.
 
 import gc
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from longctx.data.rows import IGNORED
 from longctx.evaluation.perplexity import error_of_ratio
-from longctx.model import GPT
-from longctx.runs import metrics_file
 from longctx.training.batches import micro_batch
 from longctx.training.validation import (
     BUCKETS,
@@ -21,7 +18,7 @@ from longctx.training.validation import (
     sequence_sums,
     standard_error,
 )
-from tests.training.sample_run import row, steps
+from tests.training.sample_run import row, steps, validations
 
 
 def test_targets_after_a_gap_fill_no_bucket():
@@ -38,7 +35,7 @@ def test_targets_after_a_gap_fill_no_bucket():
 def test_the_buckets_of_a_run_are_its_losses(trained):
     """A model that knows nothing yet loses ln(vocabulary) everywhere."""
     folder = trained(max_steps=1, lr=0.0, val_rows=0)
-    before, after = (row for row in metrics_file.read(folder) if "val_loss" in row)
+    before, after = validations(folder)
     buckets = {key: value for key, value in before.items() if key.startswith(BY_POSITION)}
     assert list(buckets) == [f"{BY_POSITION}/{2**b}" for b in range(6)]
     for value in buckets.values():
@@ -60,20 +57,6 @@ def test_the_standard_error_is_that_of_a_ratio():
     ]
     assert error == pytest.approx(error_of_ratio([pair for pair in pairs if pair[1]]), rel=1e-9)
     assert standard_error(sequence_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
-
-
-def test_pass_keys_take_a_micro_batch_at_a_time(trained, monkeypatch):
-    asked, forward = [], GPT.forward
-
-    def noted(model: GPT, tokens: torch.Tensor, *args: Any, **keys: Any) -> torch.Tensor:
-        if keys.get("at") is not None:
-            asked.append(tuple(tokens.shape))
-        return forward(model, tokens, *args, **keys)
-
-    monkeypatch.setattr(GPT, "forward", noted)
-    keys = {"passkey": "true", "passkey.lengths": "[250,600]", "passkey.kinds": "[passkey]"}
-    trained(max_steps=1, seq_len=256, batch_size=2, **keys)
-    assert set(asked) == {(2, 249), (1, 599)}
 
 
 @pytest.mark.gpu

@@ -11,9 +11,15 @@ from pyarrow import parquet
 
 import train
 from longctx.data.cache import described
-from longctx.runs import metrics_file
 from tests.processes import train_together
-from tests.training.sample_run import Overrides, Trained, check_resumes_exactly, losses, steps
+from tests.training.sample_run import (
+    Overrides,
+    Trained,
+    check_resumes_exactly,
+    losses,
+    steps,
+    validations,
+)
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
 
@@ -30,10 +36,6 @@ def keys_of(objective: str, rows: Path) -> dict[str, Any]:
         "max_steps": 4,
         "lr": 0.002,
     }
-
-
-def validations(run: Path) -> list[dict[str, Any]]:
-    return [row for row in metrics_file.read(run) if "val_loss" in row]
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])

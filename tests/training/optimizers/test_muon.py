@@ -1,7 +1,5 @@
 """Muon: what it orthogonalizes, that every matrix stands alone, and its memory."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -57,28 +55,7 @@ def split(name: str, weight: Tensor) -> list[Tensor]:
     return list(weight.split((35, 35))) if name.endswith("gate_up.weight") else [weight]
 
 
-def test_only_matrices_of_blocks_are_orthogonalized():
-    """Every parameter is in one group."""
-    model, optimizer = model_and_muon()
-    groups = optimizer.param_groups
-    assert sorted(id(p) for group in groups for p in group["params"]) == sorted(
-        id(p) for p in model.parameters()
-    )
-    names = {id(p): name for name, p in model.named_parameters()}
-    matrices, others, vectors = ({names[id(p)] for p in group["params"]} for group in groups)
-    assert matrices == {
-        n for n in names.values() if "blocks." in n and model.get_parameter(n).ndim == 2
-    }
-    assert others == {"embed.weight", "head.weight"}
-    assert all(model.get_parameter(name).ndim == 1 for name in vectors)
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.1, 0.0]
-
-
-def test_singular_values_come_near_one():
-    for r, c in ((1, 5), (7, 33), (24, 48), (8, 24)):
-        x = torch.randn(3, r, c, generator=torch.Generator().manual_seed(r))
-        values = torch.linalg.svdvals(muon.orthogonalized(x.bfloat16(), 5).float())
-        assert 0.6 < values.min() < values.max() < 1.3
+def test_a_gradient_of_zeros_is_no_direction():
     assert not muon.orthogonalized(torch.zeros(1, 3, 4, dtype=torch.bfloat16), 5).any()
 
 
@@ -177,28 +154,20 @@ def test_the_planner_knows_the_state(name, stored):
         assert sorted(rows) == sorted(parts)
 
 
-def two_updates(device: str, preset: str, stored: str) -> Iterator[Run]:
-    """Update the matrices of the blocks of `preset` twice; yield the run before the second time."""
+def live_bytes(preset: str, stored: str) -> tuple[float, int]:
+    """Return the predicted workspace of an update, and the most live bytes of one."""
     keys = [f"model={preset}", "model.vocab_size=64", "model.layers=9"]
     run = config(stored, model=cli.compose("train", keys).config.model)
-    with torch.device(device):
+    with torch.device("meta"):
         model = GPT(run.workload.model, "naive")
     optimizer = build(model, run)
     assert isinstance(optimizer, muon.Muon)
     for p in optimizer.parts:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    yield run
-    optimizer.step()
-
-
-def live_bytes(preset: str, stored: str) -> tuple[float, int]:
-    """Return the predicted workspace of an update, and the most live bytes of one."""
-    updates = two_updates("meta", preset, stored)
-    predicted = peak_memory.update_workspace(next(updates).workload)
     with LiveMemory() as live:
-        next(updates, None)
-    return predicted, live.peak
+        optimizer.step()
+    return peak_memory.update_workspace(run.workload), live.peak
 
 
 def test_an_updates_memory_is_predicted() -> None:
@@ -214,14 +183,3 @@ def test_an_updates_memory_is_predicted() -> None:
     for line in lines:
         predicted, peak = map(float, line.split())
         assert predicted / 1.35 < peak <= 1.001 * predicted
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("preset", ["124m", "1b"])
-def test_an_updates_memory_on_a_gpu_is_predicted(preset):
-    updates = two_updates("cuda", preset, "fp32")
-    predicted = peak_memory.update_workspace(next(updates).workload)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    next(updates, None)
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted, rel=0.03)
