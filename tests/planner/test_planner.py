@@ -151,6 +151,16 @@ def test_another_backend_is_named_if_it_is_clearly_faster():
         assert line.startswith(f"attention={name} is") if name else not line, (gpu, line)
 
 
+def test_steps_in_graphs_take_a_backend_that_graphs_can_hold():
+    work = fitting.with_policy(workload("model=124m", seq_len=1024, batch_size=4), "fast")
+    h200 = hardware.chip("H200", 139 * GIB)
+    name, reason = fitting.fastest_backend(work, ("sdpa", "naive"), h200)
+    assert name == "naive" and reason.endswith("in CUDA graphs")
+    assert (
+        fitting.fastest_backend(replace(work, graphs="false"), ("sdpa", "naive"), h200)[0] == "sdpa"
+    )
+
+
 def test_auto_takes_the_first_policy_that_fits():
     def decided(seq_len: int) -> str:
         return fitting.decide(one_b(seq_len=seq_len, batch_size=1), H200, 128 * GIB).memory.policy

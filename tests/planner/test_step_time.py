@@ -8,8 +8,8 @@ import pytest
 from longctx import cli
 from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
-from longctx.planner.peak_memory import predict
-from longctx.planner.step_time import attention_exchange
+from longctx.planner.peak_memory import _Step, predict
+from longctx.planner.step_time import attention_exchange, waiting_for_weights
 from longctx.planner.workload import Workload, with_vocabulary, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
@@ -46,6 +46,7 @@ def test_two_gpus_take_predicted_time_and_memory(work, seconds, gib):
 
 
 def test_bytes_of_each_method_go_over_the_link():
+    assert waiting_for_weights(step("fast"), H200, 1.0) == 0  # on one device
     chip, n = replace(H200, link=1.0), 262144 // 4
     q, kv, layers = 32 * 64, 2 * 8 * 64, 16
     ulysses = attention_exchange(shared(4), chip)
@@ -63,6 +64,7 @@ def test_a_window_needs_the_end_of_the_neighbour_only():
     assert attention_exchange(wide, chip) == attention_exchange(shared(4), chip)
     sdpa = shared(4, model=work.model, attention=replace(work.attention, backend="sdpa"))
     assert attention_exchange(sdpa, chip) == attention_exchange(shared(4), chip)
+    assert 0 < _Step(work).exchanged < _Step(shared(4)).exchanged / 4
 
 
 def test_one_machine_does_not_use_the_network():

@@ -45,6 +45,13 @@ def test_dry_run_out_of_memory_is_an_answer(small):
     assert dry.dry_run(small, 2, after=fail).failed == OUT_OF_MEMORY
 
 
+def test_a_dry_run_is_deterministic_where_its_run_is(small):
+    """Other kernels would take other memory."""
+    config = dataclasses.replace(small.config, deterministic=True)
+    assert dry.dry_run(dataclasses.replace(small, config=config), 1).failed is None
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 def test_documents_shorten_attention_and_nothing_else(small):
     row = dry.RandomRows(64, 33, 10)[5]
     assert row["doc_ids"].tolist() == [i // 10 for i in range(33)]

@@ -15,7 +15,7 @@ from longctx.model.gpt import build
 from longctx.model.transformers_model import described
 from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
 from longctx.planner.workload import Workload, workload_of
-from longctx.training.layer_memory import Alive, measured_layers
+from longctx.training.layer_memory import Alive, layers_of, measured_layers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 64}
 
@@ -79,6 +79,14 @@ def test_validation_takes_what_is_predicted(kind):
     counted = replace(step, seq_len=4096)
     predicted = sum(_Step(counted).validation(1, 4096).values())
     assert predicted + predict(counted).gpu[BATCH] == pytest.approx(alive.peak, rel=0.06)
+
+
+def test_a_single_layer_is_measured():
+    one, two = (
+        workload_of(TrainConfig(model=described(settings)), "cpu", 256)
+        for settings in (settings_of("llama") | {"num_hidden_layers": n} for n in (1, 2))
+    )
+    assert layers_of(one) == layers_of(two)[:1]
 
 
 def test_layers_that_cannot_be_measured_are_named():

@@ -145,6 +145,9 @@ def test_evaluation_of_a_folder(monkeypatch, folder, corpus, tuned, tmp_path, re
 
     capsys.readouterr()
     refused(evaluate.main([f"checkpoint={folder}", "device=cpu"]), "no documents of its own")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    refused(evaluate.main([f"checkpoint={folder}", *documents]), "model_type=mamba")
 
 
 def test_hub_model_is_cached_and_recorded_with_commit(
