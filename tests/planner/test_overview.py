@@ -94,6 +94,12 @@ def test_host_memory_is_of_the_gpu_planned_for(here, monkeypatch):
     assert plan.machine(PlanOptions(host_memory="512"), 8)[1] == 512 * GIB
 
 
+def test_micro_batches_are_those_that_a_run_would_take(planned):
+    words = ["gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
+    for sizes, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
+        assert rows in planned(*words, *sizes)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

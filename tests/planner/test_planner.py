@@ -17,6 +17,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import (
+    ATTENTION,
     GRADIENTS,
     KEPT,
     OPTIMIZER,
@@ -120,6 +121,17 @@ def test_models_take_measured_memory_and_time(model, policy, rows, tokens, gib, 
     time = step_time.seconds(config, H200)
     assert time is not None
     assert time.tokens / time.total == pytest.approx(speed, rel=0.08 if "lora" in model else 0.03)
+
+
+def test_texts_with_pass_keys_longer_than_rows_count():
+    def naive(*keys: str) -> Workload:
+        base = ("model=124m", "model.vocab_size=50304", "attention=naive", "memory=fast")
+        return workload(*base, "passkey.enabled=true", *keys, seq_len=1024, batch_size=4)
+
+    within, longer = naive("passkey.lengths=[512]"), naive("passkey.lengths=[512,32768]")
+    assert predict(within).peak == predict(naive()).peak
+    assert predict(longer).moment == "pass keys"
+    assert predict(longer).gpu[ATTENTION] == 12 * 32768**2 * 12
 
 
 def test_a_packed_base_takes_its_own_bytes():

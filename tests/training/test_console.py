@@ -66,6 +66,7 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
     ):
         assert part in text
     stopped = printed(closing_table(folder, {}, finished=False, steps=12, chat=True))
+    assert ["steps", "12"] in [line.split() for line in stopped.splitlines()]
     assert "max_steps" not in stopped and "810" not in stopped  # tokens after step 9
     assert f"chat '{folder}'" in stopped
     own = printed(closing_table(folder, {}, True, steps=9, plugins="plugins=[my.py]"))

@@ -29,13 +29,11 @@ H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 128 * GIB)
 OLD = Machine(1, replace(hardware.chip("NVIDIA H200"), bf16=False, fp8=False), 128 * GIB)
 L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), 64 * GIB)
 CPU = Machine(0, None, 16 * GIB)
-
-
 DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
 
 
 def choice_of(config: TrainConfig, device: str) -> resolve.Choice:
-    """What is chosen before a run's data is read."""
+    """Return what is chosen before a run's data is read."""
     layouts = fitting.each_layout(config, config.model)
     return resolve.Choice(config, device, config.model, "", "", layouts)
 
@@ -52,6 +50,11 @@ def test_micro_batches_stay_on_another_gpu(tmp_path):
     again = parse.from_file(tmp_path / "config.yaml", {"max_steps": 900}).config
     resumed = decided(again, L4)
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
+    for overrides in (["batch_size=2"], ["accumulate=2"]):
+        config = cli.compose("train", ["model=124m", *overrides]).config
+        asked = workload_of(config, "cuda", config.seq_len)
+        work = decided(config, H200)
+        assert (work.batch_size, work.accumulate) == (asked.batch_size, asked.accumulate)
 
 
 # seq_len=max against a GPU that is made up
@@ -240,7 +243,8 @@ def test_context_auto_is_decided_once_and_written_down(tmp_path, corpus):
 
 
 def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
-    lines, lengths = list[str](), list[int]()
+    lines: list[str] = []
+    lengths: list[int] = []
     for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
         words = ["model=1b", "seq_len=max", "devices=8", *overrides]
         config = replace(cli.compose("train", words).config, batch_size=1)
