@@ -1,6 +1,7 @@
-"""Tuning: training reads what was measured, and refuses other tables; timed on a GPU only."""
+"""Tuning: the fastest right config wins and is read by training; timed on a GPU only."""
 
 import json
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -49,6 +50,50 @@ def q(monkeypatch):
 
     monkeypatch.setattr(launch, "_name", lambda _: "Test")
     return Like()
+
+
+def race(times, wrong=(), now="now"):
+    """`tune.race` among configs named as in `times`, milliseconds; those in `wrong` fail the
+    self-test.
+    """
+    on_trial = []
+
+    class Named(NamedTuple):
+        name: str
+
+    @contextmanager
+    def using(config):
+        on_trial.append(config.name)
+        yield
+        on_trial.pop()
+
+    def medians(calls, *_):
+        return {config: times[config.name] for config in calls}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "medians", medians)
+        patch.setattr(tune, "call", lambda *_: lambda: None)
+        patch.setattr(tune, "refuses", lambda *_: "wrong" if on_trial[-1] in wrong else None)
+        x = {"q": torch.zeros(1, 8, 1, 16)}
+        return tune.race(
+            "t", map(Named, times), Named(now), using, "forward", "torch-tiled", x
+        ).name
+
+
+def test_the_fastest_right_config_wins_and_by_enough():
+    assert race({"now": 1.0, "a": 0.9, "b": 0.8}) == "b"
+    assert race({"now": 1.0, "a": 0.9, "b": 0.8}, wrong=("b",)) == "a"
+    assert race({"now": 1.0, "a": 0.99}) == "now", "noise does not change a table"
+    assert race({"now": 1.0, "a": 2.0}) == "now"
+    with pytest.raises(ValueError, match="in use, cannot be measured: wrong"):
+        race({"now": 1.0, "a": 2.0}, wrong=("now",))
+
+
+@pytest.mark.parametrize("kernel", list(launch.PORTABLE))
+def test_candidates_are_tiles(kernel):
+    candidates = tune.portable_candidates(kernel)
+    assert candidates
+    assert all(launch._is_config(kernel, list(config)) for config in candidates)
 
 
 def test_training_reads_what_was_written(q, path):
