@@ -45,23 +45,30 @@ class Context:
 
     def padded(self, length: int) -> int:
         """Return `length` rounded up, so that P and the chunks divide it."""
-        unit = self.ranks.count * self._chunk(length)
-        return -(-length // unit) * unit
+        return padded(length, self.ranks.count, self.method)
 
     def shards(self, mask: Mask, length: int) -> Shards:
         """Return the ranks' shares of sequences of a `padded` length under the bound `mask`."""
         if self.ranks.count == 1 or self.method == "ulysses":
             return Shards(self, length)
-        return Shards(self, length, dealt(mask, length // self._chunk(length), self.ranks.count))
+        chunk = chunk_of(length, self.ranks.count, self.method)
+        return Shards(self, length, dealt(mask, length // chunk, self.ranks.count))
 
-    def _chunk(self, length: int) -> int:
-        """Return the tokens of a chunk of a sequence of `length`: a power of two."""
-        if self.ranks.count == 1 or self.method == "ulysses":
-            return 1
-        each = length // self.ranks.count
-        # small chunks balance the ranks, large ones keep tiles whole
-        tokens = max(1, min(LARGEST, max(each // CHUNKS, min(TILE, each // 4))))
-        return 1 << (tokens.bit_length() - 1)
+
+def padded(length: int, ranks: int, method: str) -> int:
+    """Return `length` rounded up, so that the number of ranks and the chunks divide it."""
+    unit = ranks * chunk_of(length, ranks, method)
+    return -(-length // unit) * unit
+
+
+def chunk_of(length: int, ranks: int, method: str) -> int:
+    """Return the tokens of a chunk of a sequence of `length`: a power of two."""
+    if ranks == 1 or method == "ulysses":
+        return 1
+    each = length // ranks
+    # small chunks balance the ranks, large ones keep tiles whole
+    tokens = max(1, min(LARGEST, max(each // CHUNKS, min(TILE, each // 4))))
+    return 1 << (tokens.bit_length() - 1)
 
 
 class Shards:

@@ -91,5 +91,7 @@ def quiet_lightning() -> None:
     warnings.filterwarnings(
         "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
     )
+    # A step that spike=skip drops moves the schedule on, but not the optimizer
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
     # DDP keeps the nodes of its first stream; gradients wait for one another as they should.
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")

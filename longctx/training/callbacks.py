@@ -107,6 +107,8 @@ class EarlyStopping(Callback):
         self.loss: float | None = None
         self.step = 0  # of the lowest loss
         self.since = 0  # validations since then
+        # The lowest loss since keep_best=true, whose checkpoint is there, and its step
+        self.kept: tuple[float, int] | None = None
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
         # Before the first step there is no checkpoint to keep
@@ -116,11 +118,13 @@ class EarlyStopping(Callback):
             self.loss, self.step, self.since = row["val_loss"], step, 0
         else:
             self.since += 1
+        if self.run.config.keep_best and (self.kept is None or row["val_loss"] < self.kept[0]):
+            self.kept = row["val_loss"], step
 
     @property
     def kept_step(self) -> int:
         """The step whose checkpoint is not deleted; 0 for none."""
-        return self.step if self.run.config.keep_best else 0
+        return self.kept[1] if self.kept and self.run.config.keep_best else 0
 
     def ends(self) -> bool:
         return self.patience is not None and self.since >= self.patience
@@ -137,10 +141,12 @@ class EarlyStopping(Callback):
             )
 
     def state(self) -> dict[str, Any]:
-        return {"loss": self.loss, "step": self.step, "since": self.since}
+        kept = self.kept if self.run.config.keep_best else None
+        return {"loss": self.loss, "step": self.step, "since": self.since, "kept": kept}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
+        self.kept = tuple(state["kept"]) if state["kept"] else None
 
 
 class Spikes(Callback):

@@ -22,7 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.attention.context_parallel import padded
 from longctx.attention.description import AttentionConfig
+from longctx.config.doors import ObjectiveConfig
 from longctx.data import Data
 from longctx.data.rows import IGNORED
 from longctx.model import lora
@@ -329,11 +331,17 @@ def small(run: Run) -> Run:
 
     Everything stays that decides how ranks share a step: heads and their size, hidden size,
     attention, memory policy, LoRA, the layout, the precision. fp8 becomes bf16: with one scale per
-    tensor, the rounding of every token depends on all others.
+    tensor, the rounding of every token depends on all others. Weights are random, so none are
+    packed. Objectives that read more than documents are checked with cross entropy.
     """
     workload = run.workload
     length = min(workload.seq_len, LENGTH[workload.device])
     if workload.context > 1 and length % workload.context == 0:
+        length -= 1
+    # The balance of experts counts padding, so training refuses it
+    while workload.model.experts.balance and length != padded(
+        length, workload.context, workload.context_method
+    ):
         length -= 1
     model = with_few_layers(workload.model, workload.memory.keep_every or 1)
     model = replace(model, vocab_size=min(model.vocab_size or WORDS, WORDS))
@@ -353,8 +361,11 @@ def small(run: Run) -> Run:
         memory=memory,
         precision="bf16" if workload.precision == "fp8" else workload.precision,
         bf16_layers=(),
+        lora=replace(workload.lora, base=None),
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
+    if config.objective.traits.collate is not None:
+        config = replace(config, objective=ObjectiveConfig())
     return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from longctx.attention.context_parallel import padded
 from longctx.attention.description import AUTO
 from longctx.config import presets
 from longctx.config.model_config import GPTConfig
@@ -235,7 +236,7 @@ def choose_workload(
 
 def check_schedule(run: Run) -> None:
     """Raise ValueError if warm-up takes more than all steps, the rate would fall before it or after
-    the run, or seq_len_schedule leaves no step for seq_len itself.
+    the run, seq_len_schedule leaves no step for seq_len itself, or experts would balance padding.
     """
     if run.config.resume is None:
         check_warmup(run.config.warmup_steps, run.max_steps)
@@ -245,6 +246,14 @@ def check_schedule(run: Run) -> None:
         raise ValueError(
             f"seq_len_schedule={stages}: takes all {run.max_steps:,} steps; leave some for seq_len"
         )
+    workload = run.workload
+    for length in (workload.seq_len, *(length for length, _ in stages)):
+        whole = padded(length, workload.context, workload.context_method)
+        if workload.model.experts.balance and whole != length:
+            raise ValueError(
+                f"model.experts.balance with context={workload.context} pads sequences of {length} "
+                f"to {whole} tokens, which the experts would balance too; use {whole} tokens"
+            )
 
 
 def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:

@@ -162,6 +162,15 @@ def test_the_best_checkpoint_stays_over_a_resume(trained, val_losses):
     assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
 
 
+def test_a_resume_keeps_the_best_from_then_on(trained, val_losses):
+    """The best so far may have lost its checkpoint."""
+    val_losses([9, 4, 5])
+    folder = trained(max_steps=2, **EVERY)
+    val_losses([7, 8])
+    assert train.main([f"resume={folder}", "max_steps=4", "keep_best=true"]) == 0
+    assert names(folder) == ["step-00000003", "step-00000004"]
+
+
 def test_patience_ends_a_run(trained, refused, capsys):
     folder = trained(lr=1e-30, min_lr_ratio=0, max_steps=30, patience=3, **EVERY)
     printed = capsys.readouterr().out

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 import train
+from longctx import cli
+from longctx.planner.workload import with_vocabulary, workload_of
 from longctx.runs import metrics_file
+from longctx.training import context_check
+from longctx.training.run import scheduled
 from tests.processes import finished, run_on
 from tests.training.test_devices import ROOT, close, run
 
@@ -116,6 +120,8 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "the same by all-gather": SHARED | PARTS | {"context.method": "allgather"},
         "the same in slices": PARTS | {"strategy": "fsdp", "memory": "long"},
         "experts in slices": EXPERTS | {"strategy": "fsdp", "precision": "bf16"},
+        "experts that are balanced": SHARED
+        | {"model.experts.count": 4, "model.experts.balance": 0.01},
         "experts by Ulysses": SHARED | EXPERTS | {"memory": "balanced"},
         "long documents": SHARED | {"seq_len": 16},
         "rows longer than documents": SHARED | {"seq_len": 1000},
@@ -125,6 +131,14 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         | {"strategy": "fsdp", "precision": "bf16"}
     },
 }
+
+
+def test_what_the_small_run_cannot_have_is_left_out():
+    keys = ["model=tiny", "objective=dpo", "data=text", "data.path=x", "init=x", "device=cpu"]
+    config = cli.compose("train", [*keys, "lora.rank=2", "lora.base=nf4"]).config
+    run = scheduled(config, with_vocabulary(workload_of(config, "cpu", 128), 300))
+    small = context_check.small(run)
+    assert (small.config.objective.name, small.workload.lora.base) == ("cross_entropy", None)
 
 
 @pytest.mark.slow

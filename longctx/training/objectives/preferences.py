@@ -149,7 +149,9 @@ def orpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     policy = answers(model, batch)
     # Without an answer any log-probability below 0 keeps the odds finite
     mean = policy.mean.masked_fill(policy.tokens == 0, -1.0)
-    odds = mean - torch.log(-torch.expm1(mean))
+    # So does one for an answer that is certain
+    below = mean.clamp(max=-1e-6)
+    odds = below - torch.log(-torch.expm1(below))
     losses = -mean[..., CHOSEN] - keys.beta * F.logsigmoid(margin(odds))
     return total(model, batch, policy, keys.beta * mean, losses)
 

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from pyarrow import parquet
 
 import train
+from longctx.config.doors import ObjectiveConfig
 from longctx.data.cache import described
+from longctx.training.objectives import preferences
 from tests.processes import train_together
 from tests.training.sample_run import (
     Overrides,
@@ -20,6 +23,19 @@ from tests.training.sample_run import (
     steps,
     validations,
 )
+
+
+def test_a_certain_answer_has_finite_odds(monkeypatch):
+    logp = torch.tensor([[0.0, -5.0]], requires_grad=True)
+    known = preferences.Answers(logp, torch.ones(1, 2))
+    monkeypatch.setattr(preferences, "answers", lambda *_: known)
+    monkeypatch.setattr(preferences, "total", lambda *arguments: arguments[-1].sum())
+    loss: Any = preferences.orpo(None, None, ObjectiveConfig("orpo", beta=0.1))  # type: ignore[arg-type]
+    loss.backward()
+    assert loss.isfinite()
+    assert logp.grad is not None
+    assert logp.grad.isfinite().all()
+
 
 FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
 
