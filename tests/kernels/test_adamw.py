@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.elementwise.adamw_update import adamw_, multi_tensor_adamw_, rates_of, table_of
+from tests.inputs import DEVICE, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BETAS, EPS = (0.9, 0.95), 1e-8
 SETTINGS = {"lr": 1e-2, "betas": BETAS, "eps": EPS, "weight_decay": 0.1}
 
@@ -16,29 +16,23 @@ def rates(step: int, lr: float = 1e-2, weight_decay: float = 0.1) -> Tensor:
     return torch.tensor(rates_of(step, lr, BETAS, weight_decay), device=DEVICE)
 
 
-def draw(n: int, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("n", [1, 7, 1023, 1024, 2049])
 @pytest.mark.parametrize("factor", [None, 0.25])
 @pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_torch(n, factor, average):
-    p, m, v = (
-        draw(n, 0).to(DEVICE),
-        *(torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2)),
-    )
-    want = torch.nn.Parameter(draw(n, 0).double())
+    p = inputs(n)
+    m, v = (torch.zeros(n, dtype=average, device=DEVICE) for _ in range(2))
+    want = torch.nn.Parameter(p.double())
     reference = torch.optim.AdamW([want], **SETTINGS)  # type: ignore[arg-type]
     for step in range(1, 6):
-        grad = draw(n, step) * 10.0 ** (step - 3)
+        grad = inputs(n, seed=step) * 10.0 ** (step - 3)
+        before = grad.clone()
         want.grad = grad.double() * (1.0 if factor is None else factor)
         reference.step()
         scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
-        device_grad = grad.to(DEVICE)
-        adamw_(p, device_grad, m, v, scalar, rates(step), BETAS, EPS)
-        assert torch.equal(device_grad.cpu(), grad)  # clipped on the way, not in memory
-    error = (p.cpu().double() - want.detach()).abs().max()
+        adamw_(p, grad, m, v, scalar, rates(step), BETAS, EPS)
+        assert torch.equal(grad, before)  # clipped on the way, not in memory
+    error = (p.double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
     assert m.dtype == v.dtype == average
 
@@ -50,13 +44,11 @@ def test_one_launch_for_all_gives_the_bits_of_one_each(factor, average):
     scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
     undecayed = rates(3, weight_decay=0.0)
     for_each = [
-        (
-            draw(n, 0).to(DEVICE),
-            draw(n, 1).to(DEVICE),
-            draw(n, 2).to(DEVICE, average),
-            draw(n, 3).abs().to(DEVICE, average),
+        [
+            *(inputs(n, seed=0), inputs(n, seed=1), inputs(n, seed=2).to(average)),
+            inputs(n, seed=3).abs().to(average),
             undecayed if n < 1024 else rates(3),
-        )
+        ]
         for n in sizes
     ]
     for_all = [(*(x.clone() for x in tensors), rate) for *tensors, rate in for_each]
@@ -70,7 +62,7 @@ def test_one_launch_for_all_gives_the_bits_of_one_each(factor, average):
 
 
 def test_one_launch_refuses_other_tensors():
-    p, grad, m, v = (draw(65, seed).to(DEVICE) for seed in range(4))
+    p, grad, m, v = (inputs(65, seed=seed) for seed in range(4))
     assert table_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
     assert table_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
     assert table_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
@@ -78,7 +70,7 @@ def test_one_launch_refuses_other_tensors():
 
 
 def test_it_writes_nothing_past_the_end():
-    places = [draw(2000, seed).abs().to(DEVICE) for seed in range(4)]
+    places = [inputs(2000, seed=seed).abs() for seed in range(4)]
     before = [x.clone() for x in places]
     adamw_(*(x[:1500] for x in places), None, rates(1), BETAS, EPS)
     for x, old in zip(places, before, strict=True):

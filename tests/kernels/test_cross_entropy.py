@@ -1,5 +1,5 @@
 """The kernel's loss and gradient against fp64, at odd sizes, strides and extremes; in Triton's
-interpreter, or on a GPU.
+interpreter, or on a GPU. tests/model/test_loss.py has the loss in chunks.
 """
 
 import pytest
@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx.kernels.elementwise.cross_entropy import cross_entropy_, multiply_
-from longctx.model.loss import ZLoss, linear_cross_entropy
+from longctx.model.loss import linear_cross_entropy
+from tests.inputs import DEVICE
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,21 +19,6 @@ def exact(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     z = z.double().requires_grad_()
     loss = F.cross_entropy(z, target, reduction="none")
     return loss.detach(), torch.autograd.grad(loss.sum(), z)[0]
-
-
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weights, and targets of which every third is left out."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 12, generator=generator).to(DEVICE) for n in (23, 41))
-    targets = torch.randint(41, (23,), generator=generator).to(DEVICE)
-    targets[::3] = -100
-    return hidden.requires_grad_(), weight.requires_grad_(), targets
-
-
-def logits(hidden: Tensor, weight: Tensor, factor: float, cap: float | None) -> Tensor:
-    """The logits in fp64."""
-    z = hidden.double() @ weight.double().t() * factor
-    return z if cap is None else cap * (z / cap).tanh()
 
 
 def run(z: Tensor, target: Tensor, gradient: bool = True) -> Tensor:
@@ -102,46 +87,6 @@ def test_extreme_logits():
         loss, torch.tensor([0.0, 2.0, 3.0], device=DEVICE).clamp(min=1).log()
     )
     assert z.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("chunk", "factor", "cap"),
-    [(1, 1.0, None), (100, 1.0, None), (7, 0.3, None), (7, 1.0, 3.0), (9, 2.0, 3.0)],
-)
-@pytest.mark.parametrize("z_loss", [0.0, 0.03])
-def test_the_chunked_loss_by_the_kernel(chunk, factor, cap, z_loss):
-    hidden, weight, targets = inputs()
-    scale = torch.tensor(0.375, device=DEVICE)
-    extra = ZLoss(z_loss) if z_loss else None
-    loss = linear_cross_entropy(hidden, weight, targets, chunk, "mean", scale, factor, cap, extra)
-    z = logits(hidden, weight, factor, cap)
-    want = 0.375 * F.cross_entropy(z, targets)
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
-    squares = z.logsumexp(-1).square()[targets != -100].mean()
-    if extra is not None and extra.mean is not None:
-        torch.testing.assert_close(extra.mean.double(), squares, rtol=1e-5, atol=0)
-    want = want + 0.375 * z_loss * squares
-    incoming = [torch.tensor(-2.75, dtype=x.dtype, device=DEVICE) for x in (loss, want)]
-    leaves = hidden, weight
-    actual, expected = (
-        torch.autograd.grad(x, leaves, by) for x, by in zip((loss, want), incoming, strict=True)
-    )
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("chunk", "factor", "cap"), [(100, 1.0, None), (9, 2.0, 3.0)])
-def test_the_loss_of_each_token_by_the_kernel(chunk, factor, cap):
-    hidden, weight, targets = inputs()
-    losses = linear_cross_entropy(
-        hidden, weight, targets, chunk, "none", logit_scale=factor, softcap=cap
-    )
-    z = logits(hidden, weight, factor, cap)
-    want = F.cross_entropy(z, targets, reduction="none")
-    torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-6)
-    incoming = torch.randn(23, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    actual = torch.autograd.grad(losses, (hidden, weight), incoming)
-    expected = torch.autograd.grad(want, (hidden, weight), incoming.double())
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("by", [1.0, -2.5, pytest.param(0.0, marks=pytest.mark.slow)])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.elementwise.quantize import TILE, padded, quantize
+from tests.inputs import DEVICE
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.swiglu import gated_down, swiglu, swiglu_backward
 from longctx.model.layers import SwiGLU
+from tests.inputs import DEVICE, assert_gradients, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -18,15 +18,11 @@ def gated(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def inputs(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul(3).to(DEVICE)
-
-
 @pytest.mark.parametrize(("N", "width"), [(1, 1), (3, 5), (7, 127), (2, 128), (5, 2049), (2, 4100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_forward_and_backward(N, width, dtype, activation):
-    gate_up, dact = inputs(N, 2 * width).to(dtype), inputs(N, width, seed=1).to(dtype)
+    gate_up, dact = (3 * inputs(N, 2 * width)).to(dtype), inputs(N, width, seed=1).to(dtype)
     exact = gate_up.double().requires_grad_()
     want = gated(exact, activation)
     (dwant,) = torch.autograd.grad(want, exact, dact.double())
@@ -50,14 +46,7 @@ def test_with_the_down_projection(bias, with_output):
     torch.testing.assert_close(
         actual.double(), expected if with_output else 0 * expected, rtol=1e-4, atol=1e-4
     )
-    dy = inputs(2, 9, 6, seed=3)
-    grads = zip(
-        torch.autograd.grad(actual, leaves, dy),
-        torch.autograd.grad(expected, exact, dy.double()),
-        strict=True,
-    )
-    for a, b in grads:
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+    assert_gradients(actual, expected, leaves, exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
