@@ -64,15 +64,11 @@ def test_naive_is_the_loop_in_the_textbook():
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 300, 300, mask="documents"),
-        Case(1, 257, 513, window=200),
-        Case(2, 300, 400, mask="intervals"),
-    ],
-    ids=str,
+    ("lengths", "mask", "window"),
+    [((300, 300), "documents", None), ((257, 513), "causal", 200), ((300, 400), "intervals", None)],
 )
-def test_flex_block_mask_covers_the_intervals(case):
+def test_flex_block_mask_covers_the_intervals(lengths, mask, window):
+    case = Case(2, *lengths, mask=mask, window=window)
     mask = case.build_mask().bind(case.B, case.Tq, case.Tk, "cpu")
     blocks = block_mask(mask, case.Tk)
     is_visible = visible(mask, case.Tk)[:, 0]

@@ -83,15 +83,6 @@ def assert_transposed(mask: Mask) -> None:
         assert torch.equal(sees, among)
 
 
-def test_windows_are_fetched_by_free_intervals():
-    for fetches, exchange in ((True, HaloExchange), (False, Ulysses)):
-        context = context_of(1, 2, "ulysses", fetches)
-        mask = Mask.causal().bind(1, 64, 64, "cpu")
-        shards = context.shards(mask, 64)
-        assert isinstance(shards.mask(mask.windowed(8)).exchange, exchange)
-        assert isinstance(shards.mask(mask.windowed(40)).exchange, Ulysses)  # more than one rank
-
-
 def work_of_ranks(mask: Mask, chunks: int, ranks: int) -> Tensor:
     pairs = (mask.last - mask.first + 1).unflatten(1, (chunks, -1)).sum(2)
     return (

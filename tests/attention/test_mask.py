@@ -64,14 +64,8 @@ def test_binding_is_idempotent_and_guards_its_shape():
         (lambda: Mask.documents(torch.tensor([[1, 0]])), "must not decrease"),
         (lambda: Mask.documents(torch.tensor([0, 1])), "shape"),
         (lambda: Mask.documents(torch.tensor([[0.0]])), "integers"),
-        (
-            lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])),
-            "first must not decrease",
-        ),
-        (
-            lambda: Mask.intervals(torch.tensor([[0]]), torch.tensor([[1.0]])),
-            "last must be integers",
-        ),
+        (lambda: Mask.intervals(torch.tensor([[1, 0]]), torch.tensor([[1, 1]])), "first must"),
+        (lambda: Mask.intervals(torch.tensor([[0]]), torch.tensor([[1.0]])), "last must"),
     ],
 )
 def test_bad_masks_are_refused(build, message):
@@ -98,14 +92,6 @@ def test_numbers_beyond_int32_mean_what_they_say(much):
         assert torch.equal(a.qlast, b.qlast)
 
 
-def test_the_bound_on_documents_takes_few_values():
-    bounds = {
-        Mask.documents(torch.arange(512).ge(cut).long()[None]).longest: cut
-        for cut in (256, 257, 300, 400, 511, 512)
-    }
-    assert set(bounds) == {256, 512}
-
-
 def test_windowed_equals_a_mask_built_with_the_window():
     doc_ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
     for window in (1, 3, 20):
@@ -120,9 +106,7 @@ def test_windowed_equals_a_mask_built_with_the_window():
                 a, b = windowed.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
                 for name in ("first", "last", "qfirst", "qlast"):
                     assert torch.equal(getattr(a, name), getattr(b, name)), name
-    with pytest.raises(
-        ValueError, match="a window of 3 is for causal attention and packed documents, not for full"
-    ):
+    with pytest.raises(ValueError, match=r"a window of 3 .*full"):
         Mask.full().windowed(3)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         Mask.causal().windowed(0)

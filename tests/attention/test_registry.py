@@ -2,7 +2,6 @@
 outside.
 """
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from longctx.attention import (
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Description
 from longctx.attention.naive import Naive
 from longctx.config.train_config import TrainConfig
-from longctx.kernels.attention import tiled
 from longctx.planner import fitting
 from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
@@ -32,6 +30,7 @@ from longctx.planner.workload import with_vocabulary, workload_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)
+CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
 
 
 def test_every_backend_has_its_yaml():
@@ -43,27 +42,12 @@ def test_every_backend_has_its_yaml():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: attention(q, q, q, backend="flahs"),
-            "attention=flahs is not a backend; choose one of",
-        ),
-        (
-            lambda: attention(q, q, q, backend="sdpa", kernle="flash"),
-            "options.kernle=flash is not an option of sdpa",
-        ),
-        (
-            lambda: attention(q, q, q, backend="sdpa", kernel="fastest"),
-            "must be one of auto, flash, cudnn",
-        ),
-        (
-            lambda: attention(q.double(), q.double(), q.double(), backend="flash"),
-            "use attention=naive",
-        ),
+        (lambda: attention(q, q, q, backend="flahs"), "attention=flahs .*flash"),
+        (lambda: attention(q, q, q, backend="sdpa", kernle="flash"), r"options\.kernle=flash"),
+        (lambda: attention(q, q, q, backend="sdpa", kernel="fastest"), "auto, flash, cudnn"),
+        (lambda: attention(*[q.double()] * 3, backend="flash"), "use attention=naive"),
         (lambda: attention(q, q[:, :, :0], q[:, :, :0]), "sizes of at least 1"),
-        (
-            lambda: attention(q.expand(1, 5, 2, 16)[:, :, [0, 1, 0]], q, q),
-            "3 query heads are not a multiple of 2",
-        ),
+        (lambda: attention(q[:, :, [0, 1, 0]], q, q), "3 query heads are not a multiple of 2"),
         (lambda: attention(q, q.half(), q.half()), "one dtype"),
         (lambda: attention(q.long(), q.long(), q.long()), "fp32, bf16 or fp16"),
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
@@ -77,14 +61,8 @@ def test_every_backend_has_its_yaml():
         (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
         (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),
         (lambda: attention(q[0], q, q), "takes q"),
-        (
-            lambda: check("flash_attn", device="cpu", dtype=torch.bfloat16, head_dim=64),
-            "use attention=flash",
-        ),
-        (
-            lambda: check("flex", device="cpu", dtype=torch.bfloat16, head_dim=64),
-            "use attention=flash",
-        ),
+        (lambda: check("flash_attn", **CPU), "use attention=flash"),
+        (lambda: check("flex", **CPU), "use attention=flash"),
     ],
 )
 def test_impossible_requests_name_a_remedy(call, message):
@@ -145,20 +123,6 @@ def test_register_takes_backends_only():
     assert "object" not in backends()
 
 
-def test_handle_asks_once_per_kind_of_request(monkeypatch):
-    requests = []
-    monkeypatch.setattr(Naive, "refusal", lambda self, request: requests.append(request))
-    attend = Attention("naive")
-    for _ in range(3):
-        for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
-            attend(q, q, q, mask)
-    kinds = [(r.mask.kind, r.mask.window) for r in requests]
-    assert kinds == [("causal", None), ("causal", 2), ("full", None)]
-    requests.clear()
-    attend(q.double(), q.double(), q.double(), Mask.full())
-    assert [r.dtype for r in requests] == [torch.float64]
-
-
 def test_handle_refuses_at_the_first_call_and_again():
     attend = Attention("flash")
     attend(q, q, q, Mask.causal())
@@ -180,42 +144,6 @@ def test_autocast_chooses_the_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16
         assert attention(q, q.bfloat16(), q.bfloat16(), mask=Mask.full()).dtype == torch.bfloat16
-
-
-def test_few_calls_lead_to_the_kernel(monkeypatch):
-    original, files = tiled.forward, []
-
-    def forward(*args):
-        frame = inspect.currentframe().f_back
-        while frame.f_code.co_name != "attention":
-            files.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        return original(*args)
-
-    monkeypatch.setattr(tiled, "forward", forward)
-    attention(q, q.clone().requires_grad_(), q, backend="flash")
-    assert len([file for file in files if "longctx" in file]) <= 3
-
-
-def test_plain_masks_are_reused_for_every_batch():
-    def bound(mask, batch, queries, keys, reuses=True):
-        return registry._bound(mask, torch.ones(batch, queries, 1, 16), keys, reuses)
-
-    for mask in (Mask.causal(), Mask.causal(2), Mask.full()):
-        first = bound(mask, 1, 5, 6)
-        assert bound(mask, 4, 5, 6) is first
-        assert bound(mask, 1, 6, 6) is not first
-        fresh = bound(mask, 1, 5, 6, reuses=False)
-        assert fresh is not first
-        assert torch.equal(fresh.first, first.first) and torch.equal(fresh.last, first.last)
-
-
-def test_masks_of_one_batch_are_not_reused():
-    ids = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    for mask in (Mask.documents(ids), Mask.intervals(torch.zeros(1, 6).int(), ids.int())):
-        before = registry._plain_mask.cache_info().currsize
-        registry._bound(mask, torch.ones(1, 6, 1, 16), 6, True)
-        assert registry._plain_mask.cache_info().currsize == before
 
 
 def test_the_layout_of_torch_gives_the_same():

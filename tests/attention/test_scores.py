@@ -111,11 +111,6 @@ def test_a_sink_of_minus_infinity_is_none(backend):
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_a_large_sink_takes_all_weight(backend):
-    q, k, v, _ = inputs(Case(2, 37, 37, 4, 2, 16), torch.float32)
-    assert attention(q, k, v, backend=backend, sinks=sinks_of() + 200).abs().max() < 1e-30
-
-
 def test_sinks_train_only_with_a_differentiable_lse():
     q, k, v, _ = inputs(Case(2, 37, 37, 4, 2, 16), torch.float32)
     sinks = sinks_of().requires_grad_()

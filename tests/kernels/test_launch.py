@@ -29,16 +29,6 @@ def test_every_request_has_an_entry(arch, kernel, monkeypatch):
             assert 1 <= launch.stages <= 5
 
 
-def test_bucket_is_the_longest_reached(monkeypatch):
-    monkeypatch.setattr(configs, "architecture", lambda device, itemsize: "sm90")
-    q = torch.empty(1, 1, 1, 128)
-    start = max(int(s) for s in table()["sm90"]["forward"]["128"])
-    assert start > 0
-    below, at = (launch_config("forward", q, n) for n in (start - 1, start))
-    assert below != at
-    assert at == launch_config("forward", q, 2 * start)
-
-
 def test_show_is_json(capsys):
     assert main(["kernels", "show", "head_size=32"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -1,15 +1,10 @@
 """Rope's kernels against the formula in fp64 at odd sizes; in Triton's interpreter, or on a GPU."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from longctx.attention.description import AttentionConfig
-from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
-from longctx.model.layers import SelfAttention
 from longctx.model.rope import Rope, rotate
 from tests.inputs import DEVICE, inputs
 
@@ -59,24 +54,3 @@ def test_more_elements_than_an_int32_counts():
     assert torch.equal(q[-5:], q_want)
     assert torch.equal(k[-5:], k_want)
     assert torch.equal(dqkv[-5:], rope_backward(q_want, k_want, k_want, *last[1:]))
-
-
-@pytest.mark.parametrize("unlike", ["", "qk_norm", "nope"])
-def test_layer_uses_the_kernel_without_norm_between(unlike, monkeypatch):
-    config = GPTConfig(
-        channels=24, heads=3, kv_heads=1, qk_norm="head" if unlike == "qk_norm" else "none"
-    )
-    part = replace(config.block(0).attention, rotates=unlike != "nope")
-    layer = SelfAttention(part, AttentionConfig("naive")).to(DEVICE)
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    x, (cos, sin) = inputs(2, 7, 24).to(dtype), angles(2, 7, 8)
-    calls: list[int] = []
-    monkeypatch.setattr(
-        "longctx.kernels.elementwise.rotary.rotated",
-        lambda *args: calls.append(1) or rotated(*args),
-    )  # type: ignore[func-returns-value]
-    actual = layer.project(x, cos, sin)
-    monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
-    for a, b in zip(actual, layer.project(x, cos, sin), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-2 if DEVICE == "cuda" else 1e-5)
-    assert len(calls) == (unlike == "")

@@ -20,11 +20,7 @@ def run(part, implementation="torch-tiled", device=CPU):
     return getattr(flash_op.kernels(implementation, device), part)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_right_kernels_pass(part, dtype):
     for head_dim, group, bucket in ((64, 1, 0), (80, 3, 0), (128, 1, 2048)):
@@ -44,10 +40,9 @@ def late(values, rows):
     return values
 
 
+ONE_VALUE = tuple(map(torch.tensor, (0, 700, 0, 7)))
 BROKEN = {
-    "one value": lambda x: x.index_put(
-        (torch.tensor(0), torch.tensor(700), torch.tensor(0), torch.tensor(7)), x.max() + 1
-    ),
+    "one value": lambda x: x.index_put(ONE_VALUE, x.max() + 1),
     "a column late": lambda x: late(x.clone(), slice(640, 648)),
     "a tile left out": lambda x: x.clone().index_fill_(1, torch.arange(512, 576), 0),
     "NaN": lambda x: x.clone().index_fill_(1, torch.tensor([5]), float("nan")),
@@ -138,30 +133,18 @@ def test_failure_names_kernel_machine_and_remedy(compiled):
         with pytest.raises(SelfTestFailed) as error:
             attention(q, q, q)
         message = str(error.value)
-        for part in (
-            "forward kernel triton-portable",
-            "on cpu",
-            "Triton 3",
-            "float32",
-            "head size 16",
-            "out has",
-        ):
-            assert part in message
-        assert "attention=sdpa" in message
-        assert "TRITON_PTXAS_PATH" in message
+        parts = ["forward kernel triton-portable", "on cpu", "Triton 3", "float32", "head size 16"]
+        parts += ["out has", "attention=sdpa", "TRITON_PTXAS_PATH"]
+        assert [part for part in parts if part not in message] == []
         assert "kernel=portable" not in message, "it is the portable one that fails"
-    with pytest.raises(
-        SelfTestFailed, match=r"use attention.options.kernel=portable, or attention=sdpa"
-    ):
+    with pytest.raises(SelfTestFailed, match=r"kernel=portable, or attention=sdpa"):
         trust("forward", "triton-hopper", q, q, flash_op.kernels("", CPU).forward)
 
 
 def test_inside_a_compiled_region(compiled):
     q = torch.randn(1, 20, 1, 16)
-    compiled_attention = torch.compile(
-        lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True
-    )
-    torch.testing.assert_close(compiled_attention(q), attention(q, q, q, backend="naive"))
+    run = torch.compile(lambda x: attention(x, x, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(q), attention(q, q, q, backend="naive"))
     assert compiled.tests == 1
 
 
@@ -177,15 +160,6 @@ def test_integers_are_the_same_everywhere(device):
         assert selftest.integers((4, 5), 3, 100).flatten().tolist() == [one(x) for x in range(20)]
         counts = selftest.integers((100_000,), 1, 5).long().bincount(minlength=5)
     assert counts.min() > 19_000
-
-
-def test_another_default_device_does_not_matter():
-    def forward(*args):
-        with CPU:
-            return run("forward")(*args)
-
-    with torch.device("meta"):
-        assert check("forward", forward, CPU, torch.float32, 32) is None
 
 
 @pytest.mark.gpu

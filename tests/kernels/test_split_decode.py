@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask, attention
-from longctx.kernels.attention.decoding import decode, launch_config, parts_of
+from longctx.kernels.attention.decoding import decode
+from tests.inputs import DEVICE
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-3, "atol": 2e-3}}
 
 
@@ -89,13 +89,3 @@ def test_strided_caches_are_read_in_place():
     halves = wide[..., :32], wide[..., 32:]
     first, last = places(0, 7), places(49, 30)
     assert torch.equal(decode(q, *halves, first, last, 0.2), decode(q, k, v, first, last, 0.2))
-
-
-def test_parts_fill_a_device_and_have_a_tile_of_keys():
-    tile = launch_config(4, 128, 2)[2]
-    device = torch.device("cpu")  # counts as four multiprocessors of two programs
-    assert parts_of(1, 10**6, 2, tile, device) == 4
-    assert parts_of(1, 10**6, 8, tile, device) == 1
-    assert parts_of(64, 10**6, 8, tile, device) == 1
-    assert parts_of(1, tile + 1, 1, tile, device) == 2
-    assert parts_of(1, 1, 1, tile, device) == 1
