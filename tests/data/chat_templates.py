@@ -61,12 +61,13 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write(folder: Path, template: Any) -> None:
-    """Write the settings of the tokenizer in `folder`, with a chat template."""
+    """Write the settings of the tokenizer in `folder`, with a chat template or one of TRL's."""
+    if isinstance(template, str) and "{" not in template:
+        template = shipped(template)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "bos_token": "<|endoftext|>",
     }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"chat_template": template})
-    )
+    content = json.dumps(settings | {"chat_template": template})
+    (folder / "tokenizer_config.json").write_text(content)

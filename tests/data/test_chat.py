@@ -115,7 +115,6 @@ def parts(conversation: Document) -> list[str]:
     ],
 )
 def test_answers_of_known_templates_are_learned(folder, template, messages, learned):
-    template = template if "{%" in template else shipped(template)
     conversation = written(folder, template, messages)
     assert parts(conversation) == learned
     assert conversation.text == by_transformers(folder, messages)
@@ -137,15 +136,15 @@ def test_answers_of_known_templates_are_learned(folder, template, messages, lear
     ],
 )
 def test_learned_is_what_training_templates_mark(folder, name, messages):
-    ours = written(folder, shipped(name), messages)
-    assert ours == written(folder, shipped(f"{name}_training"), messages)
-    assert written(folder, shipped(name), messages, "all").spans == ours.spans
+    ours = written(folder, name, messages)
+    assert ours == written(folder, f"{name}_training", messages)
+    assert written(folder, name, messages, "all").spans == ours.spans
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "qwen3_5_think", "gptoss"])
 def test_every_turn_is_learned_without_its_opening(folder, name):
     for messages in (PLAIN, THINKING[:4]):
-        conversation = written(folder, shipped(name), messages, "all")
+        conversation = written(folder, name, messages, "all")
         first, last = parts(conversation)
         assert first.startswith(("a1", "<|channel|>"))
         assert "a2" in last
@@ -166,7 +165,7 @@ def test_a_last_turn_follows_its_prompt(folder):
 
 @pytest.mark.parametrize("template", [CHATML, NEMO, SPACE, INST, "llama3_2", "qwen3", "gptoss"])
 def test_a_completion_is_learned_after_its_prompt(folder, template):
-    write(folder, template if "{%" in template else shipped(template))
+    write(folder, template)
     prompt = [SYSTEM, *PLAIN[:3]] if template in (CHATML, NEMO) else PLAIN[:3]
     for answer in ("a2", "another one"):
         pair = Template(folder, today=datetime.now()).answered("name", prompt, [says(answer)])
@@ -178,7 +177,7 @@ def test_a_completion_is_learned_after_its_prompt(folder, template):
 
 
 def test_of_a_completion_the_tools_are_not_learned(folder):
-    write(folder, shipped("qwen3"))
+    write(folder, "qwen3")
     call, answer = parts(Template(folder).answered("name", CALLING[:3], CALLING[3:], TOOLS))
     assert call.endswith(CALLED)
     assert answer == "<think>\n\n</think>\n\na2<|im_end|>\n"
@@ -189,20 +188,17 @@ def test_of_a_completion_the_tools_are_not_learned(folder):
 def test_arguments_that_are_json_text_are_not_quoted_again(folder):
     function = {"name": "f", "arguments": '{"x": 1}'}  # as OpenAI's
     messages = [*CALLING[:3], says(None, tool_calls=[CALL | {"function": function}])]
-    document = written(folder, shipped("llama3_2"), messages)
+    document = written(folder, "llama3_2", messages)
     assert parts(document)[-1] == '{"name": "f", "parameters": {"x": 1}}<|eot_id|>'
     # DeepSeek's join the text to others, and tell calls by content that is null
-    (answer,) = parts(written(folder, shipped("deepseekv3_training"), messages))[-1:]
+    (answer,) = parts(written(folder, "deepseekv3_training", messages))[-1:]
     assert '```json\n{"x": 1}\n```' in answer
 
 
 @pytest.mark.parametrize("template", [CHATML, "qwen3", "deepseekv3_training"])
 def test_near_duplicates_are_found_without_the_system_message(folder, template):
-    shared = [{"role": "system", "content": "Be brief."}]
-    document = written(
-        folder, template if template == CHATML else shipped(template), shared + PLAIN
-    )
-    pair = Template(folder).answered("name", shared + PLAIN[:3], PLAIN[3:])
+    document = written(folder, template, [SYSTEM, *PLAIN])
+    pair = Template(folder).answered("name", [SYSTEM, *PLAIN[:3]], PLAIN[3:])
     for text in (document.own, pair.own):
         assert "brief" not in text and text.startswith(document.text[document.opening :][:20])
         assert "q1" in text
@@ -233,11 +229,6 @@ def test_thinking_missing_in_a_middle_turn_is_found(folder):
     conversation = written(folder, template, [*THINKING[:5], says("a3")])
     assert conversation.shortened
     assert parts(conversation) == ["a3<|im_end|>\n"]
-
-
-def test_results_of_tools_among_an_answer_are_refused(folder):
-    with pytest.raises(ValueError, match=r"here: .*results of tools.*\{% generation %\}"):
-        written(folder, shipped("gemma4_v5"), CALLING)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +287,7 @@ def test_long_conversations_take_linear_time(folder, monkeypatch, template):
 
     monkeypatch.setattr(Template, "render", counted)
     messages = (CALLING if template == "qwen3" else PLAIN) * 500
-    written(folder, template if "{%" in template else shipped(template), messages)
+    written(folder, template, messages)
     whole = len(Template(folder).render(messages).text)
     assert sum(characters) - whole < (2 if template == INST else 5) * whole
 
@@ -307,15 +298,16 @@ def test_long_conversations_take_linear_time(folder, monkeypatch, template):
         "{% for n in range(messages | length) %}{{ messages[n].content }}{% endfor %}",
         "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
         "{% for m in messages %}{% endfor %}{{ all() }}",
+        "gemma4_v5",  # results of tools are among an answer
     ],
 )
 def test_answers_without_an_opening_are_refused(folder, template):
     with pytest.raises(ValueError, match=r"here: .*\{% generation %\}"):
-        written(folder, template, PLAIN)
+        written(folder, template, CALLING)
 
 
 def test_training_writes_the_same_day(folder):
-    write(folder, shipped("llama3_2"))
+    write(folder, "llama3_2")
     (talk,) = Template(folder).conversations([("name", "here", {"messages": PLAIN})])
     assert "Date: 26 Jul 2024" in talk.text
 
@@ -439,7 +431,7 @@ def test_half_of_a_surrogate_pair_can_be_replaced(folder):
 
 
 def test_shortened_conversations_are_counted(folder):
-    write(folder, shipped("qwen3"))
+    write(folder, "qwen3")
     rows = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:] + TALK}]
     for turns, count in (("auto", 2), ("auto", 2), ("all", 0)):  # built, from the cache
         counts = load(chats(folder, *rows, turns=turns), 512).summary()

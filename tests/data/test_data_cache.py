@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 
@@ -136,15 +135,6 @@ def test_other_choices_have_other_folders(text_config, corpus):
         assert data.fingerprint != first.fingerprint
         name, ids, *_ = next(iter(data.documents("train")))
         assert data.tokenizer.decode(ids[:-1]) == (corpus / name).read_text(encoding="utf-8")
-
-
-def test_the_arrow_file_opens_in_datasets(text_config):
-    store = Data(text_config(), 32).parts[""].store
-    theirs = datasets.Dataset.from_file(str(store.folder / "documents.arrow"))
-    assert theirs.column_names == ["name", "input_ids", "n_bytes"]
-    for document in (0, 5, len(store) - 1):
-        assert theirs[document]["input_ids"] == store.tokens(document).tolist()
-        assert theirs[document]["name"] == store.name(document)
 
 
 def test_the_environment_names_the_cache(monkeypatch, tmp_path):

@@ -53,8 +53,3 @@ def test_order_does_not_change_with_a_release():
     assert permutation(8, seed=1337, epoch=2).tolist() == [7, 6, 1, 2, 4, 5, 0, 3]
     mixed = islice(SampleStream([5, 13], [1.0, 2.5], 9), 8)
     assert list(mixed) == [17, 6, 14, 12, 1, 7, 13, 9]
-
-
-def test_a_source_without_sequences_is_refused():
-    with pytest.raises(ValueError, match="nothing to sample"):
-        SampleStream([0], [1.0], 0)

@@ -220,14 +220,6 @@ def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, messag
         read(path)
 
 
-def test_a_name_of_other_bytes_is_replaced(tmp_path):
-    (tmp_path / "docs").mkdir()
-    Path(os.fsdecode(os.fsencode(tmp_path / "docs") + b"/a\xff.txt")).write_text("text " * 99)
-    values = {"source": "text", "path": str(tmp_path / "docs"), "vocab_size": 300}
-    data = load(DataConfig(**values, val_fraction=0, cache=str(tmp_path / "cache")), 16)
-    assert [document.name for document in data.documents("train")] == ["a?.txt"]
-
-
 def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     real = os.scandir

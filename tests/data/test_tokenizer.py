@@ -42,12 +42,6 @@ def test_decode_undoes_encode_for_any_text(trained):
         assert trained.eos_id not in ids
 
 
-def test_documents_end_once(trained):
-    texts = ["", "one", "two\nlines", "é" * 50, f"a {EOS} b"]
-    for text, ids in zip(texts, trained.encode_documents(texts), strict=True):
-        assert ids.tolist() == [*trained.encode(text), trained.eos_id]
-
-
 def test_splitting_a_long_text_changes_no_token(trained):
     rng = random.Random(1)
     pieces = ["rain", "the ", "12", "\n", "\n\n  ", " \n", "x_\n", "!\n", "été\n", "水\n", "\t"]
