@@ -78,15 +78,15 @@ class Source:
             if isinstance(node, DEFINITIONS) and NO_VERB.match(text):
                 yield Sentence(self.path, line, text.splitlines()[0])
 
-    def uncommented(self) -> Iterator[tuple[int, str, int]]:
-        """Yield lines, name and first line of each long function with fewer than three comments."""
+    def uncommented(self) -> Iterator[Sentence]:
+        """Yield the name and length of each long function with fewer than three comments."""
         for node in ast.walk(self.tree):
             if isinstance(node, DEFINITIONS):
                 last = node.end_lineno or node.lineno
                 body = self.lines[node.lineno - 1 : last]
                 comments = sum(line.lstrip().startswith("#") for line in body)
                 if len(body) > LONG_FUNCTION and comments < 3:
-                    yield len(body), node.name, node.lineno
+                    yield Sentence(self.path, node.lineno, f"{node.name}, {len(body)} lines")
 
     def count(self, *kinds: type[ast.AST]) -> int:
         """Count the syntax nodes of these types."""
@@ -144,16 +144,16 @@ def main() -> None:
     for name, value in figures(package).items():
         print(f"{name:<34}{value:>9,}")
     print(f"{'lines of tests':<34}{sum(len(s.lines) for s in sources('tests')):>9,}")
-    print("\nsentences to cut in two:")
-    for sentence in heavy(package)[:20]:
-        print(f"  {sentence.path.relative_to(ROOT)}:{sentence.line} {sentence.text[:120]}")
-    print("\ndocstrings without a verb in front:")
-    for sentence in [s for source in package for s in source.verbless()][:20]:
-        print(f"  {sentence.path.relative_to(ROOT)}:{sentence.line} {sentence.text[:120]}")
-    print("\nlong functions with fewer than three comments:")
-    long = sorted(((s, *place) for s in package for place in s.uncommented()), key=lambda x: -x[1])
-    for source, size, name, line in long[:20]:
-        print(f"  {source.path.relative_to(ROOT)}:{line} {name}, {size} lines")
+    places = {
+        "sentences to cut in two": heavy(package),
+        "docstrings without a verb in front": [s for source in package for s in source.verbless()],
+        "long functions with few comments": [s for source in package for s in source.uncommented()],
+    }
+    for title, sentences in places.items():
+        print(f"\n{title}:")
+        for sentence in sentences[:20]:
+            path = sentence.path.relative_to(ROOT)
+            print(f"  {path}:{sentence.line} {sentence.text[:120]}")
 
 
 if __name__ == "__main__":

@@ -167,58 +167,31 @@ def test_any_saved_values_are_a_configuration_or_one_line(changed, override):
 
 # Run folders
 
+PARTS = ["total", "context", "stride", "kinds", "accuracy", "lengths", "depths", "results", "loss"]
+PARTS += ["checkpoint", "positions", "step", "val_loss_by_position/16", "x"]
+PARTS += [metric.key for metric in metrics.METRICS]
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
-names = st.sampled_from(
-    [*(metric.key for metric in metrics.METRICS), "step", "val_loss_by_position/16", "x"]
-)
+names = st.sampled_from(PARTS)
 json_values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4)
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=6)
 )
 lines = st.dictionaries(names, scalars, max_size=6).map(json.dumps) | json_values.map(json.dumps)
 lines |= st.text(max_size=30)
+texts = st.lists(lines, max_size=5).map("\n".join)
+contents = texts.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary(max_size=30)
+FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/a.json"]
 
 
-def check_view(folder: Path) -> None:
-    try:
-        messages = run_view.read(folder, points=50).notes
-    except (OSError, ValueError) as error:
-        messages = [str(error)]
-    assert all(str(folder) in one and "\n" not in one for one in messages)
-
-
-@given(st.lists(lines, max_size=5), st.booleans())
-@examples(120)
-def test_any_metrics_are_a_run_or_one_line(rows, is_whole):
-    with tempfile.TemporaryDirectory() as place:
-        folder = make(Path(place) / "run", rows=None if is_whole else [], tail="\n".join(rows))
-        check_view(folder)
-
-
-@given(st.sampled_from(["config.yaml", "kernel.lock.json"]), lines | st.binary(max_size=30))
-@examples(60)
-def test_any_settings_are_a_run_or_one_line(name, content):
-    with tempfile.TemporaryDirectory() as place:
-        folder = make(Path(place) / "run")
-        text = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-        (folder / name).write_bytes(text)
-        check_view(folder)
-
-
-PARTS = ["total", "context", "stride", "kinds", "accuracy", "lengths", "depths", "results", "loss"]
-evaluations = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*PARTS, "checkpoint", "positions"]), inner, max_size=6)
-    ),
-)
-
-
-@given(evaluations.map(json.dumps) | st.text(max_size=20))
-@examples(120)
-def test_any_evaluation_is_shown_or_left_out(content):
+@given(st.sampled_from(FILES), contents, st.booleans())
+@examples(400)
+def test_any_file_of_a_run_is_shown_or_one_line(name, content, appends):
     with tempfile.TemporaryDirectory() as place:
         folder = make(Path(place) / "run")
         (folder / "eval").mkdir()
-        (folder / "eval" / "a.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-        check_view(folder)
+        with open(folder / name, "ab" if appends else "wb") as file:
+            file.write(content)
+        try:
+            messages = run_view.read(folder, points=50).notes
+        except (OSError, ValueError) as error:
+            messages = [str(error)]
+        assert all(str(folder) in one and "\n" not in one for one in messages)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.report.compare import described, differing
+from longctx.report.compare import described
 from longctx.report.run_view import read, reduced
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
@@ -60,14 +60,6 @@ def test_figures_come_from_the_rows(tmp_path, capsys):
     assert run["curves"]["loss"]["t"] == [100 * n for n in range(1, 21)]
     assert run["curves"]["val_perplexity"]["s"] == [2.0]
     assert "mfu" not in run["curves"]
-
-
-def test_only_keys_that_differ_are_named(tmp_path):
-    configs = {"a": "lr: 0.001\nwindow: true", "b": "lr: 0.002\nwindow: true", "c": "lr: 0.001"}
-    runs = [read(make(tmp_path / name, config=config), 100) for name, config in configs.items()]
-    assert differing(runs) == ["lr", "window"]
-    assert differing(runs[:2]) == ["lr"]
-    assert differing(runs[:1]) == []
 
 
 def test_the_best_of_each_column_is_marked(tmp_path):

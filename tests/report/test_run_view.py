@@ -133,14 +133,6 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
             watch(WatchOptions(runs[0]))
 
 
-def test_lock_is_shown_by_short_hashes_and_versions(tmp_path):
-    lock = read(locked(tmp_path / "a", LOCK), 100).lock
-    assert lock.keys() == {"kernel", "torch", "triton", "sources", "fingerprint"}
-    assert (lock["kernel"], lock["torch"]) == ("triton-portable", "2.13.0")
-    assert len(lock["sources"]) == 10
-    assert read(make(tmp_path / "b"), 100).lock == {}
-
-
 def test_locks_that_differ_are_a_warning(tmp_path, capsys):
     newer = LOCK | {"machine": {"torch": "2.14.0", "triton": "3.7.1"}}
     other_length = LOCK | {"fingerprint": {"out": "c" * 64}}

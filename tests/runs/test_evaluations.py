@@ -1,6 +1,5 @@
 """Files of evaluations: named once, replaced by the same evaluation only."""
 
-from longctx.runs import evaluations
 from longctx.runs.evaluations import path_for, task_scores, write
 
 
@@ -23,8 +22,3 @@ def test_task_scores_are_the_metrics_with_their_errors():
         ("arc", "em (strict)", 1.0, None),
         ("arc", "2048", 0.5, None),
     ]
-
-
-def test_a_stem_has_every_setting():
-    assert evaluations.stem("val", "step-9", 64, 32, "flash") == "val-step-9-64-32-flash"
-    assert len(evaluations.stem("tasks", "a-" * 200, "step-9", 64)) < 110
