@@ -13,7 +13,6 @@ from longctx.cli import main
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
-from longctx.model.huggingface import pretrained
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import Sharded
 from tests.training.sample_run import newest, replace_newest
@@ -93,17 +92,12 @@ def test_the_command_writes_the_newest_checkpoint(run, tmp_path, capsys):
     torch.manual_seed(0)
     ours = GPT(GPTConfig(**SMALL))
     tokens = torch.randint(300, (1, 48))
-    torch.testing.assert_close(
-        theirs.float()(tokens).logits, ours.bfloat16().float()(tokens), rtol=0, atol=1e-5
-    )
+    expected = ours.bfloat16().float()(tokens)
+    torch.testing.assert_close(theirs.float()(tokens).logits, expected, rtol=0, atol=1e-5)
     assert theirs.config.max_position_embeddings == 48
     checkpoint = str(run / "checkpoints" / "step-00000007.ckpt")
     assert main(["export", checkpoint, str(tmp_path / "two"), "shard_gb=1e-5"]) == 0
     assert len(list((tmp_path / "two").glob("model-*.safetensors"))) > 2
-    again = pretrained(tmp_path / "two")
-    torch.manual_seed(0)
-    for a, b in zip(again.parameters(), GPT(GPTConfig(**SMALL)).parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +123,8 @@ def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dt
     ],
 )
 def test_a_mistake_is_one_line(run, tmp_path, refused, overrides, message):
-    refused(
-        main([override.format(run=run, new=tmp_path / "new") for override in overrides]), message
-    )
+    words = [override.format(run=run, new=tmp_path / "new") for override in overrides]
+    refused(main(words), message)
     assert not (tmp_path / "new").exists()
 
 

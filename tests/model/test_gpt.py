@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask, registry
-from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT, GPTConfig, compile_cache
 
@@ -79,13 +78,6 @@ def test_16_bits_stay_near_fp32(qk_norm):
     assert all(p.grad.dtype == torch.bfloat16 for p in small.parameters())
     torch.testing.assert_close(loss, expected, rtol=0.02, atol=0)
     torch.testing.assert_close(small_loss, expected, rtol=0.02, atol=0)
-
-
-def test_attention_options_reach_the_backend():
-    with pytest.raises(
-        ValueError, match=r"attention\.options\.colour=blue is not an option of naive"
-    ):
-        GPT(CONFIG, AttentionConfig("naive", {"colour": "blue"}))(tokens(1, 4))
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,3 @@ def test_frozen_weights_may_be_16_bits_wide():
         model(TOKENS, TOKENS.roll(-1, 1)).backward()
     grads = [p.grad for name, p in model.named_parameters() if name.endswith("lora_b")]
     assert all(g is not None and g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
-
-
-def test_flops_with_frozen_weights():
-    model = GPTConfig(**SIZES)
-    added = LoraConfig(rank=2).parameters(model)
-    assert model.flops_per_token(0.0, added) == 4 * model.matmul_parameters() + 6 * added

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from longctx.attention import Mask, flash
 from longctx.config.layout_config import POLICIES, MemoryConfig
-from longctx.model import GPT, GPTConfig, recompute
+from longctx.model import GPT, GPTConfig
 from longctx.model.layers import Block
 from longctx.model.offload import HostBuffers, pinned
+from tests.largest_tensor import LiveMemory
 
 CONFIG = GPTConfig(
     vocab_size=67, layers=3, channels=32, heads=4, kv_heads=2, ffn=48, init_std=0.2, qk_norm="head"
@@ -60,9 +61,7 @@ def gradients(model: GPT, device: str = "cpu") -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def saved() -> dict[str, list[Tensor]]:
-    return {
-        attention: gradients(make(attention=attention)) for attention in ("flash", "naive", "sdpa")
-    }
+    return {name: gradients(make(attention=name)) for name in ("flash", "naive", "sdpa")}
 
 
 @pytest.mark.parametrize(
@@ -113,11 +112,12 @@ def test_under_autocast_every_weight_has_its_gradient(way):
 def test_without_gradients_tiles_give_the_same_logits(way, monkeypatch):
     model, longest = make(WAYS[way]), []
     after = Block.after
-    monkeypatch.setattr(
-        Block,
-        "after",
-        lambda self, x, *a, **k: longest.append(x.shape[1]) or after(self, x, *a, **k),
-    )
+
+    def noted(self: Block, x: Tensor, *arguments: object, **more: object) -> Tensor:
+        longest.append(x.shape[1])
+        return after(self, x, *arguments, **more)
+
+    monkeypatch.setattr(Block, "after", noted)
     with torch.no_grad():
         torch.testing.assert_close(model(*batch()), make()(*batch()))
     assert max(longest[: CONFIG.layers]) <= (model.memory.mlp_tile or B * T) + 128
@@ -133,30 +133,14 @@ def test_two_forwards_before_their_backwards_do_not_share_memory(saved):
 
 
 def test_each_policy_saves_less():
-    sizes: dict[str, int] = {}
+    held: dict[str, int] = {}
     for policy in POLICIES:
-        saved_by_autograd: list[int] = []
-        tapes: list[recompute._Tape] = []
         model = make(MemoryConfig(policy, offload=0.0 if policy == "long" else None))
-        save = recompute._Tape.save
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                recompute._Tape,
-                "save",
-                lambda self, *args, tapes=tapes, save=save: tapes.append(self) or save(self, *args),
-            )
-            hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda x, sizes=saved_by_autograd: sizes.append(x.numel()) or x, lambda x: x
-            )
-            with hooks:
-                model(*batch())
-        saved_by_us = [
-            x.numel()
-            for block in (tapes[0].saved.values() if tapes else ())
-            for x in block.tensors().values()
-        ]
-        sizes[policy] = sum(saved_by_autograd) + sum(saved_by_us)
-    assert sizes["long"] < sizes["balanced"] < sizes["fast"] / 2
+        with LiveMemory() as live:
+            _loss = model(*batch())
+            held[policy] = sum(live.held.values())
+        del _loss
+    assert held["long"] < held["balanced"] < held["fast"] / 2
 
 
 def test_compiled_parts_share_their_graphs():
