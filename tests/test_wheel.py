@@ -52,6 +52,7 @@ def test_the_version_heads_the_changelog(capsys):
     assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == longctx.__version__
+    assert f"version: {longctx.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
