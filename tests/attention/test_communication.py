@@ -78,6 +78,17 @@ def test_a_gpu_counts_what_its_stream_waits_for():
     assert clock.take() == 0.0
 
 
+def test_laps_count_only_what_lies_inside(now):
+    laps = Laps(on_gpu=False)
+    for inside, outside in ((2.0, 0.0), (0.5, 10.0)):
+        laps.begin()
+        now[0] += inside
+        laps.end()
+        now[0] += outside
+    laps.begin()
+    assert laps.ms() == [2000.0, 500.0]
+
+
 @pytest.mark.gpu
 def test_laps_of_a_gpu_are_its_own_and_not_waited_for():
     laps = Laps(on_gpu=True)

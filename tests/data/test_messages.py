@@ -90,15 +90,6 @@ def test_a_conversation_is_shown_with_its_targets(folder, capsys):
     assert printed.endswith(" a rose<|im_end|>\n⟧\n")
 
 
-@pytest.mark.parametrize(
-    ("changes", "learned"),
-    [({}, 1), ({"train": None, "weight": 1.0}, 1), ({"train": False}, 0), ({"weight": 0.0}, 0)],
-)
-def test_messages_say_if_they_are_learned(changes, learned):
-    messages, _ = read({"messages": [asks("q1"), says("a1", **changes)]})
-    assert [is_learned(message) for message in messages] == [False, bool(learned)]
-
-
 @pytest.mark.parametrize("template", [CHATML, INST])
 def test_excluded_turns_are_not_learned(folder, template):
     every = written(folder, template, PLAIN)

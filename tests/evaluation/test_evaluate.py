@@ -37,23 +37,6 @@ def strategy_of(config: EvalConfig) -> str:
 
 
 @pytest.mark.parametrize(
-    ("config", "forward"),
-    [
-        (evaluation([4096, 300_000]), Forward("ruler.lengths", 1, 300_000, 1, True)),
-        (EvalConfig("x", ruler=RulerConfig(True)), Forward("seq_len", 8, 8192, 1, True)),
-        (
-            evaluation([131_072, 2048], "passkey", devices=4, context=ContextConfig(2)),
-            Forward("passkey.lengths", 1, 131_072, 2, False),
-        ),
-        (EvalConfig("runs/a", seq_len=5000), Forward("seq_len", 8, 5000, 1, False)),
-    ],
-)
-def test_a_forward_is_as_long_as_the_longest_text(config, forward):
-    assert forward_of(config) == forward
-    assert forward.tokens == forward.rows * forward.length // forward.sharing
-
-
-@pytest.mark.parametrize(
     ("config", "strategy"),
     [
         (evaluation([4096], devices=2), "ddp"),

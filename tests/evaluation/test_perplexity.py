@@ -23,7 +23,7 @@ from longctx.evaluation.perplexity import (
     perplexity,
 )
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import Document, Window, batches, spans
+from longctx.evaluation.windows import Document, spans
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 
@@ -224,16 +224,3 @@ def test_one_document_has_an_error_over_windows(model):
     several = perplexity(Scorer(model), documents(90, 70, 80), context=40)
     of_documents = [(score.nats, score.tokens) for score in several.documents]
     assert several.standard_error == error_of_ratio(of_documents)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_sequences_hold_every_window_once(rows):
-    lengths = np.random.default_rng(0).integers(1, 101, size=400)
-    windows = (Window(n, 0, np.arange(length + 1), 0) for n, length in enumerate(lengths))
-    packed = list(batches(windows, 100, rows))
-    owners = [window.owner for batch in packed for row in batch for window in row]
-    assert sorted(owners) == list(range(400))
-    assert all(len(batch) == rows for batch in packed[:-1])
-    used = [sum(len(window.ids) - 1 for window in row) for batch in packed for row in batch]
-    assert max(used) <= 100
-    assert sum(used) > 0.93 * 100 * len(used)

@@ -1,38 +1,17 @@
-"""Results: tables, JSON and picture of each kind of evaluation, and the reports that read them."""
+"""Results: the numbers of each kind of evaluation, and the report that reads them."""
 
-import io
 import itertools
 import math
 from typing import Any
 
-import pytest
-from rich.console import Console
-
-from longctx import tables
 from longctx.config.eval_config import KINDS, EvalConfig
-from longctx.evaluation import passkey, results, ruler
+from longctx.evaluation import passkey, ruler
 from longctx.evaluation.evaluate import decisive
 from longctx.evaluation.passkey import Cell
-from longctx.evaluation.perplexity import Contexts, Perplexity, Score
+from longctx.evaluation.perplexity import Score
 from longctx.report import run_view
 from longctx.report.compare import rulers
 from longctx.runs import evaluations
-
-
-def result(documents: int) -> Perplexity:
-    scores = [
-        Score(f"docs/[{n}].md", tokens=10 + n, n_bytes=40, nats=10.0 + 3 * n)
-        for n in range(documents)
-    ]
-    return Perplexity(64, 32, [*scores, Score("one token")], windows=[(5.0, 3)])
-
-
-def full() -> dict[str, Any]:
-    """The content of a result with positions and contexts."""
-    scores = result(9)
-    scores.positions = [[3.0, 4.0], [2.0, 4.0, 9.0]]
-    scores.contexts = Contexts([512, 1024], tokens=8, documents=1, nats=[16.0, 12.0])
-    return scores.content()
 
 
 def of_ruler() -> dict[str, Any]:
@@ -43,30 +22,6 @@ def of_ruler() -> dict[str, Any]:
         for _ in range(2)
     ]
     return {"made": ["qa_1"], **ruler.content(answers)}
-
-
-def printed(content: dict[str, Any]) -> str:
-    console = Console(width=150, record=True, file=io.StringIO())
-    for view in results.perplexity_tables(content):
-        tables.show(view, output=console)
-    return console.export_text()
-
-
-@pytest.mark.parametrize("documents", [5, 40])
-def test_few_documents_are_all_shown_many_in_part(documents):
-    content = result(documents).content()
-    text = printed(content)
-    is_shown = [f"docs/[{n}].md" in text for n in range(documents)]
-    assert is_shown[0] and is_shown[-1] and all(is_shown) == (documents == 5)
-    assert f"all {documents + 1}" in text
-    assert f"{content['total']['perplexity']:,.3f}" in text
-
-
-def test_positions_and_contexts_are_shown():
-    text = printed(full())
-    for cells in ("2 – 3", "2.0000", "1,024", "1.5000", "0.5000"):
-        assert cells in text
-    assert full()["by_context"][1]["gain"] == 0.5
 
 
 def test_contents_have_the_numbers_of_each_cell():
