@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import longctx
 from longctx import cli
 from longctx.data import Tokenizer
 from longctx.generation import Completion
-from longctx.parallel.devices import is_out_of_memory, within_memory
 from tests.model.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
@@ -168,14 +165,6 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
     (error,) = capsys.readouterr().err.splitlines()
     assert "out of memory while the model loads" in error and "precision=bf16" in error
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_a_file_that_cannot_be_mapped_is_no_memory(tmp_path, monkeypatch):
-    save_file({"w": torch.zeros(1 << 25)}, tmp_path / "w.safetensors")
-    limit_memory(monkeypatch, 32 << 20)
-    with within_memory("cpu"), pytest.raises(RuntimeError) as error:
-        safe_open(tmp_path / "w.safetensors", framework="pt").__enter__()
-    assert is_out_of_memory(error.value)
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,6 @@ def test_a_known_error_is_written_next_to_its_value():
     assert error_of({"val_perplexity": 20.0}) == error_of({"val_loss_error": 0.01}) == ""
 
 
-def test_the_page_knows_the_end_of_the_warm_up(tmp_path):
-    run = read(make(tmp_path / "a", config="warmup_steps: 4"), 100)
-    assert run.warm == {"t": 400, "s": 0.4}
-    assert read(make(tmp_path / "b", config="warmup_steps: 400"), 100).warm == {"t": 0.0, "s": 0.0}
-
-
 def test_a_run_that_is_watched_shows_its_cost(tmp_path, capsys):
     watch(WatchOptions(on_gpus(tmp_path / "a", 2, 7200), price=2.0))
     printed = capsys.readouterr().out

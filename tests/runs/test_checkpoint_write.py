@@ -150,14 +150,6 @@ def test_rank_0_names_the_folder_last(tmp_path):
     assert torch.equal(read(path)["x"][:], x)
 
 
-def test_a_cancelled_save_leaves_nothing(tmp_path):
-    alone_of_two = Writers(0, 2)  # and the other one never writes
-    saving = Saving(tmp_path / "x", {}, shares(0, [3, 3]), alone_of_two)
-    saving.begin(memory_for(saving))
-    saving.cancel()
-    assert saving.deleted.done() and not list(tmp_path.iterdir())
-
-
 def test_a_save_cancelled_at_its_end_is_whole(tmp_path, monkeypatch):
     """The thread completes the folder, and `cancel` waits for it."""
     is_written, may_complete, to_disk = threading.Event(), threading.Event(), files.to_disk
@@ -177,12 +169,6 @@ def test_a_save_cancelled_at_its_end_is_whole(tmp_path, monkeypatch):
     assert may_complete.is_set() and saving.deleted.done()
     checkpoint_index.verify(tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-def test_a_number_that_json_lacks_is_refused_first(tmp_path):
-    with pytest.raises(OSError, match="could not be written"):
-        write(Saving(tmp_path / "x", {"lr": float("nan")}, whole(odd())))
-    assert not list(tmp_path.iterdir())
 
 
 KILLED = """

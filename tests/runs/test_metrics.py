@@ -1,6 +1,5 @@
 """The table of metrics: one line of it shows a metric everywhere."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
 from longctx.training.run_log import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
-from tests.report.run_files import compare
+from tests.report.run_files import compare, make
 
 SPEED = Metric(
     "pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median"
@@ -31,11 +30,7 @@ ROWS = [{"step": n, "tokens_seen": n, "pages_per_hour": 1000.0 * n, **VALUES} fo
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run whose rows hold two metrics that are new in the table."""
     monkeypatch.setattr(metrics, "METRICS", (*metrics.METRICS, SPEED, FAMILY))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("seq_len: 64\nmax_steps: 3\n")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return folder
+    return make(tmp_path / "run", ROWS)
 
 
 def cells(table: Any) -> str:

@@ -27,12 +27,6 @@ def test_runs_started_together_get_own_folders(tmp_path):
     assert sorted(path.name for path in folders) == [f"tiny-4k-{n:03d}" for n in range(1, 41)]
 
 
-def test_a_name_is_used_once(tmp_path):
-    assert run_folder.create(tmp_path, "mine", "x") == tmp_path / "mine"
-    with pytest.raises(ValueError, match="resume="):
-        run_folder.create(tmp_path, "mine", "x")
-
-
 def test_an_unwritable_root_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "runs", Path("/proc/runs")):

@@ -158,14 +158,6 @@ def test_trackers_that_hang_share_the_time_of_an_end(folder, own, monkeypatch):
         copy.process.wait()
 
 
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [("log_every=1", ["wandb"]), ("tracker=none", ["none"]), ("tracker=[mlflow]", ["mlflow"])],
-)
-def test_several_trackers_are_a_list(override, names):
-    assert cli.compose("train", [override]).config.tracker == names
-
-
 def test_a_tracker_that_cannot_be_used_is_refused(refused):
     assert "tensorboard" in refused(cli.main(["train", "tracker=tensorbord"]), "tracker=tensorbord")
     traits = TrackerTraits(TRACKERS["none"].copy, "no_such_package", lambda *_: [])
