@@ -19,36 +19,25 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 2.0, ORIGINAL: 1024, "beta_fast": 16}
 
 
+BETA = {"rope_type": "yarn", "factor": 4, ORIGINAL: 2048, "beta_slow": 2}
+
+
 @pytest.mark.parametrize(
-    ("rope", "seq_len", "scaling", "context", "line"),
+    ("rope", "seq_len", "scaling", "context"),
     [
-        ({"type": "keep"}, 9000, {}, 2048, ""),
-        ({"type": "auto"}, 2048, {}, 2048, "auto: kept, the weights' own 2,048 tokens hold 2,048"),
-        (
-            *({"type": "auto"}, 16384, {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 2048}, 16384),
-            "auto: yarn: 2,048 tokens × 8 = 16,384",
-        ),
-        *(
-            ({"type": kind}, 4096, {"rope_type": kind, "factor": 2.0}, context, line)
-            for kind, context, line in (
-                ("linear", 4096, "linear: 2,048 tokens × 2 = 4,096"),
-                ("dynamic", 2048, "dynamic: 2,048 tokens × 2 = 4,096"),
-            )
-        ),
-        (
-            *({"type": "yarn", "factor": 4, "options": {"beta_slow": 2}}, 4096),
-            {"rope_type": "yarn", "factor": 4, ORIGINAL: 2048, "beta_slow": 2},
-            *(8192, "yarn: 2,048 tokens × 4 = 8,192"),
-        ),
-        (
-            *({"type": "llama3", "original": 256}, 4096),
-            *(LLAMA3 | {"factor": 16.0}, 4096, "llama3: 256 tokens × 16 = 4,096"),
-        ),
+        ({"type": "keep"}, 9000, {}, 2048),
+        ({"type": "auto"}, 2048, {}, 2048),
+        ({"type": "auto"}, 16384, {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 2048}, 16384),
+        ({"type": "linear"}, 4096, {"rope_type": "linear", "factor": 2.0}, 4096),
+        ({"type": "dynamic"}, 4096, {"rope_type": "dynamic", "factor": 2.0}, 2048),
+        ({"type": "yarn", "factor": 4, "options": {"beta_slow": 2}}, 4096, BETA, 8192),
+        ({"type": "llama3", "original": 256}, 4096, LLAMA3 | {"factor": 16.0}, 4096),
     ],
 )
-def test_a_plain_model(rope, seq_len, scaling, context, line):
+def test_a_plain_model(rope, seq_len, scaling, context):
     stretched, how = extended(PLAIN, RopeConfig(**rope), seq_len)
-    assert (stretched.rope_scaling, stretched.context, how) == (scaling, context, line)
+    assert (stretched.rope_scaling, stretched.context) == (scaling, context)
+    assert scaling.get("rope_type", "") in how
     assert replace(stretched, rope_scaling={}, context=2048) == PLAIN
     GPT(stretched, "naive")(torch.zeros(1, 5, dtype=torch.int64))
 
@@ -56,13 +45,13 @@ def test_a_plain_model(rope, seq_len, scaling, context, line):
 def test_a_given_factor_is_known_to_the_next_run():
     first, _ = extended(PLAIN, RopeConfig("linear", factor=4), 4096)
     _, how = extended(first, RopeConfig("auto"), 16384)
-    assert how == "auto: linear: 2,048 tokens × 8 = 16,384"
+    assert "linear" in how and "× 8" in how
 
 
 def test_raised_base_writes_no_rope_scaling():
     stretched, how = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
     assert (stretched.rope_theta, stretched.rope_scaling, stretched.context) == (5e5, {}, 8192)
-    assert how == "abf: base 10000 → 500000"
+    assert "500000" in how
     stretched, _ = extended(PLAIN, RopeConfig("ntk"), 8192)
     assert (stretched.rope_scaling, stretched.context) == ({}, 8192)
     D = PLAIN.head_size

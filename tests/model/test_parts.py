@@ -21,7 +21,7 @@ from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
 from longctx.model.export import architecture
 from longctx.parallel.devices import check_attention
-from longctx.planner.peak_memory import KEPT, _Step, predict
+from longctx.planner.peak_memory import KEPT, predict
 from longctx.planner.workload import workload_of
 from tests.model.test_recompute import FEW
 
@@ -254,22 +254,6 @@ N = 512 * 32  # tokens of a micro-batch on a GPU
 )
 def test_what_parts_save_is_counted(attention, changes, more):
     assert saved_activations(attention, **changes) - saved_activations(attention) == more
-
-
-def test_multipliers_are_counted():
-    overrides = ["model=tiny", "model.vocab_size=512", "seq_len=512", "memory=fast"]
-    config = cli.compose("train", overrides).config
-    workload = workload_of(config, "cuda", 512, config.model)
-
-    def moments(multipliers: Multipliers) -> dict[str, float]:
-        work = replace(workload, model=replace(config.model, multipliers=multipliers))
-        return {name: sum(terms.values()) for name, terms in _Step(work).moments()}
-
-    before, after = moments(Multipliers()), moments(Multipliers(2.0, 0.5, 0.5, 5.0))
-    more = {name: after[name] - before[name] for name in before}
-    assert more["loss"] == 4 * 512 * N  # the cap's derivative
-    assert more["backward of block 1, MLP"] == 2 * 128 * N  # the branch's gradient
-    assert more["backward of the embedding"] == 2 * 128 * N
 
 
 def test_scaling_leaves_the_base_of_windows_alone():

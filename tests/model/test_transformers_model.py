@@ -145,12 +145,6 @@ def test_lora_begins_as_the_model_to_the_bit(kind, tmp_path):
     assert torch.equal(lora.add(model, LoraConfig(rank=3))(tokens, targets, mask), before)
 
 
-def test_keys_with_an_underscore_describe_nothing():
-    settings = settings_of("cohere")
-    known = described(settings)
-    assert described(settings | {"_commit_hash": "5e1f", "_num_hidden_layers": 9}) == known
-
-
 def test_noise_of_routers_is_off():
     config = described(settings_of("mixtral") | {"router_jitter_noise": 0.3})
     with torch.device("meta"):
