@@ -1,6 +1,6 @@
 """Where the tokens of a row lie, and what the queries of a rank see; without any process but this.
 
-That the exchanges send what they should is shown by tests/training/test_layouts.py.
+That the exchanges send what they should is shown by tests/training/test_devices.py.
 """
 
 import json

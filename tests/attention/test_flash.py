@@ -221,17 +221,3 @@ def test_one_graph_under_compile(implementation):
     expected = torch.autograd.grad(attention(q, k, v, mask), q, do)
     assert torch.equal(actual[0], expected[0])
     assert kernels_run()["flash"] == implementation
-
-
-def test_cpu_memory_is_linear():
-    """A windowed row's largest tensor does not grow with its length squared."""
-    sizes = []
-    for T in (2048, 4096):
-        mask = Mask.causal(100).bind(1, T, T, "cpu")
-        sizes.append(
-            max(
-                len(range(*i.indices(T))) * (j.stop - j.start)
-                for i, j, _ in tiled._tiles(mask.first[0], mask.last[0])
-            )
-        )
-    assert sizes[0] == sizes[1]

@@ -25,13 +25,14 @@ def test_queries_that_see_nothing_on_a_cpu(blind):
     assert torch.equal(lse[0, 0] == float("-inf"), torch.arange(130) < blind)
 
 
-def test_no_square_matrix_on_a_cpu():
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
+def test_no_square_matrix_on_a_cpu(backend):
     """The largest tensor of a windowed row grows with its length, not with its square."""
     sizes = []
     for T in (4096, 8192):
         x = torch.randn(1, T, 1, 8)
         with LargestTensor() as largest:
-            attention(x, x, x, mask=Mask.causal(64), backend="sdpa")
+            attention(x, x, x, mask=Mask.causal(64), backend=backend)
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0]
 
