@@ -126,12 +126,8 @@ def test_an_odd_file_is_built_again(text_config, capsys, name, fault):
 
 def test_other_choices_have_other_folders(text_config, corpus):
     first = Data(text_config(), 32)
-    for other in (
-        text_config(vocab_size=300),
-        text_config(documents=9),
-        text_config(val_fraction=0.5),
-    ):
-        data = Data(other, 32)
+    for choice in ({"vocab_size": 300}, {"documents": 9}, {"val_fraction": 0.5}):
+        data = Data(text_config(**choice), 32)
         assert data.fingerprint != first.fingerprint
         name, ids, *_ = next(iter(data.documents("train")))
         assert data.tokenizer.decode(ids[:-1]) == (corpus / name).read_text(encoding="utf-8")

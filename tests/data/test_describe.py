@@ -37,9 +37,8 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     write_tokenizer(tmp_path)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    grouped = (
-        Path("examples/dpo.yaml").read_text().replace("objective: dpo", "objective: {name: dpo}")
-    )
+    text = Path("examples/dpo.yaml").read_text()
+    grouped = text.replace("objective: dpo", "objective: {name: dpo}")
     (tmp_path / "dpo.yaml").write_text(f"{grouped}\nattention.options.kernel: auto\n")
     for recipe in ("examples/dpo.yaml", f"{tmp_path}/dpo.yaml"):
         assert main(["data", recipe, f"init={tmp_path}"]) == 0

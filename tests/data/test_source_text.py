@@ -79,12 +79,8 @@ def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
     file = tmp_path / "a.json"
     lines = '{"text": "x"}\n\n{"text": "y"}\n'
     array = '\n[ {"text": "x"}]'
-    for content, expected in (
-        (array, ["x"]),
-        (lines, ["x", "y"]),
-        ("[1]", ["[1]"]),
-        ("{}", ["{}"]),
-    ):
+    contents = {array: ["x"], lines: ["x", "y"], "[1]": ["[1]"], "{}": ["{}"]}
+    for content, expected in contents.items():
         file.write_text(content)
         assert [document.text for document in read(str(file))] == expected
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:

@@ -155,10 +155,7 @@ def test_questions_of_files(tmp_path, tokenizer):
     [(_, ids), *_] = texts.samples("qa_2", 330)
     assert len(ids) <= 330 - TASKS["qa_2"].answer
     (tmp_path / "empty.json").write_text('{"data": []}')
-    for task, key, wrong in (
-        ("qa_1", "squad", "hotpot"),
-        ("qa_1", "squad", "empty"),
-        ("qa_2", "hotpotqa", "squad"),
-    ):
+    wrong_files = ("qa_1", "squad", "hotpot"), ("qa_1", "squad", "empty")
+    for task, key, wrong in (*wrong_files, ("qa_2", "hotpotqa", "squad")):
         with pytest.raises(ValueError, match=rf"^ruler\.{key}=.*{wrong}\.json: "):
             read_questions(task, str(tmp_path / f"{wrong}.json"))

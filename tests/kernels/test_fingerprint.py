@@ -30,10 +30,7 @@ def test_a_fingerprint_is_of_the_results_alone():
     torch.set_rng_state(state)
     assert print_of(head_dim=16)["out"] != first["out"]
     assert print_of(names=("out",)).keys() == {"inputs", "out"}
-    assert (
-        "bfloat16, 1000 tokens in documents, 2 heads on 1, size 32"
-        in print_of(dtype=torch.bfloat16)["inputs"]
-    )
+    assert "bfloat16, 1000 tokens" in print_of(dtype=torch.bfloat16)["inputs"]
 
 
 def test_one_bit_changes_a_fingerprint(monkeypatch):

@@ -2,6 +2,8 @@
 GPU.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +23,18 @@ def inputs(B: int, T: int, Hq: int, Hkv: int, D: int) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    mask = Mask.intervals(first[:, None], last[:, None])
-    q, k, v = (x.double() for x in (q, k, v))
-    return attention(q[:, None], k, v, mask=mask, backend="naive")[:, 0]
-
-
 def places(*each: int) -> Tensor:
     return torch.tensor(each, dtype=torch.int32, device=DEVICE)
+
+
+def check(qkv: Sequence[Tensor], first: Tensor, last: Tensor, parts: int | None = None) -> None:
+    """Compare `decode` in so many parts with naive attention."""
+    out = decode(*qkv, first, last, qkv[0].shape[-1] ** -0.5, parts)
+    mask = Mask.intervals(first[:, None], last[:, None])
+    q, k, v = (x.double() for x in qkv)
+    expected = attention(q[:, None], k, v, mask=mask, backend="naive")[:, 0]
+    assert out.dtype == qkv[0].dtype
+    torch.testing.assert_close(out.double(), expected, **CLOSE[out.dtype])
 
 
 @pytest.mark.parametrize(
@@ -39,30 +45,20 @@ def places(*each: int) -> Tensor:
     ],
 )
 def test_equals_naive_attention(Hq, Hkv, D, parts):
-    q, k, v = inputs(3, 149, Hq, Hkv, D)
     first, last = places(0, 0, 31), places(148, 0, 97)  # all keys, one, a window of 67
-    out = decode(q, k, v, first, last, D**-0.5, parts)
-    torch.testing.assert_close(out.double(), exact(q, k, v, first, last), **CLOSE[torch.float32])
+    check(inputs(3, 149, Hq, Hkv, D), first, last, parts)
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65])
 def test_lengths_around_a_tile(width):
-    q, k, v = inputs(2, 140, 4, 2, 64)
     last = places(139, width)
     first = (last - (width - 1)).clamp(min=0).int()
     for parts in (1, 2, 7):  # the last ones may have no keys
-        out = decode(q, k, v, first, last, 0.125, parts)
-        torch.testing.assert_close(
-            out.double(), exact(q, k, v, first, last), **CLOSE[torch.float32]
-        )
+        check(inputs(2, 140, 4, 2, 64), first, last, parts)
 
 
 def test_half_precision_is_rounded_once():
-    q, k, v = (x.half() for x in inputs(2, 77, 4, 2, 64))
-    first, last = places(0, 50), places(76, 60)
-    out = decode(q, k, v, first, last, 0.125)
-    assert out.dtype == torch.float16
-    torch.testing.assert_close(out.double(), exact(q, k, v, first, last), **CLOSE[torch.float16])
+    check([x.half() for x in inputs(2, 77, 4, 2, 64)], places(0, 50), places(76, 60))
 
 
 def test_keys_that_are_not_seen_are_not_read():

@@ -97,12 +97,8 @@ def test_a_loss_that_is_nan_is_shown_undrawn(tmp_path, capsys, nan, inf):
 
 def test_hostile_names_stay_text(tmp_path):
     script = "'</script ><script>alert(1)</script >'"
-    plain, hostile = (
-        make(tmp_path / "plain"),
-        make(
-            tmp_path / HOSTILE, config=f"lr: {script}\nwandb: {{notes: {script}, tags: [{script}]}}"
-        ),
-    )
+    settings = f"lr: {script}\nwandb: {{notes: {script}, tags: [{script}]}}"
+    plain, hostile = make(tmp_path / "plain"), make(tmp_path / HOSTILE, config=settings)
     (hostile / "kernel.lock.json").write_text(json.dumps({"kernel": script}))
     closing = make(tmp_path / "<" / "script><script>alert(2)<" / "script>")
     compare([plain, hostile, closing], tmp_path / "x.html")
@@ -126,9 +122,8 @@ def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
     ]
     folders[2].mkdir()
     for folder in folders[:2]:
-        (folder / "kernel.lock.json").write_text(
-            json.dumps({"backend": "x", "\x9b1m": folder.name})
-        )
+        lock = {"backend": "x", "\x9b1m": folder.name}
+        (folder / "kernel.lock.json").write_text(json.dumps(lock))
     for words in (["compare", *map(str, folders), "out=x.html"], ["watch", str(folders[0])]):
         words = [word.replace("out=", f"out={tmp_path}/") for word in words]
         assert cli.main(words) == 0
