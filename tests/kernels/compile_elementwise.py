@@ -7,7 +7,7 @@ import json
 import sys
 
 import triton.language as tl
-from compile_report import build, spilled_bytes
+from compile_report import report
 from triton.compiler import ASTSource
 
 from longctx.kernels.attention import decoding
@@ -35,14 +35,8 @@ DTYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 
 
 def spilled(kernel, target, warps, dtype, aligned=(), **constants):
-    signature = {
-        name: "constexpr" if name in constants else KINDS.get(name) or f"*{dtype}"
-        for name in kernel.arg_names
-    }
-    numbers = [i for i, name in enumerate(kernel.arg_names) if name in aligned]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in numbers}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return spilled_bytes(*build(source, target, num_warps=warps))
+    types = {name: KINDS.get(name, f"*{dtype}") for name in kernel.arg_names}
+    return report(ASTSource, kernel, types, constants, target, warps, aligned)["spilled"]
 
 
 def of_one_dtype(target, dtype):
