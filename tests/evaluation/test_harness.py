@@ -56,6 +56,15 @@ def ln_p(model: GPT, before: list[int], after: list[int]) -> float:
     return float(logp.gather(1, torch.tensor(after)[:, None]).sum())
 
 
+def test_greedy_continuations_are_known(model, tokenizer):
+    before, after = [7, 8, 9], list[int]()
+    for _ in range(3):
+        after.append(int(model(torch.tensor([before + after]))[0, -1].argmax()))
+    requests = [(("", ""), before, after), (("", ""), before, [*after[:2], after[2] ^ 1])]
+    answers = harness(model, tokenizer)._loglikelihood_tokens(requests)
+    assert [is_greedy for _, is_greedy in answers] == [True, False]
+
+
 def test_a_long_continuation_is_scored_in_pieces(model, tokenizer):
     after = np.random.default_rng(1).integers(256, size=75).tolist()
     ((total, _),) = harness(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
