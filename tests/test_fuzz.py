@@ -179,7 +179,7 @@ lines = st.dictionaries(names, scalars, max_size=6).map(json.dumps) | json_value
 lines |= st.text(max_size=30)
 texts = st.lists(lines, max_size=5).map("\n".join)
 contents = texts.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary(max_size=30)
-FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/a.json"]
+FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/val-a.json"]
 
 
 @given(st.sampled_from(FILES), contents, st.booleans())
