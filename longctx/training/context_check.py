@@ -336,6 +336,7 @@ def small(run: Run) -> Run:
     """
     workload = run.workload
     length = min(workload.seq_len, LENGTH[workload.device])
+    # A length that the ranks do not divide is padded, which needs a check too
     if workload.context > 1 and length % workload.context == 0:
         length -= 1
     # The balance of experts counts padding, so training refuses it
@@ -364,6 +365,7 @@ def small(run: Run) -> Run:
         lora=replace(workload.lora, base=None),
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
+    # Its sequences would need more than tokens, targets and documents
     if config.objective.traits.collate is not None:
         config = replace(config, objective=ObjectiveConfig())
     return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
