@@ -2,6 +2,7 @@
 outside.
 """
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from longctx.attention import (
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Description
 from longctx.attention.naive import Naive
 from longctx.config.train_config import TrainConfig
+from longctx.kernels.attention import tiled
 from longctx.planner import fitting
 from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
@@ -123,6 +125,30 @@ def test_handle_refuses_at_the_first_call_and_again():
     for _ in range(2):
         with pytest.raises(ValueError, match="use attention=naive"):
             attend(q.double(), q.double(), q.double(), Mask.causal())
+
+
+def test_handle_compiles_to_one_graph():
+    attend = Attention("flash")
+    mask = Mask.causal().bind(1, 5, 5, "cpu")
+    compiled = torch.compile(lambda x: attend(x, x, x, mask), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q), attend(q, q, q, mask))
+    with pytest.raises(Exception, match="attention=flash cannot run here"):
+        compiled(q.double())
+
+
+def test_few_calls_lead_to_the_kernel(monkeypatch):
+    original, files = tiled.forward, []
+
+    def forward(*args):
+        frame = inspect.currentframe().f_back
+        while frame.f_code.co_name != "attention":
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        return original(*args)
+
+    monkeypatch.setattr(tiled, "forward", forward)
+    attention(q, q.clone().requires_grad_(), q, backend="flash")
+    assert len([file for file in files if "longctx" in file]) <= 3
 
 
 def test_autocast_chooses_the_dtype():
