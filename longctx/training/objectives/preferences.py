@@ -27,6 +27,7 @@ neither the cache nor the weights of init=.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.data import Data
 from longctx.data.cache import cached, contents, fingerprint, is_whole
 from longctx.data.dataset import SPLITS, Part
@@ -225,7 +226,10 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
         return
     copy = run.folder / COPY
     if run.checkpoint is not None:
-        with np.load(copy) as arrays:
+        # The folder is the run's own, but a file may be lost or cut
+        problem = "cannot be read ({}); copy it from elsewhere, or begin a new run"
+        lost = OSError, ValueError, KeyError, zipfile.BadZipFile
+        with untrusted.named(copy, problem, lost), np.load(copy) as arrays:
             for name, part in data.parts.items():
                 part.reference = arrays[name or "data"]
         return
