@@ -145,6 +145,8 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
             f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
             "leave it out"
         )
+    if config.compile and model.model.transformers:
+        raise ValueError("compile=true: transformers computes this model; leave compile out")
     packs = not model.model.transformers or can_pack(model, config, device)
     if config.attention.backend == AUTO:
         length = config.seq_len or model.seq_len

@@ -344,33 +344,33 @@ def run_adapter(
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     config = checkpoint["longctx"]["config"]
-    base, revision = str(config.get("init")), None
-    stretched = config.get("rope", {}).get("type", "keep") != "keep"
-    if (from_hub := hub_snapshot.model_name(base)) is not None:
+    init = str(config.get("init"))
+    base, revision = init, None
+    if (from_hub := hub_snapshot.model_name(init)) is not None:
         base, revision = from_hub
-    elif Path(base).exists() and not (Path(base) / "config.json").is_file():
+    elif Path(init).exists() and not (Path(init) / "config.json").is_file():
         raise ValueError(
-            f"adapter=true: init={base} is of a run, and peft opens Hugging Face folders only; "
+            f"adapter=true: init={init} is of a run, and peft opens Hugging Face folders only; "
             "leave adapter out, which writes the merged model"
         )
-    elif Path(base).is_dir():
-        base = str(Path(base).resolve())
-        positions = ("rope_theta", "rope_scaling", "context")
-        stretched = any(
-            getattr(model.config, key) != getattr(huggingface.read_config(base), key)
-            for key in positions
-        )
-    context = max(seq_len, model.config.context or 0)
-    # Its class in transformers names the layers, also if another one would do
-    family = read_model(hub_snapshot.folder(str(config.get("init")), "init"))[0]
-    opened_with = family.write(model.config, context) if stretched else None
+    elif Path(init).is_dir():
+        base = str(Path(init).resolve())
     wrapper = wrapper_of(config)
-    if wrapper is not None and opened_with is not None:
-        opened_with = multimodal.wrapped(wrapper, opened_with)
+    family: Family | None = None
+    opened_with: dict[str, Any] | None = None
+    # What transformers computes has its own names, and positions that nothing stretches
+    if not model.config.transformers:
+        # Its class in transformers names the layers, also if another one would do
+        family, source = read_model(hub_snapshot.folder(init, "init"))
+        positions = ("rope_theta", "rope_scaling", "context")
+        if any(getattr(model.config, key) != getattr(source, key) for key in positions):
+            opened_with = family.write(model.config, max(seq_len, model.config.context or 0))
+            if wrapper is not None:
+                opened_with = multimodal.wrapped(wrapper, opened_with)
     is_wrapped = wrapper is not None
     export_adapter(model, added, base, out, opened_with, revision, is_wrapped, family)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
-    if stretched:
+    if opened_with is not None:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
         print(f"its positions are stretched, which peft does not do: {opening}")
 

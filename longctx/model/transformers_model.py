@@ -314,10 +314,6 @@ class TransformersModel(GPT):
             if weight.ndim > 1:
                 weight.data = weight.data.to(dtype)
 
-    def compile_blocks(self) -> None:
-        """Refuse: transformers' layers are not compiled here; `resolve` never asks for it."""
-        raise NotImplementedError("compile=true: transformers computes this model")
-
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
         """Yield block, path in it, and target of LoRA of every linear layer; and True, since
         lora.base packs its weight.

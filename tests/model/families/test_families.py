@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,9 +69,7 @@ class TestMistral(FamilyTests):
         (["full_attention"] * 2, None, None),
     ],
 )
-def test_windows_follow_layer_types(
-    layer_types: list[str], window: int | None, window_layers: list[int] | None, tmp_path: Path
-) -> None:
+def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path):
     # transformers opens a mistral folder with layer_types as Ministral
     ministral = MinistralConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=9)
     reference(ministral).save_pretrained(tmp_path)

@@ -1,6 +1,5 @@
 """The text model of a multimodal folder is trained, and all else comes back unchanged."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,9 +52,8 @@ def ministral3() -> Mistral3ForConditionalGeneration:
 
 @pytest.fixture(params=[gemma3, mistral3, ministral3])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    make: Callable[[], torch.nn.Module] = request.param
     torch.manual_seed(0)
-    theirs = make()
+    theirs = request.param()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path / "in")

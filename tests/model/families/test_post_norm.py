@@ -17,8 +17,6 @@ PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, OLD: 32}
 TWO_ROPES = {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}
 ONE_ROPE = {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}
-
-
 BIASES = {"attention_bias": [False, True]}
 FULL, WINDOWED = ["full_attention"] * 4, ["sliding_attention"] * 4
 WINDOWS = {"sliding_window": [1, 7, 30], "num_hidden_layers": [4]}

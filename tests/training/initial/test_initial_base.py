@@ -74,7 +74,7 @@ def test_a_run_begins_with_one_that_has_it(tuned):
     assert validated(third)[0] == pytest.approx(validated(first)[-1], rel=0.02)
 
 
-def test_transformers_computes_with_it(tuned, tmp_path):
+def test_transformers_computes_with_it(tuned, folder, tmp_path):
     native = tuned("native", lora__base="nf4", **LORA)
     run = tuned("theirs", lora__base="nf4", transformers="always", **LORA)
     assert validated(run)[0] == pytest.approx(validated(native)[0], rel=1e-3)
@@ -83,6 +83,11 @@ def test_transformers_computes_with_it(tuned, tmp_path):
     assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(x.dtype == torch.bfloat16 for x in written.parameters())
+    assert cli.main(["export", str(run), str(tmp_path / "added"), "adapter=true"]) == 0
+    base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = PeftModel.from_pretrained(base, tmp_path / "added").merge_and_unload()
+    for name, x in opened.named_parameters():
+        assert torch.equal(written.get_parameter(name), x.bfloat16()), name
 
 
 @pytest.mark.slow

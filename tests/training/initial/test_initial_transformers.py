@@ -39,6 +39,7 @@ def test_it_trains_and_continues_to_the_bit(tuned, folder, capsys):
 def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, rank, capsys):
     run = tuned("r", lora__rank=rank, sample_every=1)
     assert evaluate.main([f"checkpoint={run}", "documents=2", "device=cpu"]) == 0
+    assert evaluate.main([f"checkpoint={run}", "compile=true", "device=cpu"]) == 2
     new = ["max_new_tokens=3", "temperature=0", "device=cpu"]
     assert longctx(["export", str(run), str(tmp_path / "out")]) == 0
     capsys.readouterr()
