@@ -94,9 +94,11 @@ class ConfigJson:
             raise self.error(f"{key}={value!r} must be a whole number from 1 up")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Return a number above 0; `default` if it is missing or null."""
-        return self._number(key, self.keys.get(key), default)
+    def number(self, key: str, default: Any) -> Any:
+        """Return a number above 0, or `default`, which a missing or null one has."""
+        value = self.keys.get(key)
+        is_default = value is None or (is_number(value) and value == default)
+        return default if is_default else self._number(key, value, 1.0)
 
     def flag(self, key: str) -> bool:
         """Return true or false; false if it is missing or null."""
@@ -166,16 +168,19 @@ class ConfigJson:
             self.refuse_unless(shown, value, (1.0, None))
         return self._number(shown, value, 1.0)
 
-    def refuse_uncovered(self, read: Collection[str], harmless: Collection[str] = ()) -> None:
+    def refuse_uncovered(
+        self, read: Collection[str], harmless: Collection[str], covered: dict[str, Any]
+    ) -> None:
         """Raise for the first key that is not among `read`, and is not known to change nothing.
 
-        A key that is null says nothing, so it is let through.
+        `covered` adds to COVERED. A key that is null says nothing, so it is let through.
         """
-        for key, values in COVERED.items():
+        covered = COVERED | covered
+        for key, values in covered.items():
             if key not in read and key not in harmless:
                 self.refuse_unless(key, self.keys.get(key, values[0]), values)
         for key, value in self.keys.items():
-            known = key in read or key in harmless or key in COVERED or key.startswith("_")
+            known = key in read or key in harmless or key in covered or key.startswith("_")
             if not known and key not in SHARED and key not in HARMLESS and value is not None:
                 raise self.error(
                     f"{key}={_short(value)} is not covered yet; "

@@ -33,8 +33,10 @@ SIZES = {
     "max_position_embeddings": "context",
 }
 FLAGS = {"tie_word_embeddings": ("tied",)}
+# Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one
+NUMBERS = {"rms_norm_eps": ("norm_eps", 1e-6), "initializer_range": ("init_std", 0.02)}
 # Other keys of GPTConfig that every family can express
-COMMON = ("head_dim", "rope_theta", "rope_scaling", "norm_eps", "init_std")
+COMMON = ("head_dim", "rope_theta", "rope_scaling")
 
 
 class Family:
@@ -55,11 +57,16 @@ class Family:
     full_every: ClassVar[int | str | None] = None
     # key of config.json, true or false → keys of GPTConfig that all have its value
     flags: ClassVar[dict[str, tuple[str, ...]]] = {}
-    # key of config.json → key of GPTConfig: whole numbers, and numbers that are 1 if missing
+    # whole numbers: key of config.json → key of GPTConfig
     sizes: ClassVar[dict[str, str]] = {}
-    numbers: ClassVar[dict[str, str]] = {}
-    # other keys of config.json that it reads, beside SIZES and FLAGS
+    # as NUMBERS; None: a missing one is none
+    numbers: ClassVar[dict[str, tuple[str, Any]]] = {}
+    # another name that transformers reads too → key of config.json, a whole number
+    aliases: ClassVar[dict[str, str]] = {}
+    # other keys of config.json that it reads
     keys: ClassVar[tuple[str, ...]] = ()
+    # keys of config.json → the values that they may have, as COVERED
+    covered: ClassVar[dict[str, tuple[Any, ...]]] = {}
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
     # False: its class in transformers knows head_dim only if it is given
@@ -131,7 +138,10 @@ class Family:
         if self.rope and not (source.get("rope_parameters") or source.get("rope_scaling")):
             source = source.with_keys(rope_parameters=self.rope)
         source = source.with_defaults(self.defaults)
-        source.refuse_uncovered(self.read_keys(), self.harmless)
+        for other, key in self.aliases.items():
+            if source.get(other) is not None:
+                source = source.with_keys(**{key: source.size(other)})
+        source.refuse_uncovered(self.read_keys(), self.harmless, self.covered)
         # Files from before grouped queries: every head has keys of its own
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
@@ -139,11 +149,12 @@ class Family:
         values: dict[str, Any] = {
             **self.fixed,
             **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
-            **{ours: source.number(key, 1.0) for key, ours in self.numbers.items()},
+            **{
+                ours: source.number(key, missing)
+                for key, (ours, missing) in (NUMBERS | self.numbers).items()
+            },
             "rope_theta": theta,
             "rotary_share": source.rotary_share("rotary_share" in self.features),
-            "norm_eps": source.number("rms_norm_eps", 1e-6),
-            "init_std": source.number("initializer_range", 0.02),
         }
         for key, names in (FLAGS | self.flags).items():
             values |= dict.fromkeys(names, source.flag(key))
@@ -174,7 +185,9 @@ class Family:
     def read_keys(self) -> set[str]:
         """Return the keys of config.json that this family reads and not all do."""
         window = {"sliding_window"} if "window" in self.features else set()
-        return {*self.keys, *self.flags, *self.sizes, *self.numbers} | window
+        every = {self.full_every} if isinstance(self.full_every, str) else set()
+        own = *self.keys, *self.flags, *self.sizes, *self.numbers, *self.aliases
+        return {*own} | window | every
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         """Return the layers that have a window."""
@@ -189,7 +202,7 @@ class Family:
         """Raise ValueError naming the first key of `config` that this family cannot express."""
         default = GPTConfig()
         free = {*COMMON, *self.features, *SIZES.values(), *self.sizes.values()}
-        free |= {*self.numbers.values()}
+        free |= {ours for ours, _ in (NUMBERS | self.numbers).values()}
         for names in (FLAGS | self.flags).values():
             free |= {*names}
             for name in names:
@@ -219,8 +232,9 @@ class Family:
             context = config.context or context
         # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
-        flags = {key: names[0] for key, names in (FLAGS | self.flags).items()}
-        own = SIZES | flags | self.sizes | self.numbers
+        # Of several names or values that belong to a key the first one is that of GPTConfig
+        tables = FLAGS | self.flags | NUMBERS | self.numbers
+        own = SIZES | self.sizes | {key: names[0] for key, names in tables.items()}
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
         if self.states_head_dim or config.head_dim is not None:
             values["head_dim"] = config.head_size
@@ -239,8 +253,6 @@ class Family:
             **values,
             "hidden_act": "silu",
             "max_position_embeddings": context,
-            "initializer_range": config.init_std,
-            "rms_norm_eps": config.norm_eps,
             "attention_dropout": 0.0,
             "use_cache": True,
             **write_rope(config),

@@ -24,9 +24,9 @@ class Granite(Family):
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
     flags = BIASES
     numbers = {
-        "attention_multiplier": "attention_scale",
-        "embedding_multiplier": "multipliers.embedding",
-        "residual_multiplier": "multipliers.residual",
+        "attention_multiplier": ("attention_scale", 1.0),
+        "embedding_multiplier": ("multipliers.embedding", 1.0),
+        "residual_multiplier": ("multipliers.residual", 1.0),
     }
     keys: ClassVar[tuple[str, ...]] = ("logits_scaling",)
     features: ClassVar[tuple[str, ...]] = ("multipliers.logits",)

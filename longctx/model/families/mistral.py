@@ -125,11 +125,11 @@ class Ministral3(Mistral):
         if kind in KEYS and ORIGINAL not in KEYS[kind][0]:
             left_out.add(ORIGINAL)
         rest = {key: value for key, value in rope.items() if key not in left_out}
-        keys = {place: rest, BETA: rope.get(BETA), ORIGINAL: length}
+        keys = {place: rest, BETA: rope.get(BETA) or 0.0, ORIGINAL: length}
         return super().read(source.with_keys(**keys))
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        return {"query_growth": [source.number(BETA, 0.0), float(source.size(ORIGINAL))]}
+        return {"query_growth": [source.number(BETA, None), float(source.size(ORIGINAL))]}
 
     def check_features(self, config: GPTConfig) -> None:
         # one key of rope_parameters holds both lengths

@@ -67,7 +67,6 @@ class Exaone4(Family):
     }
     fixed = {"norms": "post", "qk_norm": "head"}
     full_every = "sliding_window_pattern"
-    keys = (full_every,)
     features = ("nope_layers", "window", "window_layers")
     states_head_dim = False
 
@@ -109,37 +108,28 @@ class Gemma3Text(TwoRopes):
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
-        "use_bidirectional_attention": False,
     }
     fixed = {"norms": "sandwich", "qk_norm": "head"}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
     full_every = "sliding_window_pattern"
-    keys = (
-        *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"),
-        *(full_every, "final_logit_softcapping", "use_bidirectional_attention"),
-    )
+    numbers = {"final_logit_softcapping": ("multipliers.logit_softcap", None)}
+    covered = {"use_bidirectional_attention": (False, None)}
+    keys = ("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq")
     harmless = ("hidden_act", "cache_implementation")
     features = (
         *("activation", "attention_scale", "window", "window_layers", "window_rope_theta"),
-        *("multipliers.embedding", "multipliers.logit_softcap"),
+        "multipliers.embedding",
     )
     thetas = 1_000_000.0, 10_000.0
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        source.refuse_unless(
-            "use_bidirectional_attention", source.get("use_bidirectional_attention"), (False, None)
-        )
         activation = source.get("hidden_activation")
         source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
         scalar = source.size("query_pre_attn_scalar")
-        capped = source.get("final_logit_softcapping") is not None
         return {
             "activation": ACTIVATIONS[activation],
             "attention_scale": None if scalar == source.size("head_dim") else scalar**-0.5,
             "multipliers.embedding": source.size("hidden_size") ** 0.5,
-            "multipliers.logit_softcap": (
-                source.number("final_logit_softcapping", 1.0) if capped else None
-            ),
         }
 
     def check_features(self, config: GPTConfig) -> None:
@@ -163,7 +153,6 @@ class Gemma3Text(TwoRopes):
             "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
             "hidden_activation": names[config.activation],
             "query_pre_attn_scalar": self.scalar_of(config),
-            "final_logit_softcapping": config.multipliers.logit_softcap,
         }
 
     def write(self, config: GPTConfig, context: int) -> dict[str, Any]:

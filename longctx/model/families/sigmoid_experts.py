@@ -58,18 +58,13 @@ class Glm4Moe(SigmoidExperts):
         "topk_group": "experts.groups_per_token",
         "n_shared_experts": "experts.shared",
     }
-    numbers = {"routed_scaling_factor": "experts.scale"}
+    numbers = {"routed_scaling_factor": ("experts.scale", 1.0)}
+    aliases = {"num_local_experts": "n_routed_experts"}
     dense = "first_k_dense_replace"
-    keys = (dense, "use_qk_norm", "partial_rotary_factor", "num_local_experts")
+    keys = (dense, "use_qk_norm", "partial_rotary_factor")
     harmless = ("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers")
     names = {"mlp.correction.weight": "mlp.gate.e_score_correction_bias"}
     features = ("qk_norm", "rotary_share", "experts.dense_layers")
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        # Another name, which transformers reads too
-        if source.get("num_local_experts") is not None:
-            source = source.with_keys(n_routed_experts=source.size("num_local_experts"))
-        return super().read(source)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         norm = "head" if source.flag("use_qk_norm") else "none"
@@ -115,10 +110,10 @@ class Afmoe(SigmoidExperts):
         "moe_intermediate_size": "experts.ffn",
         "num_shared_experts": "experts.shared",
     }
-    numbers = {"route_scale": "experts.scale"}
+    numbers = {"route_scale": ("experts.scale", 1.0)}
     dense = "num_dense_layers"
     full_every = "global_attn_every_n_layers"
-    keys = (dense, full_every, "mup_enabled")
+    keys = (dense, "mup_enabled")
     # Of its published folders; its class in transformers does not read them
     harmless = (
         *("output_router_logits", "load_balance_coeff", "n_group", "topk_group"),

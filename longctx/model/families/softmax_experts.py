@@ -17,7 +17,7 @@ from longctx.config.parts import Fold, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
 
-AUX_LOSS = "router_aux_loss_coef"
+BALANCE = {"router_aux_loss_coef": ("experts.balance", 0.0)}
 
 
 @register
@@ -39,26 +39,14 @@ class Mixtral(Family):
         "num_local_experts": "experts.count",
         "num_experts_per_tok": "experts.per_token",
     }
-    keys = ("router_jitter_noise", AUX_LOSS)
+    numbers = BALANCE
+    covered = {"router_jitter_noise": (0.0,)}
     harmless = ("output_router_logits",)
     names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    features = ("window", "experts.ffn", "experts.balance")
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        source.refuse_unless("router_jitter_noise", source.get("router_jitter_noise", 0.0), (0.0,))
-        return {"experts.balance": read_balance(source)}
+    features = ("window", "experts.ffn")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {
-            "intermediate_size": config.expert_ffn,
-            AUX_LOSS: config.experts.balance,
-        }
-
-
-def read_balance(source: ConfigJson) -> float:
-    """Return the factor of the balancing loss; 0 if it is missing."""
-    value = source.get(AUX_LOSS)
-    return source.number(AUX_LOSS, 1.0) if value else 0.0
+        return {"intermediate_size": config.expert_ffn}
 
 
 @register
@@ -87,32 +75,18 @@ class Qwen3Moe(Family):
         "num_experts_per_tok": "experts.per_token",
         "moe_intermediate_size": "experts.ffn",
     }
-    keys = (
-        *("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "num_local_experts"),
-        AUX_LOSS,
-    )
+    numbers = BALANCE
+    aliases = {"num_local_experts": "num_experts"}
+    keys = ("use_sliding_window", "decoder_sparse_step", "mlp_only_layers")
     harmless = ("output_router_logits",)
-    features = ("window", "experts.dense_layers", "experts.balance")
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        # transformers reads this name too, and writes it
-        if source.get("num_local_experts"):
-            source = source.with_keys(num_experts=source.size("num_local_experts"))
-        return super().read(source)
+    features = ("window", "experts.dense_layers")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
-        return {
-            "experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every],
-            "experts.balance": read_balance(source),
-        }
+        return {"experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every]}
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": config.experts.dense_layers,
-            AUX_LOSS: config.experts.balance,
-        }
+        return {"decoder_sparse_step": 1, "mlp_only_layers": config.experts.dense_layers}
 
 
 # gpt-oss's rope in transformers, if config.json has none
@@ -166,8 +140,6 @@ class GptOss(Family):
         "num_experts_per_tok": 4,
         "attention_bias": True,
         "rope_theta": ROPE["rope_theta"],
-        "swiglu_alpha": STEEPNESS,
-        "swiglu_limit": 7.0,
     }
     rope = ROPE
     fixed = {"sinks": True, "experts.biased": True}
@@ -176,19 +148,19 @@ class GptOss(Family):
         "num_local_experts": "experts.count",
         "num_experts_per_tok": "experts.per_token",
     }
-    keys = ("swiglu_alpha", "swiglu_limit", "quantization_config", AUX_LOSS)
+    numbers = BALANCE | {"swiglu_limit": ("experts.clamp", 7.0)}
+    covered = {"swiglu_alpha": (STEEPNESS,)}
+    keys = ("quantization_config",)
     # the number of experts has two names
     harmless = ("output_router_logits", "experts_per_token", "initial_context_length")
     names = {"mlp.gate": "mlp.router"}
-    features = ("window", "window_layers", "experts.ffn", "experts.clamp", "experts.balance")
+    features = ("window", "window_layers", "experts.ffn")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        source.refuse_unless("swiglu_alpha", source.get("swiglu_alpha"), (STEEPNESS,))
         quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         source.refuse_unless("quantization_config.quant_method", method, ("mxfp4",))
-        clamp = source.number("swiglu_limit", 7.0)
-        return {"experts.clamp": clamp, "experts.balance": read_balance(source)}
+        return {}
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return range(0, layers, 2)
@@ -198,12 +170,7 @@ class GptOss(Family):
             raise self.cannot(config, "experts.clamp")
 
     def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {
-            "intermediate_size": config.expert_ffn,
-            "swiglu_alpha": STEEPNESS,
-            "swiglu_limit": config.experts.clamp,
-            AUX_LOSS: config.experts.balance,
-        }
+        return {"intermediate_size": config.expert_ffn, "swiglu_alpha": STEEPNESS}
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         count = config.experts.count or 0
