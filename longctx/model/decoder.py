@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Decoder:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.angles = [self._buffers(rope) for rope in model.ropes]
+        self.angles: list[Angles] = [rope(self.cache.lengths[:, None]) for rope in model.ropes]
         self.logits = torch.zeros(0, device=self.device)
         self.head = torch.zeros(0, device=self.device)  # the lm_head in the dtype of products
 
@@ -157,10 +158,6 @@ class Decoder:
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.logits = self._one_token()
         return logits
-
-    def _buffers(self, rope: Rope) -> Angles:
-        angles: Angles = rope(self.cache.lengths[:, None])
-        return angles
 
     def _angles(self, rope: Rope) -> Angles:
         """Return cos and sin of the newest tokens, (rows, 1, 1, D/2), by each text's length."""
@@ -232,7 +229,7 @@ class TransformersDecoder(Decoder):
 
     def __init__(self, model: GPT, rows: int, length: int) -> None:
         self.model, self.device = model, model.embed.weight.device
-        self.cache: Any = _Sizes(rows, length)
+        self.cache: Any = SimpleNamespace(rows=rows, length=length)
         self.caches: list[Any] = []
 
     @torch.no_grad()
@@ -253,11 +250,6 @@ class TransformersDecoder(Decoder):
             x, self.caches[n] = model.continued(ids[None], self.caches[n])
             logits.append(model.logits(x[:, -1], model.lm_head_weight))
         return torch.cat(logits)
-
-
-class _Sizes(NamedTuple):
-    rows: int
-    length: int
 
 
 def decoder_of(

@@ -84,13 +84,13 @@ def pretrained(
         model = build(config, attention)
     if config.transformers:
         model.cast(dtype or DTYPES[next(iter(stored.values())).dtype])
-        load_weights(model.to_empty(device=device), folder)
-        return model
-    model = model.to(dtype or DTYPES[stored[EMBEDDING].dtype])
-    for piece in read_model(folder)[0].tensors(config):
-        if piece.fold.widens:
-            model.get_parameter(piece.ours).data = model.get_parameter(piece.ours).data.float()
-    model = model.to_empty(device=device)
+    else:
+        model.to(dtype or DTYPES[stored[EMBEDDING].dtype])
+        for piece in read_model(folder)[0].tensors(config):
+            if piece.fold.widens:
+                weight = model.get_parameter(piece.ours)
+                weight.data = weight.data.float()
+    model.to_empty(device=device)
     load_weights(model, folder)
     return model
 
@@ -214,8 +214,7 @@ def with_weights(name: str, key: str) -> Path:
     folder = hub_snapshot.folder(name, key)
     if hub_snapshot.model_name(name) is None:
         return folder
-    index = folder / INDEX
-    shards = sorted(set(_weight_map(index).values())) if os.path.lexists(index) else [SINGLE]
+    shards = shards_of(folder)
     folder = hub_snapshot.folder(name, key, shards)
     if absent := next((file for file in shards if not (folder / file).exists()), None):
         raise FileNotFoundError(
@@ -247,12 +246,7 @@ def inventory(folder: Path) -> dict[str, Stored]:
     """Every tensor in the safetensors of `folder`, one file or the shards that an index names, from
     their headers.
     """
-    index = folder / INDEX
-    if os.path.lexists(folder / SINGLE):
-        files = [SINGLE]
-    elif os.path.lexists(index):
-        files = sorted(set(_weight_map(index).values()))
-    else:
+    if not any(os.path.lexists(folder / name) for name in (SINGLE, INDEX)):
         pickled = next(iter(sorted(folder.glob("*.bin"))), None)
         also = (
             f" ({pickled.name} is not read: a pickle can run code; save the model as safetensors)"
@@ -263,7 +257,7 @@ def inventory(folder: Path) -> dict[str, Stored]:
             f"{folder}: no model.safetensors and no model.safetensors.index.json{also}"
         )
     stored: dict[str, Stored] = {}
-    for name in files:
+    for name in [SINGLE] if os.path.lexists(folder / SINGLE) else shards_of(folder):
         header = _header(folder / name)
         if twice := sorted(stored.keys() & header.keys()):
             raise ValueError(
@@ -274,15 +268,20 @@ def inventory(folder: Path) -> dict[str, Stored]:
     return stored
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor → file, as an index says; only safetensors beside it are accepted."""
+def shards_of(folder: Path) -> list[str]:
+    """Return the files that an index names; only safetensors beside it are accepted. Without an
+    index there is one file.
+    """
+    index = folder / INDEX
+    if not os.path.lexists(index):
+        return [SINGLE]
     placed = untrusted.read_settings(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index}: no weight_map that says which tensor lies in which file")
     for name in placed.values():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*\.safetensors", name):
             raise ValueError(f"{index}: {name!r} is not the name of a safetensors file beside it")
-    return placed
+    return sorted(set(placed.values()))
 
 
 def _header(file: Path) -> dict[str, Stored]:

@@ -262,19 +262,12 @@ class TransformersModel(GPT):
         """Return True if the length of a document changes the frequencies of its positions."""
         return False  # such models are refused
 
-    @property
-    def decoder_name(self) -> str:
-        """The decoder's place in transformers' model, before the names of its weights."""
-        modules = self.whole.named_modules()
-        return next(name for name, module in modules if module is self.backbone)
-
     def name_of(self, weight: str) -> str:
-        """Return transformers' name of our `weight`."""
-        if weight == "head.weight":
-            head = self.whole.get_output_embeddings()
-            modules = self.whole.named_modules()
-            return next(name for name, module in modules if module is head) + ".weight"
-        return str(self.decoder_name) + weight.removeprefix("backbone")
+        """Return transformers' name of our `weight`, which the decoder or the head has."""
+        owner, _, rest = weight.partition(".")
+        modules = self.whole.named_modules()
+        name = next(name for name, module in modules if module is getattr(self, owner))
+        return f"{name}.{rest}"
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersModel:
         """Give all weights memory, and compute the buffers: they are in no checkpoint."""
