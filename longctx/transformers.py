@@ -140,21 +140,17 @@ def attend(
         out = documents.attend(q, k, v, sinks, mask, scaling, softcap)
         return out[..., :width].contiguous(), None
     shape = None if attention_mask is None else tuple(attention_mask.shape)
-    refuse(
-        (
-            shape and len(shape) != 2,
+    if shape and len(shape) != 2:
+        raise ValueError(
             f"attention_mask of shape {shape}: give (B, T), which leaves out padding; documents "
-            "come from position_ids",
+            "come from position_ids"
         )
-    )
     if is_causal and getattr(config, "is_causal", True):
         chunk = getattr(config, "attention_chunk_size", None)
-        refuse(
-            (
-                chunk is not None and k.shape[1] > chunk,
-                f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens",
+        if chunk is not None and k.shape[1] > chunk:
+            raise ValueError(
+                f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens"
             )
-        )
         mask = mask_of(q, k.shape[1], window, attention_mask, others)
     else:
         mask = full_mask(q, window, attention_mask, others)

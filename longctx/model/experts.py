@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         numbers = torch.arange(self.router.out_features, device=x.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         layers = self.gate_up.weight, self.down.weight, self.gate_up.bias, self.down.bias
-        routing = Routing(expert, order, ends)
+        routing = expert, order, ends
         y: Tensor = _Experts.apply(tokens, weights, *layers, *routing, self.clamp, needs_value)
         return y.view(shape)
 
@@ -145,14 +145,6 @@ class Experts(nn.Module):
             is_left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
             scores = grouped.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
         return scores.topk(self.per_token).indices
-
-
-class Routing(NamedTuple):
-    """The M pairs of a token and an expert, sorted by expert."""
-
-    expert: Tensor  # (M,) of each pair
-    order: Tensor  # (M,) pair n · k + i is the i-th of token n
-    ends: Tensor  # (E,) of the pairs of each expert
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -213,9 +205,9 @@ class _Experts(torch.autograd.Function):
         w_down: Tensor,  # (E·C, F)
         b_gate_up: Tensor | None,  # (E·2F,)
         b_down: Tensor | None,  # (E·C,)
-        expert: Tensor,
-        order: Tensor,
-        ends: Tensor,
+        expert: Tensor,  # (M,) of each pair, in order
+        order: Tensor,  # (M,) pair n · k + i is the i-th of token n
+        ends: Tensor,  # (E,) of the pairs of each expert
         clamp: float | None,
         needs_value: bool,
     ) -> Tensor:

@@ -26,11 +26,7 @@ from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
 from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.packed import is_packed
-from longctx.model.recompute import (
-    checkpointed_blocks,
-    checkpointed_mlp,
-    forward_in_tiles,
-)
+from longctx.model.recompute import checkpointed_blocks, checkpointed_mlp, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
 
 Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)

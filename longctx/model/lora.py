@@ -62,12 +62,7 @@ class LoraLinear(nn.Linear):
 
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
-        plain = Linear(
-            self.in_features,
-            self.out_features,
-            self.bias is not None,
-            "meta",
-        )
+        plain = Linear(self.in_features, self.out_features, self.bias is not None, "meta")
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
         plain.bias = self.bias

@@ -96,9 +96,7 @@ class ConfigJson:
 
     def number(self, key: str, default: Any) -> Any:
         """Return a number above 0, or `default`, which a missing or null one has."""
-        value = self.keys.get(key)
-        is_default = value is None or (is_number(value) and value == default)
-        return default if is_default else self._number(key, value, 1.0)
+        return self._number(key, self.keys.get(key), default)
 
     def flag(self, key: str) -> bool:
         """Return true or false; false if it is missing or null."""
@@ -197,8 +195,9 @@ class ConfigJson:
         """A ValueError that begins with the file."""
         return ValueError(f"{self.file}: {message}")
 
-    def _number(self, key: str, value: Any, default: float) -> float:
-        value = default if value is None else value
+    def _number(self, key: str, value: Any, default: Any) -> Any:
+        if value is None or (is_number(value) and value == default):
+            return default
         if not is_number(value) or value <= 0:
             raise self.error(f"{key}={value!r} must be a number above 0")
         return float(value)
