@@ -52,6 +52,11 @@ class Prompt(NamedTuple):
     ids: list[int]
     shown: str | list[dict[str, Any]]
 
+    @property
+    def text(self) -> str:
+        """Return the text that a completion continues; an answer in a chat begins its own."""
+        return self.shown if isinstance(self.shown, str) else ""
+
 
 @dataclass
 class Speed:
@@ -117,7 +122,7 @@ def generate(
         raise ValueError("prompt must be a text, or a list of messages; several need a call each")
     shown = {"messages": prompt} if is_chat else prompt
     (tokenized,) = tokenize([("prompt", shown)], tokenizer)
-    completion = Completion(tokenizer, tokenizer.end_tokens)
+    completion = Completion(tokenizer, tokenizer.end_tokens, tokenized.text)
     for _ in continued(config, model, [tokenized.ids], [0], [completion]):
         pass
     return completion.text
@@ -204,7 +209,10 @@ class Engine:
         """
         ids = [prompts[number].ids for number in numbers]
         self.sequences = len(ids)
-        completions = [Completion(self.tokenizer, self.tokenizer.end_tokens) for _ in numbers]
+        completions = [
+            Completion(self.tokenizer, self.tokenizer.end_tokens, prompts[number].text)
+            for number in numbers
+        ]
         screen = shown(prompts, numbers, completions, answers)
         # The first new token ends the time of the prompts
         began = time.perf_counter()
@@ -319,17 +327,20 @@ def continued(
 
 
 class Completion:
-    """The text of one prompt, without the token of `ends` that ends it. It has whole characters
+    """The text after one prompt, without the token of `ends` that ends it. It has whole characters
     only, which may be of several tokens.
+
+    before: the text that it continues. SentencePiece's decoders drop the space of a first word, so
+    the end of that text is decoded with the first tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ends: Collection[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int] = (), before: str = "") -> None:
         self.tokenizer, self.ends = tokenizer, ends
         self.text = ""  # which no later token changes
         self.tokens = 0
         self.is_done = False
-        self._ids: list[int] = []
-        self._in_text = 0  # tokens whose text is in `text`
+        self._ids = tokenizer.encode(before[-WINDOW:])
+        self._in_text = len(self._ids)  # tokens whose text is in `before` or `text`
         self._context = 0  # tokens before the ones decoded: a first token may lose its space
 
     def add(self, token: int) -> None:
@@ -365,16 +376,18 @@ def shown(
     the new text. A completion that is done goes to `answers`.
     """
     for number, completion in zip(numbers, completions, strict=True):
-        prompt = prompts[number].shown
+        prompt = prompts[number]
         heading = "" if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n"
-        write(heading + (prompt.rpartition("\n")[2] if isinstance(prompt, str) else ""))
+        write(heading + prompt.text.rpartition("\n")[2])
         printed = 0
         while not completion.is_done:
             write(completion.text[printed:])
             printed = len(completion.text)
             yield
         write(completion.text[printed:] + "\n")
-        answers.add({"prompt": prompt, "text": completion.text, "new_tokens": completion.tokens})
+        answers.add(
+            {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
+        )
 
 
 class AnswerFile:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -189,6 +190,23 @@ def test_lines_that_are_no_prompts_are_named(folder, tmp_path, refused):
     for line in ("{", '{"text": "a"}', '{"messages": []}', '{"messages": [{"role": 1}]}'):
         file.write_text('{"prompt": "a"}\n\n' + line)
         refused(generate(folder, f"prompts={file}"), f"{file}:3")
+
+
+@pytest.mark.parametrize(("before", "text"), [("a rose", " is a"), ("", "is a")])
+def test_a_completion_keeps_the_space_before_it(before, text):
+    """With the decoder of Llama 2, which drops the space of a first word."""
+    vocabulary = {"▁a": 0, "▁is": 1, "▁rose": 2, "</s>": 3}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="</s>")
+    sentencepiece = tokenizers.Tokenizer(model)
+    sentencepiece.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    spaces = tokenizers.decoders.Replace("▁", " ")
+    first = tokenizers.decoders.Strip(" ", 1, 0)
+    fuse = tokenizers.decoders.Fuse()
+    sentencepiece.decoder = tokenizers.decoders.Sequence([spaces, fuse, first])
+    completion = Completion(Tokenizer(sentencepiece, "</s>"), before=before)
+    for token in (1, 0):
+        completion.add(token)
+    assert completion.text == text
 
 
 def test_streamed_text_has_whole_characters(folder):
