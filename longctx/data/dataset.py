@@ -382,6 +382,6 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
         place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
         build(folder, place, corpus, tokenizer, config)
 
-    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures"])
+    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures 2"])
     with _named(name):
         return Store(cached(config.cache_folder() / "documents" / key, write))

@@ -213,6 +213,16 @@ def test_lightly_edited_copies_are_grouped(size):
     assert grouped(originals + others) == list(range(40))
 
 
+@pytest.mark.parametrize("first", "ก水あက")
+def test_copies_without_spaces_are_grouped(first):
+    """In Thai, Chinese, Japanese and Burmese."""
+    rng = random.Random(0)
+    letters = [chr(ord(first) + number) for number in range(40)]
+    texts = ["".join(rng.choices(letters, k=300)) for _ in range(2)]
+    edited = texts[0][:100] + first + texts[0][101:]
+    assert grouped([*texts, edited]) == [0, 1, 0]
+
+
 def test_signatures_do_not_change_with_a_release():
     first = signature("the quick brown fox jumps over the lazy dog")[:4].tolist()
     assert first == [45200130, 288114253, 161584545, 1690409200]
