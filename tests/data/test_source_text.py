@@ -79,8 +79,16 @@ def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
     file = tmp_path / "a.json"
     lines = '{"text": "x"}\n\n{"text": "y"}\n'
     array = '\n[ {"text": "x"}]'
-    contents = {array: ["x"], lines: ["x", "y"], "[1]": ["[1]"], "{}": ["{}"]}
-    for content, expected in contents.items():
+    for content, expected in (
+        (array, ["x"]),
+        ("\ufeff" + array, ["x"]),
+        (lines, ["x", "y"]),
+        ("\ufeff" + lines, ["x", "y"]),
+        ('{"id": 1,\n "text": "x"}\n', ["x"]),
+        ("[1]", ["[1]"]),
+        ("{}", ["{}"]),
+        ('{"text": 1}', ['{"text": 1}']),
+    ):
         file.write_text(content)
         assert [document.text for document in read(str(file))] == expected
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:

@@ -9,6 +9,7 @@ read once, so loops of links end. (fsspec and glob cannot do that.)
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -296,11 +297,13 @@ def _read(
         if ending not in OF_ROWS:
             whole_file = opened.read()
             refuse((whole_file[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
+            if ending == ".json":
+                whole_file = whole_file.removeprefix(codecs.BOM_UTF8)
             opened = io.BytesIO(whole_file)
             # An array or lines of objects: as text their brackets would be learned
             if ending == ".json" and re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", whole_file):
                 ending = ".jsonl"
-            elif not (ending == ".json" and (is_chat or re.match(rb"\s*\[\s*\{", whole_file))):
+            elif not (ending == ".json" and (is_chat or _has_rows(whole_file, config))):
                 yield Document(name, _decode(whole_file, str(file), config))
                 return
         if ending in OF_LINES:
@@ -312,6 +315,17 @@ def _read(
             whole = io.BytesIO(opened.read()) if compression else opened
             rows = _parquet(name, file, whole, config)
         yield from documents_in(rows, config, template)
+
+
+def _has_rows(content: bytes, config: DataConfig) -> bool:
+    """Return True for an array of objects, or for one object with a text."""
+    if not re.match(rb"\s*\{", content):
+        return re.match(rb"\s*\[\s*\{", content) is not None
+    try:
+        row = json.loads(content.decode(errors=config.errors))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row.get(config.text_column), str)
 
 
 def _lines(
@@ -334,10 +348,11 @@ def _lines(
 def _array(
     name: str, file: Path, stream: IO[bytes], config: DataConfig
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, object) for every object of one array."""
+    """Yield (name, place for messages, object) for an object or for every object of an array."""
     text = _decode(stream.read(), str(file), config)
     with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
         rows = json.loads(text)
+    rows = [rows] if isinstance(rows, dict) else rows
     refuse((not isinstance(rows, list), f"{file}: expected an array"))
     for number, row in enumerate(rows, start=1):
         place = f"{file}: row {number}"
