@@ -180,6 +180,16 @@ def test_every_question_is_answered_before(facts):
         assert questions[-1].end() == len(text)
 
 
+@pytest.mark.parametrize("filler", ["x" * 9000, "word " * 1800])
+def test_facts_are_anywhere_in_text_without_lines(filler):
+    positions = []
+    for seed in range(50):
+        text = needles.document(filler, 9000, random.Random(seed))
+        assert text.count("word") == filler.count("word")
+        positions.append(text.index("\nThe pass key is") / len(text))
+    assert 0.3 < sorted(positions)[25] < 0.7
+
+
 def test_facts_follow_from_their_number(facts):
     documents = list(open_corpus(facts).documents())
     assert documents == list(open_corpus(facts).documents())

@@ -32,6 +32,7 @@ from longctx.data.sources.text import Text
 DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
+LINE = 200  # characters in which a line is to end before a fact; in a longer one, a word
 FILLER_LIMIT = 64 << 20  # characters that are read from the other source
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
@@ -75,7 +76,7 @@ class Needles(Source):
         shards = [Shard(shard.name, partial(_allowed, shard, without)) for shard in filler.shards]
         allowed = replace(filler, shards=shards)
         left_out = [hashlib.sha256(b"".join(sorted(without))).hexdigest()] if without else []
-        identity = [filler.identity, "needles 2", config.length, EVERY, *left_out]
+        identity = [filler.identity, "needles 3", config.length, EVERY, *left_out]
         count = config.documents or DOCUMENTS
         generate = partial(_documents, allowed, count, config.length)
         return Corpus(identity, [Shard("needles", generate)], count)
@@ -166,12 +167,16 @@ def _position(rng: random.Random) -> float:
 
 
 def _inserted(filler: str, events: Sequence[tuple[float, str]]) -> str:
-    """Insert each text of `events` after a line of `filler`, at a share of its length."""
+    """Insert each text of `events` after a line of `filler`, at a share of its length; after a word
+    if the line is long, or right there if the word is.
+    """
     parts = []
     written = 0  # characters of `filler`
+    lines = filler + "\n"
     for position, text in events:
-        line = filler.find("\n", max(written, int(position * len(filler))))
-        end = len(filler) if line < 0 else line
+        start = max(written, int(position * len(filler)))
+        found = [lines.find(end, start, start + LINE) for end in "\n "]
+        end = next((index for index in found if index >= 0), start)
         parts += [filler[written:end], text]
         written = end
     return "".join([*parts, filler[written:]])
