@@ -348,7 +348,7 @@ def _split(
     unseen = {
         key.tobytes()
         for part in parts.values()
-        for key in part.store.keys[part.trained < part.store.lengths]
+        for key in part.store.content_keys[part.trained < part.store.lengths]
     }
     # Their text comes from another source, so they are made once its split is known.
     for name in generated:
@@ -382,6 +382,6 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
         place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
         build(folder, place, corpus, tokenizer, config)
 
-    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures 2"])
+    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures 3"])
     with _named(name):
         return Store(cached(config.cache_folder() / "documents" / key, write))

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import Corpus, Document, content_key
+from longctx.data.sources import Corpus, Document, content_key, exact_key
 from longctx.data.split import near_duplicates, signature
 from longctx.data.tokenizer import Tokenizer
 
@@ -34,7 +34,8 @@ class Store:
     """The tokenized documents in `folder`. Pickled as the folder's name, for worker processes.
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
-    groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `content_key`.
+    groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `exact_key`.
+    content_keys: (documents, 16) `content_key`.
     signatures: see `split.signature`. dropped: a count of documents with nothing to predict.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before. has_sides: documents are answers that are compared.
@@ -47,6 +48,7 @@ class Store:
         with np.load(folder / "documents.npz") as arrays:
             self.groups: np.ndarray = arrays["groups"]
             self.keys: np.ndarray = arrays["keys"]
+            self.content_keys: np.ndarray = arrays["content_keys"]
             self.signatures: np.ndarray = arrays["signatures"]
             self.dropped = int(arrays["dropped"])
             self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
@@ -157,6 +159,7 @@ def build(
     fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
+    content_keys: list[bytes] = []
     signatures: list[np.ndarray] = []
     documents = tokens = shortened = 0
     # Shorter documents have nothing to predict.
@@ -174,7 +177,8 @@ def build(
                 if document.whole and len(ids) >= shortest
             ]
             # Groups and hashes come from the text: another tokenizer has the same split.
-            keys += [content_key(document.whole) for document, *_ in kept]
+            keys += [exact_key(document.whole) for document, *_ in kept]
+            content_keys += [content_key(document.whole) for document, *_ in kept]
             signatures += [signature(document.own) for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
@@ -200,6 +204,7 @@ def build(
         groups=near_duplicates(stacked),
         signatures=stacked,
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
+        content_keys=np.frombuffer(b"".join(content_keys), np.uint8).reshape(-1, 16),
         dropped=documents - len(keys),
     )
 

@@ -340,9 +340,14 @@ def encodable(text: str, place: str, config: DataConfig) -> str:
     return text
 
 
-def content_key(text: str) -> bytes:
+def exact_key(text: str) -> bytes:
     """Return 16 bytes that stand for a text."""
     return _digest(text)[:16]
+
+
+def content_key(text: str) -> bytes:
+    """Return 16 bytes that stand for a text, whatever its white space and case."""
+    return exact_key(" ".join(text.lower().split()))
 
 
 def _digest(text: str) -> bytes:
