@@ -1,6 +1,7 @@
 """`data=hub` on local files, streamed as from the Hub, and without a network."""
 
 import json
+import os
 import socket
 from types import SimpleNamespace
 
@@ -65,9 +66,16 @@ def test_pinned_files_are_found_from_every_folder(files, monkeypatch):
     assert sources.pinned(on_the_hub).files == ["data/a.parquet"]
 
 
-def test_changed_files_are_read_again(files):
+@pytest.mark.parametrize("is_dated", [False, True])
+def test_changed_files_are_read_again(files, is_dated):
+    """Also if size and time of modification are those of before."""
     before = load(hub(files), 32)
-    (files / "b.jsonl").write_text(json.dumps({"text": "only this"}) + "\n")
+    file = files / "b.jsonl"
+    status = file.stat()
+    line = json.dumps({"text": "only this"}) + "\n"
+    file.write_text(line.rjust(status.st_size))
+    if is_dated:
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     after = load(hub(files), 32)
     assert (before.summary()["documents"], after.summary()["documents"]) == (40, 21)
 

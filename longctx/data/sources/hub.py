@@ -100,8 +100,8 @@ class _Dataset(NamedTuple):
     files: list[str]
     is_local: bool
 
-    def local_files(self) -> list[tuple[str, int, int]]:
-        """Return (file, bytes, time) of every file on this machine; raise FileNotFoundError for
+    def local_files(self) -> list[tuple[str, int, int, int]]:
+        """Return (file, bytes, times) of every file on this machine; raise FileNotFoundError for
         one that is missing.
         """
         patterns = self.files or [f"{glob.escape(self.path)}/**"]
@@ -113,7 +113,12 @@ class _Dataset(NamedTuple):
             if not matches:
                 raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
             found += matches
-        return [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in found]
+        states = []
+        for file in found:
+            status = os.stat(file)
+            # A file from an archive has the modification time of another one; see `Text.open`
+            states.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        return states
 
 
 def _dataset(config: DataConfig) -> _Dataset:
