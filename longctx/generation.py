@@ -279,9 +279,10 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         yield "prompt", config.prompt or ""
         return
     file = Path(config.prompts)
-    text = untrusted.read_text(file, PROMPTS_SIZE)
+    # The byte-order mark and the line end that editors on Windows write are no part of a prompt
+    text = untrusted.read_text(file, PROMPTS_SIZE).removeprefix("\ufeff")
     if file.suffix == ".txt":
-        yield str(file), text.removesuffix("\n")
+        yield str(file), text.removesuffix("\n").removesuffix("\r")
         return
     unread = set[str]()
     # splitlines would also break at U+2028, which a string of JSON may hold

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import longctx
 from longctx import cli
+from longctx.config.command_config import GenerateConfig
 from longctx.data import Tokenizer
-from longctx.generation import Completion
+from longctx.generation import Completion, read_prompts
 from tests.model.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
@@ -108,6 +109,22 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path, capsys)
     file.write_text('{"prompt": "a", "seed": 1}')
     assert generate(folder, f"prompts={file}") == 0
     assert "not read: seed\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.txt", b"\xef\xbb\xbfa rose"),
+        ("prompts.txt", b"a rose\r\n"),
+        ("prompts.jsonl", b'\xef\xbb\xbf{"prompt": "a rose"}\r\n'),
+    ],
+)
+def test_a_prompt_file_may_be_from_windows(folder, tmp_path, name, content):
+    file = tmp_path / name
+    file.write_bytes(content)
+    config = GenerateConfig(str(folder), prompts=str(file))
+    (prompt,) = read_prompts(config, Tokenizer.load(folder))
+    assert prompt.shown == "a rose"
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):
