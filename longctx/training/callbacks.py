@@ -264,7 +264,8 @@ class Samples(Callback):
         ids = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
         # A token that begins every text has none of its own
         begins = prompt[0] in (tokenizer.bos_id, tokenizer.eos_id)
-        return tokenizer.decode(prompt[begins:]) + tokenizer.decode(ids)
+        # Together: decoded alone, a first word of SentencePiece loses its space
+        return tokenizer.decode([*prompt[begins:], *ids])
 
     def prompt(self) -> list[int]:
         """Return the tokens of sample_prompt=, or the first ones of a document."""
