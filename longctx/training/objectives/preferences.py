@@ -20,7 +20,7 @@ B sequences, S = SIDES · documents of the fullest one: slot SIDES · n + side i
 document n.
 
 The reference's log-probabilities of all answers are computed once: no second model is kept. They
-are cached beside the tokens by a fingerprint of weights and data, and a run that finds them
+are cached beside the tokens by a fingerprint of model, weights and data, and a run that finds them
 computes its first sequences again to compare. The run's folder has a copy, so resuming needs
 neither the cache nor the weights of init=.
 """
@@ -30,6 +30,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 Result = tuple[Tensor, Tensor]
 COPY = "reference.npz"  # in the run's folder
 TABLE = "log_p.npy"  # in the cache
-LARGEST = 0.05  # nats of a token by which a cached value may differ
+LARGEST = 0.05  # nats of an answer's token by which cached values may differ
 
 
 class AnswerBatch(MicroBatch):
@@ -233,9 +234,9 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
             for name, part in data.parts.items():
                 part.reference = arrays[name or "data"]
         return
-    weights = contents(huggingface.with_weights(run.config.init or "", "init"))
+    reference = described(run)
     for part in data.parts.values():
-        key = fingerprint([part.fingerprint, part.seq_len, run.workload.precision, weights])
+        key = fingerprint([part.fingerprint, part.seq_len, reference])
         folder = part.config.cache_folder() / "references" / key
         # Rank 0 reads the cache for all: other machines may have none, or another one
         is_cached = parallel.is_first and is_whole(folder)
@@ -255,6 +256,19 @@ def prepare(run: Run, data: Data, module: Any, parallel: Parallel) -> None:
             np.savez(opened, **tables)
 
 
+def described(run: Run) -> list[Any]:
+    """Return the values that decide the reference's log-probabilities of an answer."""
+    workload = run.workload
+    return [
+        contents(huggingface.with_weights(run.config.init or "", "init")),
+        # The same weights compute otherwise with rope=, or with an edited config.json
+        asdict(workload.model),
+        workload.lora.base,
+        workload.precision,
+        workload.bf16_layers,
+    ]
+
+
 def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarray:
     """Return log p of all answers of `part`, (documents, SIDES) float32, the same on every rank."""
     table = torch.zeros(len(part.store), SIDES, dtype=torch.float64, device=parallel.device)
@@ -262,9 +276,9 @@ def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarra
     shown = progress("log-probabilities of the reference", len(part.store))
     with shown if parallel.is_first else nullcontext() as show:
         for split in SPLITS:
-            for documents, log_p, is_new in log_ps(run, part, split, module, parallel):
+            for documents, policy, is_new in log_ps(run, part, split, module, parallel):
                 if is_new:
-                    table[documents] += parallel.counted_once(1) * log_p
+                    table[documents] += parallel.counted_once(1) * policy.logp.double()
                 seen += len(documents) * parallel.data_ranks
                 if show is not None:
                     show(min(seen, len(part.store)), 0)
@@ -273,8 +287,8 @@ def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarra
 
 def log_ps(
     run: Run, part: Part, split: str, module: Any, parallel: Parallel
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield documents (n,) and their log p (n, SIDES) of this rank's sequences, and True if they
+) -> Iterator[tuple[Tensor, Answers, bool]]:
+    """Yield documents (n,) and their answers (n, SIDES) of this rank's sequences, and True if they
     are new, see `dealt`.
     """
     rows = part.rows(split)
@@ -284,9 +298,12 @@ def log_ps(
         with scoring(module, parallel):
             policy = answers(module.model, batch)  # type: ignore[arg-type]
         counts = [len(sequence["documents"]) for sequence in sequences]
-        log_p = torch.cat([row[:count] for row, count in zip(policy.logp, counts, strict=True)])
+        filled = [
+            torch.cat([row[:count] for row, count in zip(sums, counts, strict=True)])
+            for sums in policy
+        ]
         documents = torch.cat([sequence["documents"] for sequence in sequences])
-        yield documents.to(parallel.device), log_p.double(), is_new
+        yield documents.to(parallel.device), Answers(*filled), is_new
 
 
 def compare(
@@ -295,9 +312,10 @@ def compare(
     """Raise ValueError, on every rank, if the first values of the cached `table` are not those of
     the model.
     """
-    documents, log_p, _ = next(log_ps(run, part, "train", module, parallel))
+    documents, policy, _ = next(log_ps(run, part, "train", module, parallel))
     cached_log_p = torch.from_numpy(table).to(parallel.device)[documents]
-    off = (cached_log_p - log_p).abs().max() / part.seq_len
+    # Of all answers together: in bf16 a single token may differ by more
+    off = (cached_log_p - policy.logp).abs().sum() / policy.tokens.sum()
     differs = f"{folder}: not the log-probabilities of this model by {off:.2g} nats a token"
     problem = parallel.first_problem(None if off < LARGEST else differs)
     if problem is not None:

@@ -104,11 +104,18 @@ def test_lora_off_is_the_cached_reference(rows, tuned):
     assert not (by_step / "reference.npz").exists() and (cached / "reference.npz").exists()
 
 
+def test_another_rope_has_another_reference(rows, tuned):
+    for factor in (2, 8):
+        keys = keys_of("dpo", rows) | {"rope": "linear", "rope__factor": factor, "max_steps": 1}
+        (first, *_) = validations(tuned(f"factor-{factor}", **keys))
+        assert abs(first["val_rewards/margins"]) < 1e-5
+
+
 def test_a_changed_cache_of_the_reference_is_refused(rows, tuned, start, tmp_path, capsys):
     keys = keys_of("dpo", rows) | {"data__cache": tmp_path / "own", "max_steps": 1}
     tuned("first", **keys)
     (file,) = (tmp_path / "own/references").glob("*/log_p.npy")
-    np.save(file, np.load(file) - 100)
+    np.save(file, np.load(file) - 2)  # an answer has about 20 tokens
     complete = file.with_name("complete.json")
     content = json.loads(complete.read_text())
     complete.write_text(json.dumps(content | {file.name: described(file)}))
