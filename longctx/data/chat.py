@@ -33,7 +33,7 @@ from longctx.config.fields import refuse
 from longctx.data.messages import Message, as_templates_expect, is_learned, read
 from longctx.data.sources import Document, Span
 
-_VERSION = 6  # raised when the same conversation would become another document
+_VERSION = 7  # raised when the same conversation would become another document
 SYSTEM_ROLES = ("system", "developer")
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
@@ -354,7 +354,7 @@ class Template:
         model writes it.
         """
         spans = []
-        openings = (*self._openings, "")
+        openings = self._openings
         # Gemma 4 writes them into the assistant's message before them.
         hidden = any(not rendered.turn(number) for number in _numbers(messages, "tool"))
         problem = "the chat template writes results of tools among the assistant's text"
@@ -363,7 +363,12 @@ class Template:
             if number >= asked and number in rendered.turns:
                 first, end = rendered.turns[number]
                 text = rendered.text[first:end]
-                opening = next(prefix for prefix in openings if text.startswith(prefix))
+                opening = next(filter(text.startswith, openings), "")
+                # Begin-of-text, or a system message of the template's own, may precede the opening
+                # of a first message. A later one without opening continues the assistant's text.
+                if not opening and not any(map(rendered.turn, range(number))):
+                    inside = next((part for part in openings if part and part in text), "")
+                    opening = text[: text.find(inside) + len(inside)]
                 spans.append((_before_spaces(rendered.text, first + len(opening)), end))
         return spans
 

@@ -30,6 +30,7 @@ def says(content: str | None, **more: Any) -> dict[str, Any]:
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 PLAIN = [asks("q1"), says("a1"), asks("q2"), says("a2")]
+GREETING = [says("hello"), *PLAIN]
 THINKING = [
     *(asks("q1"), says("a1", thinking="t1"), asks("q2")),
     *(says("<think>\nt2\n</think>\n\na2"), asks("q3"), says("a3", reasoning="t3")),
@@ -127,7 +128,9 @@ def test_answers_of_known_templates_are_learned(folder, template, messages, lear
     ("name", "messages"),
     [
         ("llama3", PLAIN),
+        ("llama3", GREETING),
         ("qwen2_5_vl", CALLING),
+        ("qwen2_5_vl", GREETING),
         ("qwen3_vl", CALLING),
         ("qwen3_instruct_2507", CALLING),
         ("gemma3", PLAIN),
