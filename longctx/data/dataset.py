@@ -27,7 +27,7 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
-from longctx.data.preferences import first_side, fitted
+from longctx.data.preferences import CHOSEN, REJECTED, first_side, fitted
 from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
 from longctx.data.split import by_bytes
 from longctx.data.store import Store, build, progress
@@ -51,12 +51,14 @@ class EncodedDocument(NamedTuple):
     end-of-text at the end of a document, and UTF-8 bytes of its text.
 
     scored: a mark for each token of a conversation that is learned, (tokens,) bool; None: all.
+    is_rejected: an answer to avoid, which no score is about.
     """
 
     name: str
     ids: np.ndarray
     n_bytes: int
     scored: np.ndarray | None = None
+    is_rejected: bool = False
 
 
 class Part:
@@ -141,8 +143,9 @@ class Part:
         for document, start, stop in zip(
             self.split[split].tolist(), starts.tolist(), stops.tolist(), strict=True
         ):
-            if self.store.has_sides:  # the answer that is preferred stands for its document
-                stop = first_side(self.store, document)
+            side = CHOSEN
+            if self.store.has_sides:  # the preferred or labelled answer stands for its document
+                stop, side = first_side(self.store, document)
             ids = self.store.tokens(document, start, stop).astype(np.int64)
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
             # A part has fewer bytes than its document; perplexity per byte needs them.
@@ -151,7 +154,8 @@ class Part:
                 ends = (self.tokenizer.bos_id, self.tokenizer.eos_id)  # which are no text
                 text = self.tokenizer.decode(token for token in ids if token not in ends)
                 n_bytes = len(text.encode())
-            yield EncodedDocument(name, ids, n_bytes, self.store.scored(document, start, stop))
+            scored = self.store.scored(document, start, stop)
+            yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED)
 
     def prompts_cut(self) -> int:
         """Return how many prompts lose their beginnings, so that their answers fit a sequence."""

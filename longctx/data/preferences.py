@@ -143,9 +143,10 @@ def sides_of(store: Store, document: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return marks, begins, np.array([int(np.argmax(of_side)) for of_side in sides])
 
 
-def first_side(store: Store, document: int) -> int:
-    """Return the tokens of the first side."""
-    return int(sides_of(store, document)[1][1])
+def first_side(store: Store, document: int) -> tuple[int, int]:
+    """Return the tokens of the first side, and which one it is."""
+    marks, begins, _ = sides_of(store, document)
+    return int(begins[1]), int(marks[0] >> 1)
 
 
 def fitted(store: Store, documents: np.ndarray, seq_len: int, bos_id: int | None) -> np.ndarray:

@@ -164,7 +164,8 @@ def documents_of(model: TrainedModel, request: Request[EvalConfig]) -> Iterator[
 def of_run(
     folder: Path, run: dict[str, Any], split: str, fingerprint: str, limit: int | None = None
 ) -> Iterator[Document]:
-    """Yield the first `limit` documents of `split` of a run's data; ValueError if there are none.
+    """Yield the first `limit` documents of `split` of a run's data, without the answers that it was
+    to avoid; ValueError if there are none.
 
     A line on stderr warns if they are no longer those of `fingerprint`, from the run's beginning.
     """
@@ -182,7 +183,8 @@ def of_run(
             file=sys.stderr,
         )
     tokenizer = data.tokenizer
-    for name, ids, n_bytes, scored in islice(data.documents(split), limit):
+    wanted = (document for document in data.documents(split) if not document.is_rejected)
+    for name, ids, n_bytes, scored, _ in islice(wanted, limit):
         if scored is None:
             ended = ids[-1] == tokenizer.eos_id
             n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())

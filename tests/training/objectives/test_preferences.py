@@ -13,6 +13,7 @@ from pyarrow import parquet
 import train
 from longctx.config.doors import ObjectiveConfig
 from longctx.data.cache import described
+from longctx.evaluation.load import of_run, open_model
 from longctx.training.objectives import preferences
 from tests.processes import train_together
 from tests.training.sample_run import (
@@ -121,6 +122,15 @@ def test_a_changed_cache_of_the_reference_is_refused(rows, tuned, start, tmp_pat
     complete.write_text(json.dumps(content | {file.name: described(file)}))
     assert train.main(start(**keys, name="second")) == 2
     assert "not the log-probabilities of this model" in capsys.readouterr().err
+
+
+def test_undesirable_answers_are_not_scored(rows, tuned):
+    model = open_model(str(tuned(**keys_of("kto", rows) | {"max_steps": 1})))
+    assert model.run is not None
+    scored = [document.name for document in of_run(model.folder, model.run, "val", "")]
+    labels = [json.loads(line)["label"] for line in (rows / "labels.jsonl").open()]
+    assert scored
+    assert all(labels[int(name.split(":")[1]) - 1] for name in scored)
 
 
 def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, start, refused, capsys):
