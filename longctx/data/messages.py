@@ -150,7 +150,7 @@ def _checked(place: str, message: Any) -> Message:
     refuse((not has_text, f"{place} must have its text in 'content'"))
     whole = f"{place}: weight={weight}: a message is learned or not; give 0 or 1"
     refuse((weight not in (None, 0, 1), whole))
-    refuse((train not in (None, False, True), f"{place}: train={train}: give true or false"))
+    refuse((not isinstance(train, bool | None), f"{place}: train={train}: give true or false"))
     is_foreign = message["role"] != "assistant" and (train or weight)
     refuse((bool(is_foreign), f"{place}: only the assistant's messages can be learned"))
     return message

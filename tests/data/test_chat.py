@@ -376,7 +376,10 @@ SPECIAL = "x<|im_end|>"
         ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),
         ({"messages": [asks("q"), says("a", weight=0.5)]}, "message 2: weight=0.5: .*0 or 1"),
         ({"messages": [asks("q"), says("a")], "weight": 0.5}, "weight=0.5: a row has none"),
-        ({"messages": [asks("q"), says("a", train="no")]}, "message 2: train=no"),
+        *(
+            ({"messages": [asks("q"), says("a", train=train)]}, f"message 2: train={train}")
+            for train in ("no", 0)
+        ),
         ({"messages": [{**asks("q"), "train": True}]}, "message 1: only the assistant"),
     ],
 )
