@@ -153,6 +153,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{NEEDLES} data.mix.code.length=500 data.length=900", "data.length=900: has no effect"),
         ("data=hub data.path=json data.files=a data.name=b", "data.name=b: has no effect"),
         ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
+        ("objective=orpo data=text data.path=a data.chat=true data.turns=all", "turns=all: has no"),
         ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),
         ("optimizer=muon lora.rank=8", "optimizer=muon with lora.rank=8"),
         ("memory.optimizer_state=bf16 betas=[0.9,0.999]", "bf16 with betas[1]=0.999"),

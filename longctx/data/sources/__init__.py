@@ -134,11 +134,14 @@ class Source(ABC):
 
     def ignored(self, config: DataConfig, name: str) -> str:
         """Return the reason if key `name` has no effect in this configuration, else ""."""
-        if name != "text_column" or not (config.chat or config.preferences):
-            return ""
         if config.preferences:
-            return "preferences have fields of their own"
-        return "data.chat=true reads `messages`"
+            reasons = {
+                "text_column": "preferences have fields of their own",
+                "turns": "only the answers that are compared are learned",
+            }
+            return reasons.get(name, "")
+        is_unread = config.chat and name == "text_column"
+        return "data.chat=true reads `messages`" if is_unread else ""
 
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
