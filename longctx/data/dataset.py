@@ -157,6 +157,10 @@ class Part:
             scored = self.store.scored(document, start, stop)
             yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED)
 
+    def never_ends(self) -> bool:
+        """Return True if no answer teaches a token at which generation stops."""
+        return self.store.has_answers and not self.store.learns_any(self.tokenizer.end_tokens)
+
     def prompts_cut(self) -> int:
         """Return how many prompts lose their beginnings, so that their answers fit a sequence."""
         return int((self.store.lengths > self.seq_len).sum()) if self.store.has_sides else 0
@@ -170,6 +174,7 @@ class Part:
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
             "conversations_shortened": self.store.shortened,
+            "sources_without_end": int(self.never_ends()),
             "prompts_cut": self.prompts_cut(),
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),

@@ -107,6 +107,8 @@ def _overview(data: Data, counts: dict[str, Any]) -> Table:
         rows.append(["files not read", others])
     if counts["conversations_shortened"]:
         rows.append(["learned in the last turn only", f"{counts['conversations_shortened']:,}"])
+    if counts["sources_without_end"]:
+        rows.append(["end of answers", "no target is a token at which generation stops"])
     rows += [
         ["bytes", f"{counts['bytes']:,}"],
         ["tokens", f"{total:,}"],

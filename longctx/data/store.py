@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
@@ -38,7 +38,8 @@ class Store:
     content_keys: (documents, 16) `content_key`.
     signatures: see `split.signature`. dropped: a count of documents with nothing to predict.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
-    template rewrites the turns before. has_sides: documents are answers that are compared.
+    template rewrites the turns before. has_answers: documents are conversations, or compared
+    answers. has_sides: the latter.
     """
 
     def __init__(self, folder: Path):
@@ -57,6 +58,7 @@ class Store:
         self._marks: list[np.ndarray] | None = None
         if "scored" in self.table.column_names:
             self._marks = [view(chunk.values) for chunk in self.table.column("scored").chunks]
+        self.has_answers = self._marks is not None
         self.has_sides = any((marks > 1).any() for marks in self._marks or [])
         # First and last + 1 token of each document, counted in its chunk.
         offsets = [view(chunk.offsets).astype(np.int64) for chunk in chunks]
@@ -90,6 +92,12 @@ class Store:
         """Return a mark for each scored token of `start:stop`, bool; None: all are scored."""
         marks = self.marks(document, start, stop)
         return None if marks is None else marks & 1 > 0
+
+    def learns_any(self, tokens: Collection[int]) -> bool:
+        """Return True if one of `tokens` is scored in a conversation or an answer."""
+        assert self._marks is not None
+        batches = zip(self._ids, self._marks, strict=True)
+        return any(np.isin(ids[marks & 1 > 0], list(tokens)).any() for ids, marks in batches)
 
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])

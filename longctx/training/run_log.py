@@ -442,14 +442,20 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: files not read, much padding, few tokens to validate on, patience without
-    effect, or positions beyond those of init's weights.
+    """Return warnings: files not read, answers that never end, much padding, few tokens to validate
+    on, patience without effect, or positions beyond those of init's weights.
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
         ending = next((word.strip(",;") for word in others.split() if word[0] == "."), "")
         advice = f"a glob reads them, such as data.path='FOLDER/**/*{ending}'"
         lines.append(f"warning: not read: {others}; {advice}")
+    # Such a model writes on until it has written all tokens that it may
+    if counts["sources_without_end"]:
+        lines.append(
+            "warning: no target is a token at which generation stops, so answers will not end; the "
+            "chat template can put one between {% generation %} and {% endgeneration %}"
+        )
     if counts["train_efficiency"] < 0.5:
         lines.append(
             f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "
@@ -468,6 +474,7 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
             f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
         )
     model, seq_len = run.workload.model, run.workload.seq_len
+    # A resumed run has said so when it began
     trained = model.context or seq_len
     is_kept = run.config.init is not None and run.config.rope.type == "keep"
     stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"

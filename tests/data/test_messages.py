@@ -9,7 +9,7 @@ import pytest
 from longctx.cli import main
 from longctx.data import load
 from longctx.data.messages import format_of, is_learned, read
-from tests.data.chat_templates import CHATML, INST
+from tests.data.chat_templates import CHATML, INST, shipped, write
 from tests.data.test_chat import (
     CALL,
     CALLING,
@@ -88,6 +88,13 @@ def test_a_conversation_is_shown_with_its_targets(folder, capsys):
     assert "\n<|im_start|>user\n[b] who<|im_end|>\n<|im_start|>assistant\n⟦a rose a" in printed
     assert " … " in printed
     assert printed.endswith(" a rose<|im_end|>\n⟧\n")
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, True), ("glm4moe", False)])
+def test_answers_without_an_end_are_found(folder, template, ends):
+    write(folder, template if ends else shipped(template))
+    data = load(chats(folder, {"messages": PLAIN}), 256)
+    assert data.summary()["sources_without_end"] == (not ends)
 
 
 @pytest.mark.parametrize("template", [CHATML, INST])

@@ -88,29 +88,30 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
 )
 def test_a_small_validation_set_is_a_warning(documents, tokens, few):
     counts = {"val_documents": documents, "val_ends": 0, "val_tokens": tokens}
-    counts |= {"tokens": 1_000_000, "train_efficiency": 0.9}
+    counts |= {"tokens": 1_000_000, "train_efficiency": 0.9, "sources_without_end": 0}
     assert (f"{tokens:,} tokens of {documents} " in validated_documents(counts)) == (tokens > 0)
     lines = warnings(sample_run(TrainConfig()), counts)
     assert ["few to validate on" in line for line in lines] == [True] * few
 
 
 def test_patience_that_cannot_act_is_a_warning():
-    counts = {"val_documents": 0, "train_efficiency": 0.9}
+    counts = {"val_documents": 0, "train_efficiency": 0.9, "sources_without_end": 0}
     for patience, warns in ((None, False), (3, False), (4, True)):
         config = TrainConfig(max_steps=50, val_every=10, patience=patience)
         lines = warnings(sample_run(config), counts)
         assert [f"patience={patience}" in line for line in lines] == [True] * warns
 
 
-def test_padding_and_files_not_read_are_warnings(tmp_path):
+def test_the_documents_are_warned_about(tmp_path):
     for name in ("a.txt", "b.pdf", "c.pdf.gz", "d", "e.1", "e.2", "e.3", "e.4"):
         (tmp_path / name).write_text("x")
     config = TrainConfig()
     config.data.source, config.data.mix = "mix", {"a": {"path": str(tmp_path)}}
-    counts = {"val_documents": 0, "val_tokens": 0, "train_efficiency": 0.25}
-    unread, padding = warnings(sample_run(config), counts)
+    counts = {"val_documents": 0, "train_efficiency": 0.25, "sources_without_end": 1}
+    unread, endless, padding = warnings(sample_run(config), counts)
     assert "2 .pdf, 1 without an ending, 1 .1, 1 .2, 1 .3, 1 others; " in unread
     assert unread.endswith("/*.pdf'")
+    assert "answers will not end" in endless
     assert "75%" in padding
 
 
