@@ -214,7 +214,9 @@ class TrainConfig(Group):
     checkpoint_every: int = positive(200, "steps between checkpoints; one always comes at the end")
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest")
     keep_best: bool = key(
-        False, "also keep the checkpoint with the lowest validation loss, as best.ckpt"
+        False,
+        "also keep the checkpoint with the lowest validation loss, as best.ckpt; given on resume: "
+        "the lowest from then on",
     )
     patience: int | None = positive(
         None, "end after this many validations without a lower loss; null: after max_steps"

@@ -358,7 +358,7 @@ def run_adapter(
     wrapper = wrapper_of(config)
     family: Family | None = None
     opened_with: dict[str, Any] | None = None
-    # What transformers computes has its own names, and positions that nothing stretches
+    # Models of transformers keep their own names and positions
     if not model.config.transformers:
         # Its class in transformers names the layers, also if another one would do
         family, source = read_model(hub_snapshot.folder(init, "init"))

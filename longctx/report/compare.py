@@ -30,12 +30,12 @@ from longctx.tables import console, show, text_table
 POINTS = 250_000  # in all curves of a page together: 7 MB
 # The place of a run and of its caches changes none of its results
 NOT_COMPARED = {"name", "runs", "resume", "data.cache", "dry_run"}
-# key → the key that decides its default, and that default; left out if all runs have it
+# key → its leading key, and its default by that; left out if all runs have the default
 DEFAULTS = {
     "warmup_steps": ("max_steps", default_warmup),
     "val_every": ("max_steps", default_val_every),
 }
-# key → the key that decides it; left out if that one tells the runs apart too
+# key → its leading key; left out if the leading key tells the runs apart too
 FOLLOWS = {
     "data.vocab_size": "data.tokenizer",
     "model.vocab_size": "data.tokenizer",
@@ -156,7 +156,7 @@ def follows(runs: list[Run], key: str, leader: str) -> bool:
 
 
 def has_default(run: Run, key: str) -> bool:
-    """Return True if `key` has the default that another key decides."""
+    """Return True if `key` has its default by the leading key."""
     leader, default = DEFAULTS[key]
     return leader in run.config and run.config[key] == default(run.config[leader])
 
@@ -226,9 +226,9 @@ def documents_of(run: Run) -> dict[str, str]:
     """
     # z_loss is no part of the loss that is logged
     without = {"data.cache", "objective.z_loss"}
-    keys = [key for key in run.config if key.startswith(("data.", "objective."))]
+    decisive = "data.", "objective."
+    keys = [key for key in run.config if key.startswith(decisive) and key not in without]
     values = {key: configured(run, key) for key in (*keys, "model.vocab_size")}
-    values = {key: value for key, value in values.items() if key not in without}
     values["val_rows"] = validated(run)
     if not run.tokenizer:
         return values

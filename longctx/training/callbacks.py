@@ -146,7 +146,7 @@ class EarlyStopping(Callback):
 
     def restore(self, state: dict[str, Any]) -> None:
         self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
-        self.kept = tuple(state["kept"]) if state["kept"] else None
+        self.kept = tuple(kept) if (kept := state.get("kept")) else None
 
 
 class Spikes(Callback):

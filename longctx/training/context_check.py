@@ -336,7 +336,7 @@ def small(run: Run) -> Run:
     """
     workload = run.workload
     length = min(workload.seq_len, LENGTH[workload.device])
-    # A length that the ranks do not divide is padded, which needs a check too
+    # Padding needs a check too: take a length of which the ranks are no divisor
     if workload.context > 1 and length % workload.context == 0:
         length -= 1
     # The balance of experts counts padding, so training refuses it

@@ -442,8 +442,8 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: files not read, answers that never end, much padding, few tokens to validate
-    on, patience without effect, or positions beyond those of init's weights.
+    """Return warnings: files not read, endless answers, much padding, few tokens to validate on,
+    patience without effect, or positions beyond those of init's weights.
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
@@ -474,10 +474,10 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
             f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
         )
     model, seq_len = run.workload.model, run.workload.seq_len
-    # A resumed run has said so when it began
     trained = model.context or seq_len
     is_kept = run.config.init is not None and run.config.rope.type == "keep"
     stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"
+    # A resumed run has said so when it began
     if is_kept and not stretches_itself and not run.steps_done and seq_len > trained:
         lines.append(
             f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the {trained:,} "

@@ -232,7 +232,7 @@ class Family:
             context = config.context or context
         # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
-        # Of several names or values that belong to a key the first one is that of GPTConfig
+        # The first entry of a key in the tables is its key of GPTConfig
         tables = FLAGS | self.flags | NUMBERS | self.numbers
         own = SIZES | self.sizes | {key: names[0] for key, names in tables.items()}
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
