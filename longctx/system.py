@@ -108,8 +108,14 @@ def caught() -> Iterator[StopSignal]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopSignal()
         return
-    _current, unraisable = StopSignal(), sys.unraisablehook
-    sys.unraisablehook = without_signals(unraisable)
+    _current, hook = StopSignal(), sys.unraisablehook
+
+    def without_signals(unraisable: Any) -> None:
+        # A signal in a callback needs no traceback: see `StopSignal.check`
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            hook(unraisable)
+
+    sys.unraisablehook = without_signals
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if not (number in IGNORABLE and handler is signal.SIG_IGN):
@@ -117,19 +123,9 @@ def caught() -> Iterator[StopSignal]:
     try:
         yield _current
     finally:
-        _current, sys.unraisablehook = None, unraisable
+        _current, sys.unraisablehook = None, hook
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def without_signals(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`hook`, sys.unraisablehook, without the traceback of a signal in a callback: see `check`."""
-
-    def quiet(unraisable: Any) -> None:
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-            hook(unraisable)
-
-    return quiet
 
 
 @contextmanager

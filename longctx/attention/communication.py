@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -28,13 +27,20 @@ def now(on_gpu: bool) -> Moment:
     return event
 
 
+def elapsed_ms(begin: Moment, end: Moment) -> float:
+    """Return the milliseconds between two moments of one kind."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return 1000 * (end - begin)  # type: ignore[operator]
+    return begin.elapsed_time(end)
+
+
 class Laps:
     """Milliseconds from each `begin` to its `end`, on a GPU by its own clock."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
-        self._begun: list[Any] = []
-        self._ended: list[Any] = []
+        self._begun: list[Moment] = []
+        self._ended: list[Moment] = []
 
     def begin(self) -> None:
         """Begin a lap with the work that the device is given from now on."""
@@ -46,11 +52,9 @@ class Laps:
 
     def ms(self) -> list[float]:
         """Return the milliseconds of all laps that have ended; wait for the device."""
-        laps = zip(self._begun, self._ended, strict=False)
-        if not self.on_gpu:
-            return [1000 * (end - begun) for begun, end in laps]
-        torch.cuda.synchronize()
-        return [begun.elapsed_time(end) for begun, end in laps]
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return list(map(elapsed_ms, self._begun, self._ended))
 
 
 class Clock:
@@ -110,14 +114,11 @@ class Clock:
     def _read(self, wait: bool) -> None:
         while self._spans:
             begin, end = self._spans[0]
-            if isinstance(begin, float) or isinstance(end, float):
-                self._seconds += end - begin  # type: ignore[operator]
-            else:
-                if wait:
-                    end.synchronize()
-                elif not end.query():
-                    return
-                self._seconds += begin.elapsed_time(end) / 1000
+            if wait and not isinstance(end, float):
+                end.synchronize()
+            if not (isinstance(end, float) or end.query()):
+                return
+            self._seconds += elapsed_ms(begin, end) / 1000
             self._spans.popleft()
 
 

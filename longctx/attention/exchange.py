@@ -163,16 +163,12 @@ class AllGather(Exchange):
             heads = slice(first, first + size)
             queries = slice(first * per_key, (first + size) * per_key)
             sent = torch.cat([k[:, :, heads], v[:, :, heads]], dim=2)
+            ranks = self.ranks.count, self.ranks.group
             yield (
                 q[:, :, queries],
-                *self._gathered(sent).chunk(2, dim=2),
+                *all_gather_rows(sent, self.order, self.places, *ranks).chunk(2, dim=2),
                 *(x[:, :, queries] for x in like_q),
             )
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        ranks = self.ranks
-        received: Tensor = all_gather_rows(x, self.order, self.places, ranks.count, ranks.group)
-        return received
 
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, kv_heads: int
@@ -279,7 +275,8 @@ def from_neighbour(x: Tensor, shift: int, group: str) -> Tensor:
 
 
 @all_to_all.register_fake
-def _(x: Tensor, group: str) -> Tensor:
+@from_neighbour.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -293,13 +290,8 @@ def _(x: Tensor, order: Tensor, ranks: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // ranks, *x.shape[2:])
 
 
-@from_neighbour.register_fake
-def _(x: Tensor, shift: int, group: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group = inputs[-1]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
 
 
 def _save_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -307,12 +299,8 @@ def _save_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(order)
 
 
-def _save_shift(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.shift, ctx.group = inputs
-
-
 def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(gradient.contiguous(), ctx.group), None
+    return all_to_all(gradient.contiguous(), *ctx.arguments), None
 
 
 def _sum(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,9 +308,10 @@ def _sum(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _shift_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return from_neighbour(gradient.contiguous(), -ctx.shift, ctx.group), None, None
+    shift, group = ctx.arguments
+    return from_neighbour(gradient.contiguous(), -shift, group), None, None
 
 
-all_to_all.register_autograd(_send_back, setup_context=_save_group)
+all_to_all.register_autograd(_send_back, setup_context=_save)
 all_gather_rows.register_autograd(_sum, setup_context=_save_order)
-from_neighbour.register_autograd(_shift_back, setup_context=_save_shift)
+from_neighbour.register_autograd(_shift_back, setup_context=_save)

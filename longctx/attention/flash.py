@@ -51,16 +51,16 @@ class Flash(Backend):
     def refusal(self, request: Request) -> str | None:
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
-        if request.options.get("kernel") == "hopper" and (reason := _not_hopper(request)):
+        kernel = request.options.get("kernel", "auto")
+        if kernel == "hopper" and (reason := _not_hopper(request)):
             return f"kernel=hopper {reason}; use attention.options.kernel=portable"
         shape = request.device, request.dtype, request.head_dim
-        if request.options.get("kernel") == "ampere" and not runs_ampere(*shape):
+        if kernel == "ampere" and not runs_ampere(*shape):
             sizes = ", ".join(map(str, AMPERE_HEAD_SIZES))
             return (
                 f"kernel=ampere takes bf16 and fp16 with head sizes {sizes} on an NVIDIA GPU from "
                 "sm_80 on; use attention.options.kernel=portable"
             )
-        kernel = request.options.get("kernel", "auto")
         if request.softcap and implementation(*shape, kernel).startswith("triton-hopper"):
             return "its Hopper kernels have no softcap; use attention.options.kernel=portable"
         if implementation(*shape, "portable") == "torch-tiled":

@@ -25,14 +25,10 @@ ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is n
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
 # A process's control group, version 2 and 1: the files of its limit and of the memory used, and the
 # key of cached files in memory.stat
+V1 = "/sys/fs/cgroup/memory"
 CONTROL_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 # A run is refused if its predicted memory is so many times the available memory. On GPUs
 # predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
@@ -154,11 +150,8 @@ def is_named(name: str, of: str) -> bool:
     without RTX.
     """
     words, wanted = (set(text.upper().replace("-", " ").split()) for text in (name, of))
-    joined = of.upper().replace(" ", "")
-    return wanted <= words or "".join(name.split()).upper() in (
-        joined,
-        joined.removeprefix("RTX"),
-    )
+    joined, given = (text.upper().replace(" ", "") for text in (of, name))
+    return wanted <= words or given in (joined, joined.removeprefix("RTX"))
 
 
 def here() -> Chip | None:
@@ -169,13 +162,13 @@ def here() -> Chip | None:
         return None
     device, size, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
     # the driver's own calls: torch would take seconds to import
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    if driver.cuDeviceGetName(name, 256, device) or driver.cuDeviceTotalMem_v2(
-        ctypes.byref(size), device
-    ):
-        return None
-    return chip(name.value.decode(), float(size.value))
+    has_failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetName(name, 256, device)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    )
+    return None if has_failed else chip(name.value.decode(), float(size.value))
 
 
 def may_be_here() -> bool:
@@ -236,7 +229,6 @@ def available_memory() -> float:
             total, taken = (int(Path(group, name).read_text()) for name in (limit, used))
             lines = Path(group, "memory.stat").read_text().splitlines()
             # The kernel gives up cached files before it refuses memory
-            available = min(
-                available, total - taken + int(dict(map(str.split, lines)).get(cache, 0))
-            )
+            cached = int(dict(map(str.split, lines)).get(cache, 0))
+            available = min(available, total - taken + cached)
     return available

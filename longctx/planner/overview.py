@@ -34,11 +34,14 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig], measured: Mea
     if not chip.fp8 and request.precision == "fp8":
         raise ValueError(hardware.without_fp8(chip.name))
     merge = request.batch_size is None and request.accumulate is None
-    steps = [
-        (backend, step)
-        for backend, of_backend in requests.items()
-        for step in each_policy(each_layout(of_backend, per_machine, measured), chip, host, merge)
-    ]
+    steps = []
+    for backend, of_backend in requests.items():
+        layouts = each_layout(of_backend, per_machine, measured)
+        chosen, _ = fitting.choose_layout(layouts, chip, host, merge)
+        name = fitting.name_of(chosen)
+        in_layout = next(step for step in layouts if fitting.name_of(step) == name)
+        for step in fitting.policies(in_layout):
+            steps.append((backend, fitting.decide(step, chip, host, merge)))
     _, first = steps[0]
     print_machine(first, chip, host, of_host)
     print(f"{drawn(schedule_of(request, first))}\n")
@@ -77,13 +80,6 @@ def each_layout(
     ]
 
 
-def each_policy(steps: Sequence[Workload], chip: Chip, host: float, merge: bool) -> list[Workload]:
-    """Return the step in a run's layout, one of `steps`, with each policy that it allows."""
-    chosen, _ = fitting.choose_layout(steps, chip, host, merge)
-    in_layout = next(step for step in steps if fitting.name_of(step) == fitting.name_of(chosen))
-    return [fitting.decide(step, chip, host, merge) for step in fitting.policies(in_layout)]
-
-
 def print_layouts(
     request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
 ) -> None:
@@ -103,20 +99,17 @@ def print_layouts(
     print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
 
     rows = []
-    for devices in numbers_of_gpus(request):
+    doubling = [2**power for power in range(request.devices.bit_length())]
+    degree = 1 if isinstance(request.context.degree, str) else request.context.degree
+    for devices in sorted({*doubling, request.devices}):
+        if devices % degree:
+            continue
         of_number = each_layout(replace(request, devices=devices), per_machine, measured)
         chosen, _ = fitting.choose_layout(of_number, chip, host, merge)
         row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
         rows.append(row | figures(chosen, chip, host))
     title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
     grid(title, ("GPUs", *columns), rows)
-
-
-def numbers_of_gpus(request: TrainConfig) -> list[int]:
-    """Return 1, 2, 4, ... up to the devices of `request`, if context.degree divides them."""
-    doubling = [2**power for power in range(request.devices.bit_length())]
-    degree = 1 if isinstance(request.context.degree, str) else request.context.degree
-    return [count for count in sorted({*doubling, request.devices}) if count % degree == 0]
 
 
 def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
@@ -208,7 +201,13 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     there = hardware.here()
     assumed = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
     base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu)
-    base = described(base, options)
+    base = replace(base, network=options.network / 8 * 1e9)
+    if options.gpu_memory is not None:
+        base = replace(base, memory=bytes_of("gpu_memory", options.gpu_memory))
+    if options.gpu_tflops is not None:
+        base = replace(base, flops=options.gpu_tflops * 1e12)
+    if options.gpu_bandwidth is not None:
+        base = replace(base, bandwidth=options.gpu_bandwidth * 1e9)
     if options.gpu != "auto" and (base.flops is None or base.bandwidth is None):
         raise ValueError(
             f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.CHIPS)}, or "
@@ -223,19 +222,6 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
         return base, hardware.host_memory(), ", this machine: host_memory= says another"
     host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)
     return base, host, " assumed, 128 for each GPU: host_memory= says another"
-
-
-def described(chip: Chip, options: PlanOptions) -> Chip:
-    """Return `chip` with the figures that `options` give."""
-    return replace(
-        chip,
-        memory=chip.memory
-        if options.gpu_memory is None
-        else bytes_of("gpu_memory", options.gpu_memory),
-        flops=chip.flops if options.gpu_tflops is None else options.gpu_tflops * 1e12,
-        bandwidth=chip.bandwidth if options.gpu_bandwidth is None else options.gpu_bandwidth * 1e9,
-        network=options.network / 8 * 1e9,
-    )
 
 
 def bytes_of(key: str, text: str) -> float:

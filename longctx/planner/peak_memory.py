@@ -113,7 +113,8 @@ class _Step:
         self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32 and not model.transformers
         self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
-        self.exchanged = self.exchange()
+        # Of the layer with the largest exchange
+        self.exchanged = max(map(self.exchange_of, model.windows()))
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
         by_kind = {
@@ -279,15 +280,13 @@ class _Step:
         gathered = self.e * block if self.measured else gathered
         return float(self.e * outside + 2 * gathered + added)
 
-    def exchange(self) -> float:
-        """Return the largest exchange between ranks of a sequence in one attention backward."""
-        if self.workload.context == 1:
-            return 0.0
-        return max(map(self.exchange_of, self.model.windows()))
-
     def exchange_of(self, window: int | None) -> float:
-        """Return the bytes sent and received at one time in a layer with this `window`."""
+        """Return the bytes that attention's backward sends and receives at one time between the
+        ranks of a sequence, in a layer with this `window`.
+        """
         ranks, attention = self.workload.context, self.blocks[0].attention
+        if ranks == 1:
+            return 0.0
         heads, q, kv = attention.model.kv_heads, attention.query_size, attention.key_size
         if self.workload.exchanges_halo(window):
             keys = self.N + self.B * ((window or 1) - 1)
@@ -369,9 +368,8 @@ def _sum(*parts: Terms) -> Terms:
 
 def trained_weights(workload: Workload) -> tuple[int, int]:
     """Count the trained weights: in matrices of the blocks, and all others, LoRA's among them."""
-    added = workload.added
-    if added:
-        return 0, added
+    if workload.added:
+        return 0, workload.added
     matrices = sum(block.weights for block in workload.blocks)
     return matrices, workload.parameters - matrices
 
@@ -394,11 +392,12 @@ def update_workspace(workload: Workload) -> float:
     They hold state that comes from the host, and the matrices of Newton-Schulz.
     """
     model, orthogonalizes = workload.model, workload.optimizer.traits.orthogonalizes
-    added = workload.added
-    embedding = int(model.vocab_size or 0) * model.channels
     linears = [linear for block in workload.blocks for linear in block.linears.values()]
-    linear = max(linear.weights for linear in linears)
-    largest = added / model.layers if added else max(embedding, 0 if orthogonalizes else linear)
+    largest = float(int(model.vocab_size or 0) * model.channels)
+    if workload.added:
+        largest = workload.added / model.layers
+    elif not orthogonalizes:
+        largest = max(largest, *(linear.weights for linear in linears))
     slices = 2.0 * FP32 * min(SLICE, largest) if workload.memory.optimizer_state == "host" else 0.0
     if not orthogonalizes:
         return slices

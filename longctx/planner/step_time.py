@@ -149,12 +149,9 @@ def update_products(workload: Workload) -> list[tuple[int, float]]:
     """
     if not workload.optimizer.traits.orthogonalizes:
         return []
-    iterations = workload.optimizer.filled().iterations or 0
-    by_shape: list[tuple[int, float]] = []
-    for shape, count in block_matrices(workload.blocks).items():
-        m, n = sorted(shape)
-        by_shape.append((m, iterations * count * (4.0 * m * m * n + 2.0 * m**3)))
-    return by_shape
+    times = workload.optimizer.filled().iterations or 0
+    shapes = [(*sorted(shape), count) for shape, count in block_matrices(workload.blocks).items()]
+    return [(m, times * count * (4.0 * m * m * n + 2.0 * m**3)) for m, n, count in shapes]
 
 
 def attention_seconds(workload: Workload, chip: Chip) -> float:
@@ -193,8 +190,6 @@ def attention_exchange(workload: Workload, chip: Chip) -> float:
 
     Blocks cannot compute meanwhile.
     """
-    if workload.context == 1:
-        return 0.0
     return sum(
         layers * _exchange_of_layer(workload, window, chip)
         for window, layers in workload.model.windows().items()
@@ -255,17 +250,15 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
     backward and sums its gradients while other blocks compute; ddp sums all gradients during the
     last backward. Nothing hides fsdp's first gather, or the last gradient, the embedding's.
     """
-    model, ranks = workload.model, workload.devices
-    if ranks == 1:
-        return 0.0
+    model = workload.model
     # embedding and lm_head are not part of a block
     outside = int(model.vocab_size or 0) * model.channels * (1 if model.tied else 2)
-    blocks = workload.parameters - outside
-    added = workload.added
-    trained, trained_outside = (added, 0) if added else (blocks, outside)
+    trained, trained_outside = workload.added, 0
+    if not trained:
+        trained, trained_outside = workload.parameters - outside, outside
 
     def shared(size: float, pieces: int) -> float:
-        return ring(size, pieces, ranks, workload, chip)
+        return ring(size, pieces, workload.devices, workload, chip)
 
     if not workload.sharing.shards_weights:  # NCCL's trees keep a sum's hops few
         last = 2 * shared(FP32 * trained_outside, 1)

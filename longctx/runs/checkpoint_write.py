@@ -240,16 +240,21 @@ class Saving:
 
     def _write_files(self) -> None:
         """Write this rank's files, AT_ONCE at a time, then the JSON that lists them for rank 0."""
-        use_device(self.gpu)
         self._wait_for_copy()
-        with ThreadPoolExecutor(AT_ONCE, initializer=lambda: use_device(self.gpu)) as pool:
+        with ThreadPoolExecutor(AT_ONCE, initializer=self._use_gpu) as pool:
             written = list(pool.map(self._write_part, range(len(self.parts))))
         listed = {part.file: entry for part, entry in zip(self.parts, written, strict=True)}
         file_of = {name: part.file for part in self.parts for name in part.tensors}
         write_json(self._json_of(self.writers.rank), {"files": listed, "places": file_of})
 
+    def _use_gpu(self) -> None:
+        """Have this thread use the GPU of the tensors; a thread begins with the first GPU."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
+
     def _wait_for_copy(self) -> None:
         """Wait until the GPU has copied the tensors."""
+        self._use_gpu()
         if self.copied is not None:
             self.copied.synchronize()
 
@@ -330,12 +335,6 @@ class Saving:
     def _delete_replaced(self) -> None:
         problem = checkpoint_index.delete(self.hidden, self._is_cancelled)
         self.warning = problem or self.warning
-
-
-def use_device(device: torch.device | None) -> None:
-    """Have this thread use `device`, if that is a GPU; a thread begins with the first GPU."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run folder, a line per row: its one writer and its one reader. Torch-free.
+"""metrics.jsonl of a run folder, a line per row: its format and its one reader. Torch-free.
 
 The file grows, so a run that still trains or was killed may leave its last line cut.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from longctx import files, untrusted
 from longctx.runs.metrics import Row
@@ -18,25 +17,14 @@ from longctx.runs.metrics import Row
 FILE = "metrics.jsonl"
 
 
-class Writer:
-    """Append rows to the metrics.jsonl in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = open(folder / FILE, "a", encoding="utf-8")  # noqa: SIM115 (`close` closes it)
-
-    def write(self, row: Row) -> None:
-        """Write one row at once; null stands for a number that is not finite."""
-        try:
-            self.file.write(json.dumps(without_infinite(row), allow_nan=False) + "\n")
-            self.file.flush()
-        except OSError as error:
-            error.filename = self.file.name
-            raise
-
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):  # of a full disk, which `write` has raised already
-            self.file.close()
+def append(file: TextIO, row: Row) -> None:
+    """Write one row to `file` at once; null stands for a number that is not finite."""
+    try:
+        file.write(json.dumps(without_infinite(row), allow_nan=False) + "\n")
+        file.flush()
+    except OSError as error:
+        error.filename = file.name
+        raise
 
 
 def without_infinite(value: Any) -> Any:
@@ -104,11 +92,9 @@ def parsed(line: bytes) -> Row | None:
     """Return the row in a line of metrics.jsonl; None if it is not a row as training logs them."""
     try:
         value: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        is_row = type(value["step"]) is int and type(value["tokens_seen"]) is int
+    except (ValueError, RecursionError, LookupError, TypeError):
         return None
-    if not isinstance(value, dict):
-        return None
-    is_row = type(value.get("step")) is int and type(value.get("tokens_seen")) is int
     return value if is_row else None
 
 

@@ -231,11 +231,9 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
     raise ValueError(f"{key}={path}: {why}")
 
 
-def check_resumable(folder: Path, overrides: Iterable[str]) -> None:
-    """Raise ValueError for the first of the key=value `overrides` that must not change when a run
-    is resumed.
-    """
-    for key in (override.partition("=")[0] for override in overrides):
+def check_resumable(folder: Path, keys: Iterable[str]) -> None:
+    """Raise ValueError for the first of `keys` that must not change when a run is resumed."""
+    for key in keys:
         if key not in RESUMABLE:
             raise ValueError(
                 f"{key} cannot change when {folder} is resumed, which keeps its config.yaml; "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from longctx.runs.metrics import SAMPLE
 from longctx.runs.run_folder import flat
 from longctx.runs.tracking import Commands
 
-PARAMETERS = 100  # that MLflow takes at a time, and
-LONGEST = 6000  # characters of each
 register = TRACKERS.register
 
 
@@ -67,29 +64,24 @@ def copy_to_tensorboard(request: dict[str, Any], commands: Commands) -> None:
 
 def copy_to_mlflow(request: dict[str, Any], commands: Commands) -> None:
     """Write the rows to a run of MLflow, which a resumed run continues."""
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param
+    import mlflow
 
-    client, folder = MlflowClient(), Path(request["folder"])
+    folder = Path(request["folder"])
     file = folder / "mlflow" / wandb_copy.RUN_ID
-    if not file.exists():
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or request["config"]["project"]
-        found = client.get_experiment_by_name(name)
-        experiment = client.create_experiment(name) if found is None else found.experiment_id
-        run_id = client.create_run(experiment, run_name=folder.name).info.run_id
-        items = flat(request["metadata"]).items()
-        parameters = [Param(key, str(value)[:LONGEST]) for key, value in items]
-        for first in range(0, len(parameters), PARAMETERS):
-            client.log_batch(run_id, params=parameters[first : first + PARAMETERS])
+    if file.exists():
+        mlflow.start_run(run_id=file.read_text())
+    else:
+        mlflow.set_experiment(
+            os.environ.get("MLFLOW_EXPERIMENT_NAME") or request["config"]["project"]
+        )
+        run = mlflow.start_run(run_name=folder.name)
+        mlflow.log_params(flat(request["metadata"]))
         file.parent.mkdir(exist_ok=True)
-        file.write_text(run_id)
-    run_id = file.read_text()
-    client.update_run(run_id, status="RUNNING")
+        file.write_text(run.info.run_id)
     rows = Rows(request, commands)
     for step, numbers in rows:
-        now = int(time.time() * 1000)
-        client.log_batch(run_id, [Metric(key, x, now, step) for key, x in numbers.items()])
-    client.set_terminated(run_id, "FAILED" if rows.exit_code else "FINISHED")
+        mlflow.log_metrics(numbers, step=step)
+    mlflow.end_run("FAILED" if rows.exit_code else "FINISHED")
 
 
 def copy_to_trackio(request: dict[str, Any], commands: Commands) -> None:
@@ -116,10 +108,7 @@ def copy_to_trackio(request: dict[str, Any], commands: Commands) -> None:
 register(
     "wandb",
     TrackerTraits(
-        wandb_copy.copy,
-        "wandb",
-        wandb_copy.opening,
-        late="wandb sync {folder}/wandb/*run-*",
+        wandb_copy.copy, "wandb", wandb_copy.opening, late="wandb sync {folder}/wandb/*run-*"
     ),
 )
 register(

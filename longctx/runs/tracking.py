@@ -51,12 +51,12 @@ class Tracker:
         openings = {name: TRACKERS[name].opening(config, folder) for name in names}
         self.openings = {name: lines for name, lines in openings.items() if lines}
         self._rows_before = len(metrics_file.read(folder))
-        self._writer = metrics_file.Writer(folder)
+        self._file = open(folder / metrics_file.FILE, "a", encoding="utf-8")  # noqa: SIM115
         self._copies: list[Copy] = []
 
     def log(self, row: Row) -> None:
         """Record one row, `step` and `tokens_seen` among its keys."""
-        self._writer.write(row)
+        metrics_file.append(self._file, row)
 
     def start_copies(self, metadata: dict[str, Any]) -> None:
         """Begin the copies, once, with `metadata` as the configuration that they show.
@@ -84,7 +84,8 @@ class Tracker:
 
     def finish(self, exit_code: int) -> None:
         """Close the file, and the copies once they have everything, or after PATIENCE seconds."""
-        self._writer.close()
+        with suppress(OSError):  # of a full disk, which `log` has raised already
+            self._file.close()
         finish(self._copies, exit_code)
 
     def opening(self) -> str | None:

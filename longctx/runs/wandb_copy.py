@@ -89,12 +89,9 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
         identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
     else:
         identity = {"name": name, "id": run_id(folder), "resume": "allow"}
-    about = {
-        "config": request["metadata"] | {"leg": leg},
-        "group": group,
-        "job_type": config.job_type,
-    }
-    run = init(config, folder, request["mode"], **about, **identity)
+    identity |= {"group": group, "job_type": config.job_type}
+    metadata = request["metadata"] | {"leg": leg}
+    run = init(config, folder, request["mode"], config=metadata, **identity)
     tail, rows_before = metrics_file.Tail(folder), request["rows_before"]
     tables: dict[str, list[list[Any]]] = {BY_POSITION: [], SAMPLE: []}
     for command in commands:
@@ -122,7 +119,7 @@ def extend_tables(tables: dict[str, list[list[Any]]], row: Row) -> dict[str, Any
 
     tokens, media = row["tokens_seen"], dict[str, Any]()
     losses = [
-        [tokens, int(key.removeprefix(f"{BY_POSITION}/")), value]
+        [tokens, int(key.rpartition("/")[2]), value]
         for key, value in row.items()
         if key.startswith(f"{BY_POSITION}/") and value is not None
     ]
@@ -225,13 +222,9 @@ def define_metrics(run: Any) -> None:
     # Runs of different batch sizes are compared by tokens instead of by steps
     run.define_metric("tokens_seen", hidden=True)
     for metric in metrics.METRICS:
-        if metric.key == "tokens_seen":
-            continue
-        if metric.hidden:
-            run.define_metric(metric.key, step_metric="tokens_seen", hidden=True)
-        elif metric.summary is not None:
-            summary = f"{metric.summary},last"
-            run.define_metric(metric.key, step_metric="tokens_seen", summary=summary)
+        if metric.key != "tokens_seen" and (metric.hidden or metric.summary):
+            shown = {"hidden": True} if metric.hidden else {"summary": f"{metric.summary},last"}
+            run.define_metric(metric.key, step_metric="tokens_seen", **shown)
     run.define_metric("*", step_metric="tokens_seen")
 
 
@@ -250,17 +243,9 @@ def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     import wandb
 
     config, content, name = WandbConfig(**request["config"]), request["content"], request["run"]
-    about = {
-        "config": {
-            key: value
-            for key, value in content.items()
-            if isinstance(value, str | int | float | None)
-        },
-        "name": f"{name}-eval",
-        "group": config.group or name,
-        "job_type": "eval",
-    }
-    run = init(config, Path(request["folder"]), request["mode"], **about)
+    plain = {key: x for key, x in content.items() if isinstance(x, str | int | float | None)}
+    about = {"name": f"{name}-eval", "group": config.group or name, "job_type": "eval"}
+    run = init(config, Path(request["folder"]), request["mode"], config=plain, **about)
     picture = request["picture"]
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
     for key, axis in (("position", "first"), ("context", "context")):

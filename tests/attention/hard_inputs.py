@@ -132,9 +132,8 @@ def poisoned(case: Case, dtype: torch.dtype, kernel: str = "auto") -> dict[str, 
     mask, seen = case.build_mask(), visible(case).expand(case.B, -1, -1, -1)
     hidden = ~seen.any(2)[:, 0]
     padding = torch.zeros(case.B, case.Tq, dtype=torch.bool, device=DEVICE)
-    if case.mask == "documents":
-        ids = _documents(case)
-        padding = ids == ids[:, -1:]
+    if mask.doc_ids is not None:
+        padding = (mask.doc_ids == mask.doc_ids[:, -1:]).to(DEVICE)
     with using(kernel) as options:
         clean = flash(
             [x.clone(memory_format=torch.contiguous_format) for x in tensors], mask, options
@@ -153,12 +152,6 @@ def poisoned(case: Case, dtype: torch.dtype, kernel: str = "auto") -> dict[str, 
         difference = (x - y).abs().nan_to_num(float("inf"))
         differences[name] = torch.equal(x, y), float(difference.max() if len(x) else 0)
     return differences
-
-
-def _documents(case: Case) -> Tensor:
-    """The document ids of `Case.build_mask`."""
-    g = torch.Generator().manual_seed(case.Tq)
-    return torch.randint(0, 5, (case.B, case.Tq), generator=g).sort(1).values.to(DEVICE)
 
 
 def addresses(x: Tensor) -> dict[str, Tensor]:

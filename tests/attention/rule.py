@@ -92,6 +92,15 @@ def run(tensors, mask, backend, dtype, **options):
     return [x.detach().double() for x in (out, lse, *grads)]
 
 
+def check_equal_runs(case: Case, tensors, times: int, **options) -> None:
+    """Assert that `times` more runs of flash equal a first one, bit for bit, gradients too."""
+    expected = run(tensors, case.build_mask(), "flash", torch.bfloat16, **options)
+    for _ in range(times):
+        actual = run(tensors, case.build_mask(), "flash", torch.bfloat16, **options)
+        for name, x, y in zip(NAMES, actual, expected, strict=True):
+            assert torch.equal(x, y), name
+
+
 def check(
     case: Case, backend: str, dtype: torch.dtype = torch.float32, tensors=None, **options
 ) -> None:

@@ -20,12 +20,11 @@ every_size = pytest.mark.parametrize("head_dim", HOPPER_SIZES)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
+ON_HOPPER = (pytest.mark.gpu, pytest.mark.hopper)
+
+
 def on_hopper(test):
     return pytest.mark.gpu(pytest.mark.hopper(test))
-
-
-def sized(case, head_dim):
-    return replace(case, D=head_dim)
 
 
 @on_hopper
@@ -33,7 +32,7 @@ def sized(case, head_dim):
 @pytest.mark.parametrize("head_dim", [*HOPPER_SIZES, 72, 88, 136, 248])
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule(case, head_dim, dtype):
-    rule.check(sized(case, head_dim), "flash", dtype, kernel="hopper")
+    rule.check(replace(case, D=head_dim), "flash", dtype, kernel="hopper")
     assert kernels_run()["flash"] == "triton-hopper"
 
 
@@ -93,20 +92,11 @@ def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def check_equal_runs(case, tensors, times):
-    """Checks that `times` more runs equal a first one, bit for bit, gradients too."""
-    expected = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-    for _ in range(times):
-        actual = rule.run(tensors, case.build_mask(), "flash", torch.bfloat16)
-        for name, x, y in zip(rule.NAMES, actual, expected, strict=True):
-            assert torch.equal(x, y), name
-
-
 @on_hopper
 @every_size
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
 def test_rule_ordered(case, head_dim, deterministic):
-    rule.check(sized(case, head_dim), "flash", torch.bfloat16)
+    rule.check(replace(case, D=head_dim), "flash", torch.bfloat16)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
@@ -121,7 +111,7 @@ def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
     case = Case(
         1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask="causal" if window else mask, window=window
     )
-    check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
+    rule.check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
@@ -162,7 +152,7 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
     tensors = list(rule.inputs(case, torch.bfloat16))
     rule.check(case, "flash", torch.bfloat16, tensors=tensors)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
-    check_equal_runs(case, tensors, 50)
+    rule.check_equal_runs(case, tensors, 50)
 
 
 @on_hopper
@@ -196,27 +186,16 @@ def test_auto_is_compiled_without_a_warning(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("device", "dtype", "head_dim", "message"),
     [
-        (
-            {"device": "cpu", "dtype": torch.float16, "head_dim": 128},
-            "needs a Hopper GPU; use attention.options.kernel=portable",
-        ),
-        pytest.param(
-            {"device": DEVICE, "dtype": torch.float32, "head_dim": 128},
-            "takes bf16 and fp16",
-            marks=(pytest.mark.gpu, pytest.mark.hopper),
-        ),
-        pytest.param(
-            {"device": DEVICE, "dtype": torch.float16, "head_dim": 60},
-            "head sizes 64, 72 .. 256",
-            marks=(pytest.mark.gpu, pytest.mark.hopper),
-        ),
+        ("cpu", torch.float16, 128, "needs a Hopper GPU; use attention.options.kernel=portable"),
+        pytest.param(DEVICE, torch.float32, 128, "takes bf16 and fp16", marks=ON_HOPPER),
+        pytest.param(DEVICE, torch.float16, 60, "head sizes 64, 72 .. 256", marks=ON_HOPPER),
     ],
 )
-def test_refusals(request_, message):
+def test_refusals(device, dtype, head_dim, message):
     with pytest.raises(ValueError, match=message):
-        check("flash", options={"kernel": "hopper"}, **request_)
+        check("flash", device=device, dtype=dtype, head_dim=head_dim, options={"kernel": "hopper"})
 
 
 @on_hopper
@@ -237,9 +216,7 @@ def test_errors_where_one_key_draws_nearly_all_weight(place, score_scale, head_d
         exact = rule.run(tensors, mask, "naive", torch.float64)
         ours = rule.run(tensors, mask, "flash", dtype, kernel="hopper")
         theirs = rule.run(tensors, mask, "sdpa", dtype, kernel="flash")
-        for name, x, y, z in zip(
-            ("out", "lse", "dq", "dk", "dv"), ours, theirs, exact, strict=True
-        ):
+        for name, x, y, z in zip(rule.NAMES, ours, theirs, exact, strict=True):
             error, allowed = ((t - z).abs().max().item() for t in (x, y))
             floor = 1e-4 * z.abs().max().item() + 1e-5
             assert error <= 3 * allowed + floor, f"{name}, {nats} nats: {error:.1e}, {allowed:.1e}"

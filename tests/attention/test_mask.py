@@ -73,6 +73,13 @@ def test_bad_masks_are_refused(build, message):
         build()
 
 
+def assert_same(mask, expected, rows):
+    """Assert that two masks of rows of 9 tokens have the same intervals."""
+    bound, other = (x.bind(rows, 9, 9, "cpu") for x in (mask, expected))
+    for name in ("first", "last", "qfirst", "qlast"):
+        assert torch.equal(getattr(bound, name), getattr(other, name)), name
+
+
 @pytest.mark.parametrize("much", [2**31 - 1, 2**31 + 5, 2**40, 2**63 - 1])
 def test_numbers_beyond_int32_mean_what_they_say(much):
     """A window or a last key past the end of every row is no limit."""
@@ -85,11 +92,7 @@ def test_numbers_beyond_int32_mean_what_they_say(much):
         (everything, Mask.full()),
         (Mask.intervals(ids - much, everything.last), Mask.full()),
     ):
-        a, b = mask.bind(1, 9, 9, "cpu"), expected.bind(1, 9, 9, "cpu")
-        assert torch.equal(a.first, b.first)
-        assert torch.equal(a.last, b.last)
-        assert torch.equal(a.qfirst, b.qfirst)
-        assert torch.equal(a.qlast, b.qlast)
+        assert_same(mask, expected, 1)
 
 
 def test_windowed_equals_a_mask_built_with_the_window():
@@ -103,9 +106,7 @@ def test_windowed_equals_a_mask_built_with_the_window():
             for windowed in (plain.windowed(window), plain.bind(2, 9, 9, "cpu").windowed(window)):
                 assert windowed.window == expected.window
                 assert windowed.pairs(2, 9, 9) == expected.pairs(2, 9, 9)
-                a, b = windowed.bind(2, 9, 9, "cpu"), expected.bind(2, 9, 9, "cpu")
-                for name in ("first", "last", "qfirst", "qlast"):
-                    assert torch.equal(getattr(a, name), getattr(b, name)), name
+                assert_same(windowed, expected, 2)
     with pytest.raises(ValueError, match=r"a window of 3 .*full"):
         Mask.full().windowed(3)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):

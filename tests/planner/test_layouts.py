@@ -1,6 +1,7 @@
 """The layout that is chosen fits, is about the fastest, and is the plainest of those."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ from longctx import cli
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
 from longctx.planner.hardware import GIB
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.planner.workload import Workload, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 HOST = 1536 * GIB
@@ -24,10 +25,8 @@ def request(*overrides: str) -> TrainConfig:
 def steps(config: TrainConfig) -> list[Workload]:
     """The step of each layout that `config` leaves open."""
     assert isinstance(config.seq_len, int)
-    return [
-        with_vocabulary(workload_of(one, "cuda", config.seq_len), 128256)
-        for one in fitting.each_layout(config, config.model)
-    ]
+    layouts = fitting.each_layout(config, config.model)
+    return [workload_of(layout, "cuda", config.seq_len) for layout in layouts]
 
 
 def test_layouts_follow_devices_heads_and_backend():
@@ -103,10 +102,8 @@ def test_ulysses_wins_a_tie():
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
 def test_the_longest_sequence_of_all_layouts_fits(words):
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)
-    ats = [
-        lambda tokens, one=one: with_vocabulary(workload_of(one, "cuda", tokens), 128256)
-        for one in fitting.each_layout(config, config.model)
-    ]
+    layouts = fitting.each_layout(config, config.model)
+    ats = [partial(workload_of, layout, "cuda") for layout in layouts]
     work = fitting.longest(ats, fitting.room(H200), HOST, 512)
     assert work is not None
     assert work.seq_len % (512 * 1) == 0 and work.seq_len % work.context == 0

@@ -10,7 +10,7 @@ from longctx.planner import fitting, hardware, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.step_time import attention_exchange, waiting_for_weights
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
+from longctx.planner.workload import Workload, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 
@@ -20,7 +20,6 @@ def step(policy: str, *overrides: str, **changes: Any) -> Workload:
     words = ["model=1b", "batch_size=1", "accumulate=1", *overrides]
     config = cli.compose("train", words).config
     work = workload_of(config, "cuda", config.seq_len)
-    work = with_vocabulary(work, config.data.vocab_size)
     return replace(fitting.with_policy(work, policy), **changes)
 
 

@@ -117,12 +117,12 @@ def test_malformed_line_costs_no_other_row(line, tmp_path):
 
 
 def test_a_resume_must_not_change_the_result():
-    allowed = ["max_steps=9", "wandb.mode=offline", "workers=0", "memory=long", "accumulate=2"]
-    run_folder.check_resumable(Path("r"), [*allowed, "memory.optimizer_state=host"])
+    allowed = "max_steps wandb.mode workers memory accumulate memory.optimizer_state"
+    run_folder.check_resumable(Path("r"), allowed.split())
     refused = "model.layers model optimizer seed data.path seq_len attention.options.a"
     for key in refused.split():
         with pytest.raises(ValueError, match=key):
-            run_folder.check_resumable(Path("r"), [f"{key}=3"])
+            run_folder.check_resumable(Path("r"), [key])
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def test_a_copy_that_cannot_start_ends_alone(tmp_path, monkeypatch):
 
 def test_a_full_disk_names_the_file(tmp_path):
     tracker = Tracker(tmp_path, WandbConfig(mode="disabled"))
-    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._writer.file.fileno())
+    os.dup2(os.open("/dev/full", os.O_WRONLY), tracker._file.fileno())
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         tracker.log(ROWS[0])
     tracker.finish(1)
