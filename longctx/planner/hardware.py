@@ -23,13 +23,14 @@ NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give
 CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
-# A process's control group, version 2 and 1: the files of its limit and of the memory used, and the
-# key of cached files in memory.stat
+OWN_GROUPS = Path("/proc/self/cgroup")  # a line number:controllers:path for each of this process
+# Control groups, version 2 and 1, by their controller: the folder of all groups, the files of a
+# group's limit and of the memory used, and the key of cached files in memory.stat
 V1 = "/sys/fs/cgroup/memory"
-CONTROL_GROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+CONTROL_GROUPS = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # A run is refused if its predicted memory is so many times the available memory. On GPUs
 # predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
 # took 6.1 GiB of 8.4 predicted.
@@ -210,11 +211,7 @@ def cores() -> int:
 def host_memory() -> float:
     """Return the bytes of memory of this machine, or of its control group, without swap."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for group, limit, *_ in CONTROL_GROUPS:
-        # No such group, or "max"
-        with suppress(OSError, ValueError):
-            memory = min(memory, int(Path(group, limit).read_text()))
-    return float(memory)
+    return float(min([memory, *(limit for limit, _ in control_groups())]))
 
 
 def available_memory() -> float:
@@ -224,11 +221,29 @@ def available_memory() -> float:
         (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
         # a container's limit may be below the machine's free memory
         available = min(available, 1024.0 * int(kib))
-    for group, limit, used, cache in CONTROL_GROUPS:
-        with suppress(OSError, ValueError):
-            total, taken = (int(Path(group, name).read_text()) for name in (limit, used))
-            lines = Path(group, "memory.stat").read_text().splitlines()
-            # The kernel gives up cached files before it refuses memory
-            cached = int(dict(map(str.split, lines)).get(cache, 0))
-            available = min(available, total - taken + cached)
-    return available
+    return min([available, *(left for _, left in control_groups())])
+
+
+def control_groups() -> list[tuple[int, int]]:
+    """Return the memory limits of the control groups of this process, and what is left of each.
+
+    A group is limited by those around it, too. A container sees its own as the outermost, a job of
+    SLURM is deeper.
+    """
+    own = {}
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own |= dict.fromkeys(controllers.split(","), path)
+    found = []
+    for controller, (root, limit, used, cache) in CONTROL_GROUPS.items():
+        group = Path(own.get(controller, "/").strip("/"))
+        for folder in (Path(root, path) for path in (group, *group.parents)):
+            # No such group, or "max"
+            with suppress(OSError, ValueError):
+                total, taken = (int((folder / name).read_text()) for name in (limit, used))
+                lines = (folder / "memory.stat").read_text().splitlines()
+                # The kernel gives up cached files before it refuses memory
+                cached = int(dict(map(str.split, lines)).get(cache, 0))
+                found.append((total, total - taken + cached))
+    return found

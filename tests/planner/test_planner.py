@@ -238,6 +238,22 @@ def test_a_gpu_is_known_by_its_name(name, flops, bandwidth):
     assert (chip.flops, chip.bandwidth) == (flops, bandwidth)
 
 
+@pytest.mark.parametrize("controller", hardware.CONTROL_GROUPS)
+@pytest.mark.parametrize("limited", ["", "slurm/job_7", "slurm/job_7/step_0"])
+def test_a_limit_of_any_group_around_counts(limited, controller, tmp_path, monkeypatch):
+    _, limit, used, cache = hardware.CONTROL_GROUPS[controller]
+    own, group = tmp_path / "own", tmp_path / "groups" / limited
+    (tmp_path / "groups" / "slurm" / "job_7" / "step_0").mkdir(parents=True)
+    own.write_text(f"9:name=systemd:/\n4:{controller}:/slurm/job_7/step_0\n")
+    for name, text in ((limit, "4096"), (used, "2048"), ("memory.stat", f"x 1\n{cache} 1024\n")):
+        (group / name).write_text(text)
+    monkeypatch.setattr(hardware, "OWN_GROUPS", own)
+    groups = {controller: (str(tmp_path / "groups"), limit, used, cache)}
+    monkeypatch.setattr(hardware, "CONTROL_GROUPS", groups)
+    assert hardware.host_memory() == 4096
+    assert hardware.available_memory() == 4096 - 2048 + 1024
+
+
 def test_impossible_policies_are_passed_over():
     config = one_b("memory.recompute=none")
     assert "long" not in [chosen.memory.policy for chosen in fitting.policies(config)]
