@@ -158,14 +158,13 @@ def smallest_change(workload: Workload, gpu: float, host: float) -> str:
         smaller = replace(workload, batch_size=size, accumulate=sequences // size)
         if fits(smaller, gpu, host):
             return f"batch_size={size} accumulate={smaller.accumulate}, the same step in pieces"
-    # a policy that takes less
-    own = list(POLICIES).index(workload.memory.policy)
-    for policy in list(POLICIES)[own + 1 :]:
-        other = replace(workload, memory=type(workload.memory)(policy))
-        if fits(with_policy(other, policy), gpu, host):
-            return f"memory={policy}"
-    # shorter sequences with any policy
+    # a policy that takes less, if the optimizer can keep its state so
     any_policy = replace(workload, memory=type(workload.memory)("auto"))
+    faster = list(POLICIES)[: list(POLICIES).index(workload.memory.policy) + 1]
+    for other in policies(any_policy):
+        if other.memory.policy not in faster and fits(other, gpu, host):
+            return f"memory={other.memory.policy}"
+    # shorter sequences with any policy
     shorter = longest([one_row(any_policy)], gpu, host, limit=workload.seq_len)
     if shorter is None:
         if sizes:

@@ -12,6 +12,7 @@ import pytest
 
 from longctx import cli as command_line
 from longctx.attention.description import AttentionConfig
+from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, hardware
@@ -217,6 +218,17 @@ def test_the_smallest_change_fits():
     assert "attention=flash" in fitting.smallest_change(
         replace(config, attention=one_b("attention=naive").attention), GIB, GIB
     )
+
+
+def test_advice_names_a_policy_that_the_optimizer_takes():
+    OPTIMIZERS.register("plain", OptimizerTraits())  # its state is never on the host
+    try:
+        changes = {"seq_len": 524288, "batch_size": 1}
+        for name, advice in (("adamw", "memory=long"), ("plain", "seq_len=")):
+            step = fitting.with_policy(one_b(f"optimizer={name}", **changes), "balanced")
+            assert fitting.smallest_change(step, 80 * GIB, 512 * GIB).startswith(advice)
+    finally:
+        OPTIMIZERS.remove("plain")
 
 
 @pytest.mark.parametrize(
