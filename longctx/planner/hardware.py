@@ -230,7 +230,7 @@ def control_groups() -> list[tuple[int, int]]:
     A group is limited by those around it, too. A container sees its own as the outermost, a job of
     SLURM is deeper.
     """
-    own = {}
+    own: dict[str, str] = {}
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -258,7 +258,7 @@ class _Step:
     def weights(self) -> float:
         """Return the bytes of all weights: fp32 master copies; frozen ones as used, or packed."""
         if self.added:
-            return self.workload.own_bytes + FP32 * self.added
+            return self.workload.lora.frozen_bytes(self.model, self.e) + FP32 * self.added
         return FP32 * self.workload.parameters
 
     def saved(self) -> float:

@@ -265,7 +265,7 @@ def waiting_for_weights(workload: Workload, chip: Chip, compute: float) -> float
         backward = 2 / 3 * compute
         return last + max(0.0, 2 * shared(FP32 * trained, 1) - BEHIND * backward)
     e = workload.activation_bytes
-    gathered = workload.own_bytes - e * outside  # of blocks, packed perhaps
+    gathered = workload.lora.frozen_bytes(model, e) - e * outside  # of blocks, packed perhaps
     first = shared(e * outside + gathered / model.layers, 1)
     last = shared(FP32 * trained_outside, 1)
     hidden = 2 * shared(gathered, model.layers) + shared(FP32 * trained, model.layers)

@@ -86,11 +86,6 @@ class Workload:
         return self.lora.parameters(self.model)
 
     @property
-    def own_bytes(self) -> int:
-        """Return the bytes of the model's own weights, as products take them or packed."""
-        return self.lora.frozen_bytes(self.model, self.activation_bytes)
-
-    @property
     def captured(self) -> bool:
         """Return True if the decided step runs as CUDA graphs."""
         if self.graphs == "auto":

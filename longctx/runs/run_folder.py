@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -103,12 +102,13 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
         check_free(root, name)
         (root / name).mkdir()
         return root / name
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = root / f"{beginning}-{number:03d}"
         with suppress(FileExistsError):
             folder.mkdir()
             return folder
-    raise AssertionError
+        number += 1
 
 
 @contextmanager

@@ -39,15 +39,14 @@ def test_rule(case, head_dim, dtype):
 @on_hopper
 @both_dtypes
 @every_size
-@pytest.mark.parametrize("mask", ["causal", "full", "window", "intervals"])
-def test_scores_far_from_the_first_maximum(mask, head_dim, dtype):
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", None), ("full", None), ("causal", 900), ("intervals", None)]
+)
+def test_scores_far_from_the_first_maximum(mask, window, head_dim, dtype):
     """Rows that keep the maximum of their first tiles of keys, and scores that leave every float's
     range around it, up or down.
     """
-    window = 900 if mask == "window" else None
-    case = Case(
-        2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask="causal" if window else mask, window=window
-    )
+    case = Case(2, 1024, 1024, Hq=4, Hkv=2, D=head_dim, mask=mask, window=window)
     q, k, v, do = rule.inputs(case, dtype)
     if mask == "intervals":
         # most rows see none of the masked tile, then full tiles, of small scores alone
@@ -102,23 +101,22 @@ def test_rule_ordered(case, head_dim, deterministic):
 
 @on_hopper
 @every_size
-@pytest.mark.parametrize("mask", ["causal", "full", "documents", "window"])
-def test_ordered_gives_the_same_bits(mask, head_dim, deterministic):
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", None), ("full", None), ("documents", None), ("causal", 1500)]
+)
+def test_ordered_gives_the_same_bits(mask, window, head_dim, deterministic):
     """More tiles than processors, several heads of a group, and a chain of all tiles of a head;
     then 250 times the same.
     """
-    window = 1500 if mask == "window" else None
-    case = Case(
-        1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask="causal" if window else mask, window=window
-    )
+    case = Case(1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask=mask, window=window)
     rule.check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
 @on_hopper
 @every_size
-@pytest.mark.parametrize("mask", ["causal", "window"])
-def test_ordered_ends_under_load(mask, head_dim, deterministic):
+@pytest.mark.parametrize("window", [None, 1500])
+def test_ordered_ends_under_load(window, head_dim, deterministic):
     """A processor that is full all the time delays the warps of a tile that pass the turn on, until
     after the tile that has it then.
     """
@@ -129,7 +127,7 @@ def test_ordered_ends_under_load(mask, head_dim, deterministic):
         for _ in range(4)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs, mask=Mask.causal(1500 if mask == "window" else None))
+    out = attention(*inputs, mask=Mask.causal(window))
     assert kernels_run()["flash"] == "triton-hopper-ordered"
     for _ in range(8):
         for _ in range(50):
