@@ -251,8 +251,14 @@ def test_a_deletion_that_fails_is_one_warning(trained, at_each_deletion, monkeyp
 def test_a_signal_ends_the_deletion_and_keeps_the_exit_code(
     trained, at_each_deletion, is_cancelled, monkeypatch, capsys
 ):
-    monkeypatch.setattr(saver.Saver, "end_removal", lambda _: signal.raise_signal(signal.SIGTERM))
-    at_each_deletion(lambda: is_cancelled.wait(300))
+    has_begun = threading.Event()
+
+    def stop(_: saver.Saver) -> None:
+        assert has_begun.wait(300)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(saver.Saver, "end_removal", stop)
+    at_each_deletion(lambda: has_begun.set() or is_cancelled.wait(300))
     folder = trained(**REPLACES)
     printed = capsys.readouterr()
     assert "stopped    deleting older checkpoints" in printed.out
