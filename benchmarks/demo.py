@@ -214,7 +214,7 @@ def measure(options: Options, name: str, text: str) -> dict[str, Any]:
                 accuracy[-1].append(float(found))
                 if length == longest:
                     nats[n] = [-part.mean() for part in np.array_split(logp, BINS)]
-                progress.advance(1)
+                progress.count(1)
     prompt = tokenizer.decode(ids[: longest - 256].tolist())
     asked = message("user", f"{prompt}\n\n{options.question}")
     answer = longctx.generate(model, tokenizer, asked, max_new_tokens=40, temperature=0)
@@ -243,9 +243,8 @@ def read(
         [torch.arange(0, length - 1, EVERY), torch.arange(-answer, 0) + length - 1]
     )
     wanted = tokens[:, positions + 1]
-    logp, likeliest = scorer.predictions(tokens[:, :-1], positions[None], wanted)
-    is_found = bool((likeliest == wanted)[0, -answer:].all())
-    return logp[0, :-answer].numpy(), is_found
+    logp, hits = scorer.predictions(tokens[:, :-1], positions[None], wanted)
+    return logp[0, :-answer].numpy(), bool(hits[0, -answer:].all())
 
 
 def report(result: dict[str, Any]) -> None:

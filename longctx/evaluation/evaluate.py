@@ -9,34 +9,34 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import torch
 
 from longctx import files
 from longctx.attention import kernels_run
-from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
+from longctx.attention.description import AUTO, DESCRIPTIONS
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
+from longctx.config.fields import refuse
 from longctx.config.layout_config import POLICIES
 from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
+from longctx.config.train_config import TrainConfig
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.load import (
-    TrainedModel,
-    build_model,
-    documents_of,
-    open_model,
-    skeleton,
-)
+from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model, skeleton
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import stride_of
+from longctx.evaluation.score import Progress, Scorer
+from longctx.evaluation.windows import Document, stride_of
 from longctx.model.decoder import KVCache
 from longctx.parallel.devices import (
+    able_backends,
     check_attention,
     choose_attention,
     dtype_of,
@@ -51,8 +51,9 @@ from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
-INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}
-INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
+INDIFFERENT = {
+    *("checkpoint", "device", "devices", "strategy", "context", "batch_size", "compile", "wandb"),
+}
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
 
@@ -60,7 +61,8 @@ USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengt
 class Setup:
     """One evaluation, ready to run."""
 
-    request: Request[EvalConfig]
+    config: EvalConfig
+    own_split: bool  # the documents are those of the run; else data= names them
     model: TrainedModel
     device: str  # cuda | cpu
     precision: str  # bf16 | fp32
@@ -71,20 +73,15 @@ class Setup:
     packs: bool  # several documents into one sequence
 
     @property
-    def config(self) -> EvalConfig:
-        return self.request.config
-
-    @property
-    def scores_own_split(self) -> bool:
-        """True if the documents are those of the run; else data= names them."""
-        return self.model.run is not None and not self.request.names_data
-
-    @property
     def source(self) -> str | dict[str, Any]:
         """The documents as the JSON names them."""
-        if self.scores_own_split:
+        if self.own_split:
             return f"{self.config.split} split of the run's data"
         return asdict(self.config.data)
+
+    def documents(self) -> Iterator[Document]:
+        """Return the documents to score or to make texts of."""
+        return documents_of(self.model, self.config, self.own_split)
 
 
 def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
@@ -100,7 +97,7 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
         setup = resolve(request, device, machine) if parallel.is_first else None
         parallel.launch()
-        scorer = build_scorer(request, setup, parallel)
+        scorer = build_scorer(request.config, setup, parallel)
         if setup is None:
             scorer.serve()
         else:
@@ -135,36 +132,46 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
-    if model.run is None and not request.names_data and not has_texts:
-        raise ValueError(
-            f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own; "
-            "add data=text data.path=..."
-        )
-    if model.run is None and "split" in request.overrides:
-        raise ValueError(
-            f"split={config.split}: a Hugging Face folder has no documents of its own to split; "
-            "leave it out"
-        )
-    if config.compile and model.model.transformers:
-        raise ValueError("compile=true: transformers computes this model; leave compile out")
+    no_documents = "a Hugging Face folder has no documents of its own"
+    refuse(
+        (
+            model.run is None and not request.names_data and not has_texts,
+            f"checkpoint={config.checkpoint}: {no_documents}; add data=text data.path=...",
+        ),
+        (
+            model.run is None and "split" in request.overrides,
+            f"split={config.split}: {no_documents} to split; leave it out",
+        ),
+        (
+            config.compile and model.model.transformers,
+            "compile=true: transformers computes this model; leave compile out",
+        ),
+        (
+            config.ruler.enabled
+            and not ruler.takes_text(config.ruler)
+            and (request.names_data or config.documents is not None),
+            "ruler.tasks: none of them is made of text; leave data and documents out",
+        ),
+    )
     packs = not model.model.transformers or can_pack(model, config, device)
+    seq_len = config.seq_len or model.seq_len
     if config.attention.backend == AUTO:
-        length = config.seq_len or model.seq_len
-        backend, line = choose_attention(config, model.model, device, machine, length)
+        able = able_backends(config, model.model, device)
+        # Taken for training at the same length
+        training = TrainConfig(precision=config.precision)
+        backend, line = choose_attention(able, training, model.model, device, machine, seq_len)
         config = replace(config, attention=backend)
-        request = request._replace(config=config)
         print(line)
     check_attention(config, model.model, device)
     # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)
-    seq_len = config.seq_len or model.seq_len
-    sharing = config.context.degree
-    assert isinstance(sharing, int)
-    batch_size = config.batch_size or max(1, TOKENS_PER_BATCH[device] * sharing // seq_len)
+    tokens = TOKENS_PER_BATCH[device] * int(config.context.degree)
+    batch_size = config.batch_size or max(1, tokens // seq_len)
     lengths = text_lengths(config, seq_len)
-    forward = largest_forward(config, lengths, batch_size, device)
+    key, rows = largest_forward(config, lengths, batch_size, device)
     dtype = dtype_of(precision)
-    strategy = choose_strategy(config, model.model, dtype, forward, machine, device)
+    needed = partial(bytes_of_copy, config, model.model, dtype, rows, max(lengths))
+    strategy = choose_strategy(config, machine, device, needed)
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
     folders = (results_folder, *results_folder.parents)
@@ -173,93 +180,75 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     if (longest := max(seq_len, *lengths)) > model.seq_len:
         origin = "the run trained at" if model.run else "the model is made for"
         print(
-            f"warning: {forward.key}={longest:,} is {longest / model.seq_len:,.1f} times the "
+            f"warning: {key}={longest:,} is {longest / model.seq_len:,.1f} times the "
             f"{model.seq_len:,} tokens per sequence that {origin}, so it has never seen the "
             "positions beyond them"
         )
-    return Setup(request, model, device, precision, seq_len, batch_size, lengths, strategy, packs)
-
-
-class Forward(NamedTuple):
-    """The largest forward of an evaluation, of `rows` sequences that `sharing` devices share."""
-
-    key: str  # the key that decides its length
-    rows: int
-    length: int  # tokens of a sequence
-    sharing: int
-    generates: bool  # from a cache of the keys and values; prompts are packed into one sequence
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of each device."""
-        return -(-self.rows * self.length // self.sharing)
+    own_split = model.run is not None and not request.names_data
+    settings = device, precision, seq_len, batch_size, lengths, strategy, packs
+    return Setup(config, own_split, model, *settings)
 
 
 def text_lengths(config: EvalConfig, context: int) -> list[int]:
     """Return the tokens of the texts of pass keys or RULER; `context` for other evaluations."""
-    usual = default_lengths(context)
-    if config.passkey.enabled:
-        usual = [length for length in usual if length >= SHORTEST]
-        return config.passkey.lengths or usual or [context]
-    if config.ruler.enabled:
-        usual = [length for length in usual if length >= USUAL]
-        return sorted(config.ruler.lengths or usual or [context])
+    for texts, shortest in ((config.passkey, SHORTEST), (config.ruler, USUAL)):
+        if texts.enabled:
+            usual = [length for length in default_lengths(context) if length >= shortest]
+            return sorted(texts.lengths or usual or [context])
     return [context]
 
 
-def largest_forward(config: EvalConfig, lengths: list[int], rows: int, device: str) -> Forward:
-    """Return the forward of the longest text, or of `rows` sequences of documents."""
-    sharing, longest = config.context.degree, max(lengths)
-    assert isinstance(sharing, int)
-    key = "seq_len"
+def largest_forward(
+    config: EvalConfig, lengths: list[int], rows: int, device: str
+) -> tuple[str, int]:
+    """Return the key that decides the longest text, and how many of them share its forward: `rows`,
+    if they are windows of documents.
+    """
     for name, texts in (("passkey", config.passkey), ("ruler", config.ruler)):
         if texts.enabled:
-            rows = max(1, TOKENS_TOGETHER[device] * sharing // longest)
+            tokens = TOKENS_TOGETHER[device] * int(config.context.degree)
             key = "seq_len" if texts.lengths is None else f"{name}.lengths"
-    generates = config.ruler.enabled or (bool(config.tasks) and sharing == 1)
-    return Forward(key, rows, longest, sharing, generates)
+            return key, max(1, tokens // max(lengths))
+    return "seq_len", rows
 
 
 def bytes_of_copy(
-    config: EvalConfig, model: GPTConfig, dtype: torch.dtype, forward: Forward
+    config: EvalConfig, model: GPTConfig, dtype: torch.dtype, rows: int, length: int
 ) -> float:
-    """Return the bytes that a device with a copy of the model needs for `forward`."""
-    whole = skeleton(model, config.attention, dtype)
+    """Return the bytes that a device with a copy of the model needs for the largest forward, of
+    `rows` sequences of `length` tokens that the devices of context= share.
+    """
+    whole, sharing = skeleton(model, config.attention, dtype), int(config.context.degree)
     weights = sum(weight.nbytes for weight in whole.parameters())
-    size, tokens = dtype.itemsize, forward.tokens
-    in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if forward.generates else tokens
-    activations: float = size * max(
+    # From a cache of the keys and values; the prompts are packed into one sequence
+    generates = config.ruler.enabled or (bool(config.tasks) and sharing == 1)
+    tokens = -(-rows * length // sharing)
+    in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if generates else tokens
+    activations: float = dtype.itemsize * max(
         block.forward_elements(tokens, in_mlp) for block in model.blocks()
     )
     # Scores twice in fp32, and the probabilities.
     if config.attention.description.score_bytes is not None:
-        packed = forward.rows if forward.generates else 1
-        pairs = packed * forward.rows * forward.length**2 / forward.sharing
-        activations += model.heads * pairs * (2 * 4 + size)
-    cache = KVCache.bytes_of(model, forward.rows, forward.length, dtype)
-    return weights + activations + (cache if forward.generates else 0)
+        pairs = (rows if generates else 1) * rows * length**2 / sharing
+        activations += model.heads * pairs * (2 * 4 + dtype.itemsize)
+    return weights + activations + generates * KVCache.bytes_of(model, rows, length, dtype)
 
 
 def choose_strategy(
-    config: EvalConfig,
-    model: GPTConfig,
-    dtype: torch.dtype,
-    forward: Forward,
-    machine: Machine,
-    device: str,
+    config: EvalConfig, machine: Machine, device: str, needed: Callable[[], float]
 ) -> str:
-    """Return the strategy of `config`; for auto, a copy per device, or slices if none has room."""
-    strategy = config.strategy.name
-    if strategy != "auto":
-        return strategy
+    """Return the strategy of `config`; for auto, a copy per device, or slices if none has room for
+    the bytes `needed`.
+    """
+    if config.strategy.name != "auto":
+        return config.strategy.name
     if config.devices == 1:
         return "none"
     room = machine.host_memory / config.devices
     if device != "cpu" and machine.gpu is not None:
         room = machine.gpu.usable
     # 5% stay free, as `longctx plan` has it
-    has_room = bytes_of_copy(config, model, dtype, forward) <= 0.95 * room
-    return "ddp" if has_room else "fsdp"
+    return "ddp" if needed() <= 0.95 * room else "fsdp"
 
 
 def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
@@ -282,36 +271,31 @@ def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
     return True
 
 
-def build_scorer(request: Request[EvalConfig], setup: Setup | None, parallel: Parallel) -> Scorer:
+def build_scorer(config: EvalConfig, setup: Setup | None, parallel: Parallel) -> Scorer:
     """Load this process's part of the model, as rank 0 has decided in `setup`."""
-    decided: list[Any] = []
+    decided: Any = None
     if setup is not None:
-        decided = [str(setup.model.file), setup.model.model.heads, setup.precision, setup.strategy]
-        decided.append(asdict(setup.config.attention))
-    decided, *_ = parallel.all_gather_objects(decided)
-    file, heads, precision, strategy, backend = decided
-    config, attention, dtype = request.config, AttentionConfig(**backend), dtype_of(precision)
-    degree = config.context.degree
-    assert isinstance(degree, int)
+        model, attention = setup.model, setup.config.attention
+        decided = model.file, model.model.heads, setup.precision, setup.strategy, attention
+    (file, heads, precision, strategy, attention), *_ = parallel.all_gather_objects(decided)
+    degree, dtype = int(config.context.degree), dtype_of(precision)
     method = config.context.method_for(heads)
     parallel.init_mesh(Layout(strategy, config.devices // degree, degree, method, attention))
     shard = partial(parallel.shard, cast=False)
-    model = build_model(Path(file), attention, parallel.device, dtype, shard)
-    model.share_rows(parallel.context)
+    built = build_model(file, attention, parallel.device, dtype, shard)
+    built.share_rows(parallel.context)
     if config.compile:
-        model.compile_blocks()
-    return Scorer(model, dtype, parallel, packs=setup is None or setup.packs)
+        built.compile_blocks()
+    return Scorer(built, dtype, parallel, packs=setup is None or setup.packs)
 
 
 def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Run the evaluation on rank 0: return its files' name and the content of its JSON."""
     config, measure_kind = setup.config, measure_perplexity
-    if config.passkey.enabled:
-        measure_kind = measure_passkeys
-    elif config.ruler.enabled:
-        measure_kind = measure_ruler
-    elif config.tasks:
+    if config.tasks:
         measure_kind = measure_tasks
+    elif config.passkey.enabled or config.ruler.enabled:
+        measure_kind = measure_ruler if config.ruler.enabled else measure_passkeys
     began = time.perf_counter()
     stem, content = measure_kind(setup, scorer)
     backend = config.attention.backend
@@ -335,9 +319,8 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     """Score the documents; ValueError if they have no target token."""
     config, is_gpu = setup.config, setup.device == "cuda"
     contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
-    documents = documents_of(setup.model, setup.request)
     sizes = setup.context, config.stride, setup.batch_size
-    result = perplexity(scorer, documents, *sizes, progress=True, contexts=contexts)
+    result = perplexity(scorer, setup.documents(), *sizes, progress=True, contexts=contexts)
     if contexts and not result.contexts.tokens:
         print(
             f"no document has more than {max(contexts):,} tokens, so no tokens to compare "
@@ -352,7 +335,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         **result.content(),
     }
-    source = config.split if setup.scores_own_split else config.data.source
+    source = config.split if setup.own_split else config.data.source
     settings = setup.context, result.stride, config.attention.backend
     return evaluations.stem(source, setup.model.name, *settings), content
 
@@ -361,7 +344,7 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
     """Hide keys in documents and ask for them; ValueError if the documents are too short."""
     keys, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
     tokenizer, depths = model.tokenizer, keys.depths or passkey.DEPTHS
-    filler = passkey.filler_of(documents_of(model, setup.request), tokenizer, 4 * longest)
+    filler = passkey.filler_of(setup.documents(), tokenizer, 4 * longest)
     texts = tokenizer, filler, setup.lengths, depths, keys.samples, keys.kinds
     cells = passkey.recall(scorer, *texts, progress=True)
     stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
@@ -370,26 +353,51 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
 
 def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Answer RULER's tasks; ValueError if the documents are too few or a length too short."""
-    config, model, lengths = setup.config, setup.model, setup.lengths
+    config, model, lengths, text = setup.config, setup.model, setup.lengths, None
     longest = max(lengths)
-    text = None
-    if config.ruler.made or any(ruler.TASKS[task].essay for task in config.ruler.chosen):
-        documents = documents_of(model, setup.request)
-        ids = passkey.filler_of(documents, model.tokenizer, 2 * longest)
+    if ruler.takes_text(config.ruler):
+        ids = passkey.filler_of(setup.documents(), model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
-    elif setup.request.names_data or config.documents is not None:
-        raise ValueError("ruler.tasks: none of them is made of text; leave data and documents out")
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
-    answers = list(ruler.measured(scorer, texts, lengths, model.tokenizer.end_tokens))
+    answers = list(answered(scorer, texts, lengths))
+    scores: dict[str, list[float]] = {}
+    for (task, _), rows in groupby(answers, lambda row: (row["task"], row["length"])):
+        scores.setdefault(task, []).append(round(fmean(row["score"] for row in rows), 6))
     content = {
         "samples": config.ruler.samples,
         "seed": config.ruler.seed,
         "text": None if text is None else setup.source,
         "made": config.ruler.made,
-        **ruler.content(answers),
+        "ruler": {"lengths": lengths, "scores": scores},
+        "answers": answers,
     }
     return evaluations.stem("ruler", model.name, longest, config.attention.backend), content
+
+
+def answered(
+    scorer: Scorer, texts: ruler.Texts, lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield every sample of every length and task with the model's answer and its score."""
+    # Made before the first is asked for: a length may be too short for a task
+    pairs = {(n, task): texts.samples(task, n) for n in lengths for task in texts.config.chosen}
+    together, ends = TOKENS_TOGETHER[scorer.device.type], sorted(texts.tokenizer.end_tokens)
+    with Progress("texts", len(pairs) * texts.config.samples) as line:
+        for (length, task), samples in pairs.items():
+            while batch := list(islice(samples, scorer.sequences_together(together, length))):
+                prompts = [ids for _, ids in batch]
+                answers = scorer.answers(prompts, ruler.TASKS[task].answer, ends, length)
+                for (sample, ids), tokens in zip(batch, answers, strict=True):
+                    answer = texts.tokenizer.decode(tokens)
+                    yield {
+                        "task": task,
+                        "length": length,
+                        "tokens": len(ids),  # of the prompt
+                        "outputs": sample.outputs,
+                        "answer": answer,
+                        "score": ruler.score(task, answer, sample.outputs),
+                    }
+                line.count(len(batch))
 
 
 def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -413,15 +421,15 @@ def explain(
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        backend = DESCRIPTIONS.get(config.attention.backend)
-        has_scores = backend is not None and backend.score_bytes is not None
-        advice = "give attention=flash, " if has_scores else ""
-        advice += (
-            "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
-            if config.ruler.enabled
-            else "let more devices share a sequence (context=N) or the model (strategy=fsdp), or "
-            "give a smaller batch_size or seq_len"
+        advice = (
+            "let more devices share a sequence (context=N) or the model (strategy=fsdp), or give a "
+            "smaller batch_size or seq_len"
         )
+        if config.ruler.enabled:
+            advice = "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
+        backend = DESCRIPTIONS.get(config.attention.backend)
+        if backend is not None and backend.score_bytes:
+            advice = f"give attention=flash, {advice}"
         if setup is not None:
             sizes = f"seq_len={setup.context} batch_size={setup.batch_size}"
             if config.passkey.enabled or config.ruler.enabled:

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from longctx.data import Tokenizer
 from longctx.evaluation.score import Scorer
@@ -101,17 +98,11 @@ class Harness(TemplateLM):
             for piece in self._pieces(owner, before, after)
         ]
         for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
-            longest = max(piece.scored for piece in batch)
-            lengths = torch.tensor([len(piece.ids) - 1 for piece in batch])
-            positions = (lengths[:, None] - longest + torch.arange(longest)).clamp(min=0)
-            # Before a shorter continuation any token is asked for, and its answer is dropped.
-            wanted = _padded([piece.ids[::-1][: piece.scored] for piece in batch]).flip(1)
-            tokens = _padded([piece.ids[:-1] for piece in batch])
-            logp, likeliest = self.scorer.predictions(tokens, positions, wanted, lengths)
-            right = likeliest == wanted
-            for piece, logps, hits in zip(batch, logp, right, strict=True):
-                sums[piece.owner] += float(logps[longest - piece.scored :].sum())
-                greedy[piece.owner] &= bool(hits[longest - piece.scored :].all())
+            counts = [piece.scored for piece in batch]
+            answers = self.scorer.known([piece.ids for piece in batch], counts)
+            for piece, (logp, is_greedy) in zip(batch, answers, strict=True):
+                sums[piece.owner] += logp
+                greedy[piece.owner] &= is_greedy
         return list(zip(sums, greedy, strict=True))
 
     def loglikelihood_rolling(
@@ -204,11 +195,6 @@ class Harness(TemplateLM):
             batch.append(piece)
         if batch:
             yield batch
-
-
-def _padded(texts: Sequence[np.ndarray]) -> Tensor:
-    """Return (texts, longest) int64, with zeros after shorter texts."""
-    return pad_sequence([torch.from_numpy(text.copy()) for text in texts], batch_first=True)
 
 
 def evaluate_tasks(

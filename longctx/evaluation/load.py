@@ -24,7 +24,6 @@ from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.model_config import GPTConfig
-from longctx.config.presets import Request
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
@@ -152,10 +151,9 @@ def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
 
 
-def documents_of(model: TrainedModel, request: Request[EvalConfig]) -> Iterator[Document]:
-    """Return the documents that `request` scores, at most as many as it allows."""
-    config = request.config
-    if model.run is None or request.names_data:
+def documents_of(model: TrainedModel, config: EvalConfig, own_split: bool) -> Iterator[Document]:
+    """Return the documents of `config`: of the run's own split, or of data=; at most its limit."""
+    if model.run is None or not own_split:
         return of_source(config.data, model.tokenizer, config.documents)
     fingerprint = checkpoints.read(model.file)["longctx"]["data"]
     return of_run(model.folder, model.run, config.split, fingerprint, config.documents)

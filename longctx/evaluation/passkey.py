@@ -2,8 +2,8 @@
 
 A text is `length` tokens: filler with the key after `depth` of it, the question, the answer. The
 model sees all but the answer's last token, and is right if each token of the answer is the most
-likely one; greedy decoding would then give the same answer. Logits exist for the answer's tokens
-alone. The hidden sentences are those of `longctx.data.sources.needles`.
+likely one; greedy decoding would then give the same answer. The hidden sentences are those of
+`longctx.data.sources.needles`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from longctx.config.eval_config import KINDS
 from longctx.data import Tokenizer
@@ -81,8 +80,12 @@ def recall(
         texts = _texts(cells, tokenizer, filler, samples)
         for length, texts_of_length in groupby(texts, lambda text: len(text.ids)):
             while batch := list(islice(texts_of_length, scorer.sequences_together(tokens, length))):
-                _score(scorer, batch)
-                line.advance(len(batch))
+                found = scorer.known([text.ids for text in batch], [text.answer for text in batch])
+                for text, (nats, is_right) in zip(batch, found, strict=True):
+                    text.cell.samples += 1
+                    text.cell.right += is_right
+                    text.cell.nats += nats
+                line.count(len(batch))
     return cells
 
 
@@ -167,22 +170,6 @@ def _texts(
             rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))
             others = [rng.random() for _ in hidden.others]
             yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
-
-
-def _score(scorer: Scorer, batch: Sequence[Text]) -> None:
-    """Add right answers and ln p of the texts, all of one length, to their cells."""
-    ids = torch.from_numpy(np.stack([text.ids for text in batch]))  # (B, T)
-    longest = max(text.answer for text in batch)
-    length = ids.shape[1]
-    # Logits of all tokens would take length × vocabulary numbers: 17 GB in fp32 at 32k and 131k
-    positions = torch.arange(length - 1 - longest, length - 1).repeat(len(batch), 1)
-    wanted = ids[:, length - longest :]
-    logp, likeliest = scorer.predictions(ids[:, :-1], positions, wanted)
-    right = (likeliest == wanted).tolist()
-    for text, hits, logps in zip(batch, right, logp.tolist(), strict=True):
-        text.cell.samples += 1
-        text.cell.right += all(hits[-text.answer :])
-        text.cell.nats += sum(logps[-text.answer :])
 
 
 def content(cells: Sequence[Cell]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ validation in training packed sequences (`packed_buckets`). Both average with `m
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.evaluation.score import Progress, Scorer, in_eval_mode
+from longctx.evaluation.score import Progress, Scorer
 from longctx.evaluation.windows import Document, Window, losses, sliding, stride_of, window_of
 
 FEWEST = 8  # documents that the longest bucket should have
@@ -83,10 +84,7 @@ class Contexts:
     lengths: list[int]
     tokens: int = 0  # targets at each length
     documents: int = 0  # longer than the longest
-    nats: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.nats = self.nats or [0.0] * len(self.lengths)
+    nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def windows(self, owner: int, document: Document) -> Iterator[Window]:
         """Yield every stretch of a document at every length."""
@@ -102,26 +100,23 @@ class Contexts:
 
     def add(self, window: Window, nats: np.ndarray) -> None:
         """Take in the losses of one of `windows`."""
-        number = self.lengths.index(window.context)
-        self.nats[number] += math.fsum(nats)
-        if number == 0:
+        self.nats[window.context] += math.fsum(nats)
+        if window.context == self.lengths[0]:
             self.tokens += window.targets
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per length; none if no document is longer than the longest."""
-        if not self.tokens:
-            return []
         return [
             {
                 "context": length,
                 "documents": self.documents,
                 "tokens": self.tokens,
-                "nats": nats,
-                "loss": nats / self.tokens,
-                "perplexity": math.exp(min(nats / self.tokens, 700.0)),
-                "gain": (self.nats[0] - nats) / self.tokens,
+                "nats": self.nats[length],
+                "loss": self.nats[length] / self.tokens,
+                "perplexity": math.exp(min(self.nats[length] / self.tokens, 700.0)),
+                "gain": (self.nats[self.lengths[0]] - self.nats[length]) / self.tokens,
             }
-            for length, nats in zip(self.lengths, self.nats, strict=True)
+            for length in (self.lengths if self.tokens else ())
         ]
 
 
@@ -165,10 +160,6 @@ class Perplexity:
         scored = [(score.nats, score.tokens) for score in self.documents if score.tokens]
         return error_of_ratio(scored if len(scored) > 1 else self.windows)
 
-    def by_position(self) -> list[dict[str, Any]]:
-        """Return a row per bucket; see `mean_losses`."""
-        return mean_losses(Filled(1, sums) for sums in self.positions)
-
     def content(self) -> dict[str, Any]:
         """Return the JSON: totals, every document, position and context."""
         return {
@@ -176,7 +167,7 @@ class Perplexity:
             "stride": self.stride,
             "windows": len(self.windows),
             "total": self.total.row() | {"standard_error": self.standard_error},
-            "by_position": self.by_position(),
+            "by_position": mean_losses(Filled(1, sums) for sums in self.positions),
             "by_context": self.contexts.rows(),
             "documents": [score.row() for score in self.documents],
         }
@@ -207,8 +198,8 @@ def perplexity(
     line = Progress("tokens", visible=progress)
     # A generator: texts larger than the memory are read a few batches ahead.
     windows = _windows(documents, result)
-    with in_eval_mode(scorer.model), line:
-        for window, nats in losses(scorer, windows, context, batch_size, line.advance):
+    with line:
+        for window, nats in losses(scorer, windows, context, batch_size, line.count):
             # Windows of `contexts` score tokens a second time, which must not count in the sums.
             if window.context:
                 result.contexts.add(window, nats)
@@ -266,18 +257,15 @@ def bucket_sums(nats: np.ndarray) -> list[float]:
     """Return the sum of each bucket that a document fills; `nats` are -ln p of its tokens from the
     second on, each scored with all tokens before it.
     """
-    full = int(filled(len(nats)))
+    full = int(exponent(len(nats) + 1))
     starts = 2 ** np.arange(full) - 1
     return np.add.reduceat(nats[: 2**full - 1], starts).tolist() if full else []
 
 
-def filled(targets: Any) -> Any:
-    """Return how many buckets so many target tokens of a document fill; counts or arrays."""
-    return exponent(targets + 1)
-
-
 def exponent(counts: Any) -> Any:
-    """Return floor(log2) of whole numbers from 1 up: the bucket of a token with so many before."""
+    """Return floor(log2) of whole numbers from 1 up: the bucket of a token with so many before, and
+    the buckets that a document of so many tokens fills.
+    """
     return np.frexp(np.asarray(counts, dtype=np.float64))[1] - 1
 
 
@@ -296,7 +284,7 @@ def packed_buckets(
     numbers = np.arange(len(scored))
     gaps = np.where(scored, len(scored), numbers)  # positions of the tokens that are no targets
     leading = np.minimum(np.minimum.reduceat(gaps, starts), offsets[1:]) - starts
-    full = filled(leading)
+    full = exponent(leading + 1)
     bucket = exponent(numbers - np.repeat(starts, lengths) + 1)
     of_document = np.repeat(full, lengths)
     position = np.flatnonzero(scored & (bucket < of_document))

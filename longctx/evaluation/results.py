@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
@@ -59,9 +60,20 @@ def show(content: Content) -> None:
 
 
 def show_perplexity(content: Content) -> None:
-    """Print the tables of a perplexity, and its time and memory."""
-    for view in perplexity_tables(content):
-        tables.show(view)
+    """Print documents, loss by position and loss over context; time and memory."""
+    tables.show(documents_table(content))
+    positions, contexts = content["by_position"], content["by_context"]
+    if positions:
+        rows = [row | {"span": f"{row['first']:,} – {row['last']:,}"} for row in positions]
+        rows[0]["span"] = "1"
+        title = f"loss by position, {positions[0]['tokens']:,} documents"
+        columns = {"tokens before": "{span}", "tokens": "{tokens:,}", "loss": "{loss:.4f}"}
+        tables.show(table(title, columns, rows))
+    if contexts:
+        title = "the same {tokens:,} tokens of {documents:,} documents".format(**contexts[0])
+        columns = {"context": "{context:,}", "loss": "{loss:.4f}"}
+        columns |= {"perplexity": "{perplexity:,.3f}", "gain (nats)": "{gain:.4f}"}
+        tables.show(table(title, columns, contexts))
     speed, memory = content["tokens_per_second"], content["memory_peak_gib"]
     parts = [f"{content['seconds']:,.1f} s"]
     parts += [f"{speed:,.0f} tokens/s through the model after the first batch"] if speed else []
@@ -87,28 +99,6 @@ def cells(columns: dict[str, str], row: Content, style: str = "") -> list[Text]:
     numbers = {key: math.nan if value is None else value for key, value in row.items()}
     texts = (form.format(**numbers) for form in columns.values())
     return [Text("" if text == "nan" else text, style) for text in texts]
-
-
-def perplexity_tables(content: Content) -> list[Table]:
-    """Return documents, loss by position and loss over context."""
-    positions, contexts = content["by_position"], content["by_context"]
-    views = [documents_table(content)]
-    if positions:
-        rows = [row | {"span": f"{row['first']:,} – {row['last']:,}"} for row in positions]
-        rows[0]["span"] = "1"
-        title = f"loss by position, {positions[0]['tokens']:,} documents"
-        columns = {"tokens before": "{span}", "tokens": "{tokens:,}", "loss": "{loss:.4f}"}
-        views.append(table(title, columns, rows))
-    if contexts:
-        title = "the same {tokens:,} tokens of {documents:,} documents".format(**contexts[0])
-        columns = {
-            "context": "{context:,}",
-            "loss": "{loss:.4f}",
-            "perplexity": "{perplexity:,.3f}",
-            "gain (nats)": "{gain:.4f}",
-        }
-        views.append(table(title, columns, contexts))
-    return views
 
 
 def documents_table(content: Content) -> Table:
@@ -174,51 +164,38 @@ def draw(content: Content, path: Path) -> Path | None:
         return None
     drawings = {"ruler": draw_ruler, "kinds": draw_passkeys}
     draw_kind = next((draw for key, draw in drawings.items() if key in content), draw_perplexity)
-    figure = draw_kind(content)
     with files.atomic(path) as partial:
-        figure.savefig(partial, dpi=120)
+        draw_kind(content).savefig(partial, dpi=120)
     return path
 
 
 def draw_perplexity(content: Content) -> Figure:
     """Draw loss by position, loss over context, and documents, if there are any of them."""
-    panels = {"by_position": _positions, "by_context": _contexts, "documents": _documents}
-    panels = {key: panel for key, panel in panels.items() if content[key]}
+    panels = [key for key in ("by_position", "by_context", "documents") if content[key]]
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
-    for number, panel in enumerate(panels.values(), start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        panel(axes, content)
+    for key, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        rows = content[key]
+        axes.set(ylabel="loss (nats)")
+        if key == "by_position":
+            edges = [row["first"] for row in rows] + [rows[-1]["last"] + 1]
+            axes.stairs([row["loss"] for row in rows], edges, baseline=None)
+            axes.set(xlabel="tokens before")
+            axes.set(title=f"loss by position, {rows[0]['tokens']:,} documents")
+        elif key == "by_context":
+            axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], marker="o")
+            axes.set(xlabel="context", title=f"the same {rows[0]['tokens']:,} tokens")
+        else:
+            pairs = [(row["tokens"], row["bits_per_byte"]) for row in rows if row["tokens"]]
+            scored = [pair for pair in pairs if math.isfinite(pair[1])]
+            axes.scatter(*np.transpose(scored or np.empty((0, 2))), s=8, alpha=0.6)
+            axes.set(xlabel="tokens of the document", ylabel="bits per byte")
+            axes.set(title=f"{len(scored):,} documents")
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
     total = content["total"]["perplexity"]
     shown = f"{total:,.3f}" if math.isfinite(total) else "beyond what a float holds"
     figure.suptitle(f"perplexity {shown}")
     return figure
-
-
-def _positions(axes: Any, content: Content) -> None:
-    rows = content["by_position"]
-    edges = [row["first"] for row in rows] + [rows[-1]["last"] + 1]
-    axes.stairs([row["loss"] for row in rows], edges, baseline=None)
-    title = f"loss by position, {rows[0]['tokens']:,} documents"
-    axes.set(xlabel="tokens before", ylabel="loss (nats)", title=title)
-
-
-def _contexts(axes: Any, content: Content) -> None:
-    rows = content["by_context"]
-    axes.plot([row["context"] for row in rows], [row["loss"] for row in rows], marker="o")
-    axes.set(xlabel="context", ylabel="loss (nats)", title=f"the same {rows[0]['tokens']:,} tokens")
-
-
-def _documents(axes: Any, content: Content) -> None:
-    scored = [
-        (row["tokens"], row["bits_per_byte"])
-        for row in content["documents"]
-        if row["tokens"] and math.isfinite(row["bits_per_byte"])
-    ]
-    axes.scatter([tokens for tokens, _ in scored], [bits for _, bits in scored], s=8, alpha=0.6)
-    title = f"{len(scored):,} documents"
-    axes.set(xlabel="tokens of the document", ylabel="bits per byte", title=title)
 
 
 def draw_passkeys(content: Content) -> Figure:

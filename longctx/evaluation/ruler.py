@@ -15,19 +15,16 @@ import re
 import string
 import tomllib
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import count, cycle, islice, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count, cycle, filterfalse, islice, pairwise, takewhile
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from longctx import untrusted
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
 from longctx.data.sources.needles import CITIES
-from longctx.evaluation.passkey import TOKENS_TOGETHER
-from longctx.evaluation.score import Progress, Scorer, in_eval_mode
 
 T = TypeVar("T")
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("ruler.toml").read_text())
@@ -57,10 +54,11 @@ class Sample(NamedTuple):
 
 
 Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
+Asked = tuple[list[str], str, list[str]]  # documents, a question about them, and right answers
 
 
 class Question(NamedTuple):
-    """A question of a file, with the documents that answer it and others of its article."""
+    """A question of a file, with the documents that answer it and all of its article."""
 
     text: str
     answers: list[str]  # each of them is right
@@ -86,26 +84,19 @@ class Texts:
     def __init__(self, config: RulerConfig, tokenizer: Tokenizer, text: str) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.essay = essay_words(text)
+        # The essay's sentences, in groups of PASSAGE characters or a little more.
+        self.passages: list[list[str]] = [[]]
+        for sentence in sentences(self.essay):
+            if sum(map(len, self.passages[-1])) >= PASSAGE:
+                self.passages.append([])
+            self.passages[-1].append(sentence)
+        # Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold.
+        longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
+        fits = takewhile(lambda text: len(tokenizer.encode_prompt(text)) <= EXAMPLE_TOKENS, longer)
+        self.example_size = HOPS + 1 + sum(1 for _ in fits)
         files = {task: config.file_of(task) for task in QUESTIONS if task in config.chosen}
         # Questions of each task with a file, and all of its documents.
         self.files = {task: read_questions(task, file) for task, file in files.items() if file}
-
-    @cached_property
-    def passages(self) -> list[list[str]]:
-        """The essay's sentences, in groups of PASSAGE characters or a little more."""
-        passages: list[list[str]] = [[]]
-        for sentence in sentences(self.essay):
-            if sum(map(len, passages[-1])) >= PASSAGE:
-                passages.append([])
-            passages[-1].append(sentence)
-        return passages
-
-    @cached_property
-    def example_size(self) -> int:
-        """Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold."""
-        longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
-        tokens = (len(self.tokenizer.encode_prompt(prompt)) for prompt in longer)
-        return next(size for size, used in enumerate(tokens, HOPS + 1) if used > EXAMPLE_TOKENS)
 
     def sample(self, task: str, length: int, number: int, size: int) -> Encoded:
         """Make sample `number`, which asks the same at every size."""
@@ -200,13 +191,11 @@ def inserted(lines: Sequence[str], positions: Sequence[int], hidden: Sequence[st
     return result
 
 
-def random_word(form: str, rng: random.Random) -> str:
-    """Draw a key or value: words, numbers or uuids."""
-    if form == "words":
-        return PAIRS[rng.randrange(len(PAIRS))]
-    if form == "numbers":
-        return str(rng.randint(10**6, 10**7 - 1))
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+FORMS: dict[str, Callable[[random.Random], str]] = {  # of keys and values
+    "words": lambda rng: PAIRS[rng.randrange(len(PAIRS))],
+    "numbers": lambda rng: str(rng.randint(10**6, 10**7 - 1)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+}
 
 
 def needles(
@@ -215,31 +204,30 @@ def needles(
     """Return the task of finding `values` of each of the keys, of which `queries` are asked for.
 
     haystack: noise | essay | needle; the size is in lines, or in words of the essay.
-    key_form, form: of keys and values, see `random_word`.
     """
 
     def make(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
         # The draws keep their order whatever the haystack is: another would change a seed's texts.
-        names = different(lambda: random_word(key_form, rng), keys)
-        found = {name: [random_word(form, rng) for _ in range(values)] for name in names}
+        draw_key, draw = partial(FORMS[key_form], rng), partial(FORMS[form], rng)
+        names = different(draw_key, keys)
+        found = {name: [draw() for _ in range(values)] for name in names}
         needle = partial(PROMPTS["needle"].format, form=form)
         hidden = [needle(key=name, value=value) for name in names for value in found[name]]
         rng.shuffle(hidden)
         asked_for = rng.sample(names, queries)
         # An essay begins anywhere, and begins again after its end.
-        start = rng.randrange(len(texts.essay)) if haystack == "essay" else 0
+        first = rng.randrange(len(texts.essay)) if haystack == "essay" else 0
         depths = sorted(rng.sample(DEPTHS, len(hidden)))
         if haystack == "essay":
-            lines = sentences(list(islice(cycle(texts.essay), start, start + size)))
+            lines = sentences(list(islice(cycle(texts.essay), first, first + size)))
             positions = [int(len(lines) * depth) for depth in depths]
             context = " ".join(inserted(lines, positions, hidden))
         else:
             lines = [PROMPTS["noise"]] * size
             # Needles in needles: of other keys, so that each question has one answer.
             if haystack == "needle":
-                drawn = (random_word(key_form, rng) for _ in count())
-                others = (name for name in drawn if name not in names)
-                lines = [needle(key=next(others), value=random_word(form, rng)) for _ in lines]
+                others = filterfalse(names.__contains__, iter(draw_key, None))
+                lines = [needle(key=next(others), value=draw()) for _ in lines]
             positions = sorted(rng.sample(range(size), len(hidden)))
             context = "\n".join(inserted(lines, positions, hidden[::-1]))
         prompt, noun = PROMPTS["niah"], form
@@ -306,22 +294,24 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
 
-def asked(documents: Sequence[str], question: str, answers: list[str]) -> Sample:
-    """Return the question about the documents."""
-    shown = (f"Document {n}:\n{document}" for n, document in enumerate(documents, start=1))
-    return Sample(PROMPTS["qa"].format(context="\n\n".join(shown), query=question), answers)
-
-
 def spread(values: Sequence[T], number: int, rng: random.Random) -> list[T]:
     """Return all of `values` as often as they fit into `number`, and a sample for the rest."""
     repeats, rest = divmod(number, len(values))
     return [*values] * repeats + rng.sample(values, rest)
 
 
-def question_of_file(task: str, texts: Texts, size: int, rng: random.Random) -> Sample:
-    """Ask about the documents that answer a question, then others of its article, then any."""
-    questions, documents = texts.files[task]
-    text, answers, needed, near = rng.choice(questions)
+def questions(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
+    """Ask about `size` documents: those of a file, or passages of the user's text with facts."""
+    ask = from_file if task in texts.files else from_facts
+    documents, query, answers = ask(task, texts, size, rng)
+    shown = (f"Document {n}:\n{document}" for n, document in enumerate(documents, start=1))
+    return Sample(PROMPTS["qa"].format(context="\n\n".join(shown), query=query), answers)
+
+
+def from_file(task: str, texts: Texts, size: int, rng: random.Random) -> Asked:
+    """Take the documents that answer a question, then others of its article, then any."""
+    known_questions, documents = texts.files[task]
+    query, answers, needed, near = rng.choice(known_questions)
     others = [document for document in near if document not in needed]
     rng.shuffle(others)
     missing = size - len(needed) - len(others)
@@ -331,17 +321,13 @@ def question_of_file(task: str, texts: Texts, size: int, rng: random.Random) -> 
         others += spread(far or sorted(known), missing, rng)
     shown = [*needed, *others][:size]
     rng.shuffle(shown)
-    return asked(shown, text, answers)
+    return shown, query, answers
 
 
-def question(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
-    """Ask about `size` documents: those of a file, or passages of the user's text with facts.
-
-    qa_1, as SQuAD: the town in which a person was born. qa_2, as HotpotQA: that town's mayor.
+def from_facts(task: str, texts: Texts, size: int, rng: random.Random) -> Asked:
+    """qa_1, as SQuAD: the town in which a person was born. qa_2, as HotpotQA: that town's mayor.
     Other passages have facts about other people.
     """
-    if task in texts.files:
-        return question_of_file(task, texts, size, rng)
     people, mayors, towns = (rng.sample(names, FACTS) for names in (PEOPLE, PEOPLE, CITIES))
     passages = spread(texts.passages, size, rng)
     rng.shuffle(passages)
@@ -355,7 +341,7 @@ def question(task: str, texts: Texts, length: int, size: int, rng: random.Random
         query, answer = f"Who is the mayor of the city where {people[0]} was born?", mayors[0]
     for fact, document in zip(facts, rng.sample(documents, len(facts)), strict=True):
         document.insert(rng.randint(0, len(document)), fact)
-    return asked([" ".join(document) for document in documents], query, [answer])
+    return [" ".join(document) for document in documents], query, [answer]
 
 
 TASKS = {
@@ -370,9 +356,14 @@ TASKS = {
     "vt": Task(variables, 30, HOPS + 1),
     "cwe": Task(common_words, 120, 20, len(PAIRS)),
     "fwe": Task(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
-    "qa_1": Task(partial(question, "qa_1"), 32, 1),
-    "qa_2": Task(partial(question, "qa_2"), 32, 2),
+    "qa_1": Task(partial(questions, "qa_1"), 32, 1),
+    "qa_2": Task(partial(questions, "qa_2"), 32, 2),
 }
+
+
+def takes_text(config: RulerConfig) -> bool:
+    """Return True if a task that runs is made of the user's own text."""
+    return bool(config.made) or any(TASKS[task].essay for task in config.chosen)
 
 
 def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
@@ -380,7 +371,7 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
 
     Raises ValueError naming the file for any other form.
     """
-    questions = []
+    found: list[Question] = []
     documents: set[str] = set()
     # Anybody can write such a file, so its form is checked by reading it.
     key = f"ruler.{QUESTIONS[task]}={path}"
@@ -390,60 +381,18 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
         for entry in content if task == "qa_2" else ():
             needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
             documents.update(needed)
-            questions.append(Question(str(entry["question"]), [str(entry["answer"])], needed, []))
+            found.append(Question(str(entry["question"]), [str(entry["answer"])], needed, needed))
         for article in content["data"] if task == "qa_1" else ():
             near = [paragraph["context"] for paragraph in article["paragraphs"]]
             documents.update(near)
-            for paragraph in article["paragraphs"]:
+            for needed, paragraph in zip(near, article["paragraphs"], strict=True):
                 for entry in paragraph["qas"]:
                     answers = [str(answer["text"]) for answer in entry["answers"]]
-                    text, needed = str(entry["question"]), [paragraph["context"]]
                     if answers and not entry.get("is_impossible", False):
-                        questions.append(Question(text, answers, needed, near))
-    if not questions:
+                        found.append(Question(str(entry["question"]), answers, [needed], near))
+    if not found:
         raise ValueError(f"{key}: no question with an answer in it")
-    return questions, sorted(documents)
-
-
-def measured(
-    scorer: Scorer, texts: Texts, lengths: Sequence[int], ends: Collection[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield every sample of every length and task with the model's answer, up to one of `ends`,
-    and its score.
-    """
-    pairs = [(length, task) for length in lengths for task in texts.config.chosen]
-    made = {(length, task): texts.samples(task, length) for length, task in pairs}
-    line = Progress("texts", len(pairs) * texts.config.samples)
-    with in_eval_mode(scorer.model), line:
-        for (length, task), samples in made.items():
-            together = scorer.sequences_together(TOKENS_TOGETHER[scorer.device.type], length)
-            while batch := list(islice(samples, together)):
-                prompts = [ids for _, ids in batch]
-                answers = scorer.answers(prompts, TASKS[task].answer, sorted(ends), length)
-                for (sample, ids), tokens in zip(batch, answers, strict=True):
-                    answer = texts.tokenizer.decode(tokens)
-                    yield {
-                        "task": task,
-                        "length": length,
-                        "tokens": len(ids),  # of the prompt
-                        "outputs": sample.outputs,
-                        "answer": answer,
-                        "score": score(task, answer, sample.outputs),
-                    }
-                line.advance(len(batch))
-
-
-def content(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON: lengths, mean scores of each task at each length, and every answer."""
-    points: dict[str, dict[int, list[float]]] = {}
-    for row in answers:
-        points.setdefault(row["task"], {}).setdefault(row["length"], []).append(row["score"])
-    lengths = sorted({row["length"] for row in answers})
-    scores = {
-        task: [round(fmean(by_length[length]), 6) for length in lengths]
-        for task, by_length in points.items()
-    }
-    return {"ruler": {"lengths": lengths, "scores": scores}, "answers": list(answers)}
+    return found, sorted(documents)
 
 
 def score(task: str, answer: str, outputs: Sequence[str]) -> float:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -103,9 +104,10 @@ class Scorer:
         self, tokens: Tensor, positions: Tensor, wanted: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return ln p of the tokens `wanted` (B, n) after `positions` (B, n) of sequences (B, T),
-        in fp64, and the likeliest tokens there; on the CPU.
+        in fp64, and True for the likeliest of all; on the CPU.
 
-        `lengths` (B,): tokens of each sequence before its padding.
+        Logits exist for these positions alone: of all they would be 17 GB in fp32 at 32k tokens and
+        a vocabulary of 131k. `lengths` (B,): tokens of each sequence before its padding.
         """
         doc_ids = None
         if self.follows_length and lengths is not None:
@@ -113,7 +115,20 @@ class Scorer:
             doc_ids = (beyond // PADDING_PIECE + 1).clamp(min=0)
         batch = Batch(tokens, doc_ids=doc_ids, positions=positions, wanted=wanted)
         logp, likeliest = self._answer(batch).cpu().unbind(-1)
-        return logp, likeliest.long()
+        return logp, likeliest == wanted
+
+    def known(self, texts: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[float, bool]]:
+        """Return ln p of the last `counts` tokens of each text, and True if greedy decoding gives
+        them.
+        """
+        longest = max(counts)
+        lengths = torch.tensor([len(ids) - 1 for ids in texts])
+        positions = (lengths[:, None] - longest + torch.arange(longest)).clamp(min=0)
+        # Before fewer tokens any token is asked for, and its answer is dropped.
+        ends = [ids[::-1][:count] for ids, count in zip(texts, counts, strict=True)]
+        tokens, wanted = _padded([ids[:-1] for ids in texts]), _padded(ends).flip(1)
+        answers = zip(*self.predictions(tokens, positions, wanted, lengths), counts, strict=True)
+        return [(float(p[-count:].sum()), bool(hits[-count:].all())) for p, hits, count in answers]
 
     def answers(
         self,
@@ -151,9 +166,8 @@ class Scorer:
         """Deal the batch to all ranks and return the answer about each of its sequences."""
         count = len(batch.tokens)
         if self.group is not None:
-            parts = batch.dealt(self.data_ranks)
-            sharing = self.ranks // self.data_ranks
-            own = self._share([parts[rank // sharing] for rank in range(self.ranks)])
+            sharing = range(self.ranks // self.data_ranks)
+            own = self._share([part for part in batch.dealt(self.data_ranks) for _ in sharing])
             assert own is not None
             batch = own
         return self._forward(batch, has_ended if self.ranks == 1 else None)[:count]
@@ -234,6 +248,11 @@ class Scorer:
         return x.pin_memory() if self.device.type == "cuda" else x
 
 
+def _padded(texts: Sequence[np.ndarray]) -> Tensor:
+    """Return (texts, longest) int64, with zeros after shorter texts."""
+    return pad_sequence([torch.from_numpy(text.copy()) for text in texts], batch_first=True)
+
+
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put `model` in eval mode inside the block."""
@@ -245,38 +264,30 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class Progress:
+class Progress(Bar):
     """A bar on the terminal, and the speed of an evaluation.
 
-    Use it as `with Progress("tokens") as progress: progress.advance(tokens)`, once per batch.
+    Use it as `with Progress("tokens") as progress: progress.count(tokens)`, once per batch.
     `total`: all units, if known.
     """
 
     def __init__(self, unit: str, total: int | None = None, visible: bool = True) -> None:
-        # Seconds and units done: at the start, after the first batch, after the latest one.
-        self.marks: list[tuple[float, int]] = []
-        self.bar = Bar(
+        super().__init__(
             *Bar.get_default_columns(),
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
             disable=not (visible and sys.stderr.isatty()),
         )
-        self.task = self.bar.add_task(f"scoring {unit}", total=total)
-
-    def __enter__(self) -> Self:
+        self.add_task(f"scoring {unit}", total=total)
+        # Seconds and units done: at the start, after the first batch, after the latest one.
         self.marks = [(time.perf_counter(), 0)]
-        self.bar.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
-
-    def advance(self, units: int) -> None:
+    def count(self, units: int) -> None:
         """Count the units of a batch."""
         done = self.marks[-1][1] + units
         self.marks = [*self.marks[:2], (time.perf_counter(), done)]
-        self.bar.update(self.task, advance=units)
+        self.update(self.task_ids[0], completed=done)
 
     @property
     def units_per_second(self) -> float | None:

@@ -67,6 +67,14 @@ class Window(NamedTuple):
         return len(self.ids) - 1
 
     @property
+    def labels(self) -> np.ndarray:
+        """The targets (length,) of the tokens; IGNORED for those that are not scored here."""
+        is_target = np.arange(self.length) >= self.seen
+        if self.scored is not None:
+            is_target &= self.scored[1:]
+        return np.where(is_target, self.ids[1:], IGNORED)
+
+    @property
     def targets(self) -> int:
         """The number of tokens that are scored here."""
         if self.scored is None:
@@ -176,12 +184,11 @@ def losses(
 def _read(
     batch: list[list[Window]], wait: Callable[[], Tensor], on_batch: Callable[[int], None]
 ) -> Iterator[tuple[Window, np.ndarray]]:
-    values = wait().double().numpy()  # (B, T)
-    for b, sequence in enumerate(batch):
+    for sequence, values in zip(batch, wait().double().numpy(), strict=True):  # (T,)
         start = 0
         for window in sequence:
             end = start + window.length
-            yield window, values[b, start + window.seen : end]
+            yield window, values[start + window.seen : end]
             start = end
     on_batch(sum(window.length for sequence in batch for window in sequence))
 
@@ -189,24 +196,18 @@ def _read(
 def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
     """Start a batch on the model's device; the function returned waits for its (B, T) losses."""
     # Lay the windows side by side in sequences.
-    B = len(batch)
     T = max(sum(window.length for window in sequence) for sequence in batch)
-    tokens = np.zeros((B, T), dtype=np.int64)
-    targets = np.full((B, T), IGNORED, dtype=np.int64)
-    doc_ids = np.zeros((B, T), dtype=np.int64)
-    for b, sequence in enumerate(batch):
-        start = 0
-        for number, window in enumerate(sequence):
-            end = start + window.length
-            tokens[b, start:end] = window.ids[:-1]
-            targets[b, start + window.seen : end] = window.ids[1 + window.seen :]
-            if window.scored is not None:
-                targets[b, start:end][~window.scored[1:]] = IGNORED
-            doc_ids[b, start:end] = number
-            start = end
-        doc_ids[b, start:] = len(sequence) + padding_ids(T - start).numpy()
+    rows = []
+    for sequence in batch:
+        lengths = [window.length for window in sequence]
+        padding = T - sum(lengths)
+        tokens = [*(window.ids[:-1] for window in sequence), np.zeros(padding, np.int64)]
+        targets = [*(window.labels for window in sequence), np.full(padding, IGNORED)]
+        beyond = len(sequence) + padding_ids(padding).numpy()
+        doc_ids = [np.arange(len(sequence)).repeat(lengths), beyond]
+        rows.append([np.concatenate(parts) for parts in (tokens, targets, doc_ids)])
     # A sequence with one window needs no document mask: no token of it sees the padding after it.
     # It needs one if RoPE follows the sequence's length.
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
-    arrays = [torch.from_numpy(array) for array in (tokens, targets, doc_ids)]
-    return reading(scorer.losses(*(arrays[:2] if is_alone else arrays)))
+    arrays = np.array(rows, dtype=np.int64).swapaxes(0, 1)  # (3, B, T)
+    return reading(scorer.losses(*map(torch.from_numpy, arrays[:2] if is_alone else arrays)))

@@ -72,26 +72,27 @@ def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: st
 
 
 def choose_attention(
-    config: TrainConfig | EvalConfig, model: GPTConfig, device: str, machine: Machine, seq_len: int
+    able: list[str],
+    config: TrainConfig,
+    model: GPTConfig,
+    device: str,
+    machine: Machine,
+    length: int,
 ) -> tuple[AttentionConfig, str]:
     """Return the backend for attention=auto, and a line with its name and the reason.
 
-    It is the fastest that computes `config` exactly on `device`: predicted for a GPU, as measured
-    on a CPU. An evaluation is taken for training at the same length.
+    It is the fastest of the backends `able` to compute this: predicted for `config` on a GPU, as
+    measured on a CPU.
     """
-    able = able_backends(config, model, device)
     if device == "cpu" or machine.gpu is None:
         name = max(able, key=lambda name: DESCRIPTIONS[name].on_cpu)
         reason = "the fastest on a CPU that computes this exactly"
     else:
-        training = TrainConfig(precision=config.precision)
-        if isinstance(config, TrainConfig):
-            training = config
         # Layouts are still open, and attention is divided alike in each
-        training = replace(training, attention=AttentionConfig(), context=ContextConfig())
-        step = workload_of(training, device, seq_len, model)
-        step = with_vocabulary(step, training.data.vocab_size)
-        merge = training.batch_size is None and training.accumulate is None
+        config = replace(config, attention=AttentionConfig(), context=ContextConfig())
+        step = workload_of(config, device, length, model)
+        step = with_vocabulary(step, config.data.vocab_size)
+        merge = config.batch_size is None and config.accumulate is None
         step = fitting.decide(step, machine.gpu, machine.host_memory, merge)
         name, reason = fitting.fastest_backend(step, able, machine.gpu)
     chosen = AttentionConfig(**presets.read("attention", name))

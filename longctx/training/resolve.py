@@ -146,7 +146,8 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     if config.lora.base == "nf4":
         packed.bitsandbytes()
     if config.attention.backend == AUTO:
-        chosen, line = choose_attention(config, model, device, machine, length)
+        able = able_backends(config, model, device)
+        chosen, line = choose_attention(able, config, model, device, machine, length)
         config = replace(config, attention=chosen)
         say(line)
     check_attention(config, model, device)

@@ -13,12 +13,12 @@ import pytest
 
 from longctx.config.eval_config import RULER_TASKS, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
+from longctx.evaluation.evaluate import answered
 from longctx.evaluation.ruler import (
     TASKS,
     Texts,
     essay_words,
     inserted,
-    measured,
     read_questions,
     score,
     sentences,
@@ -93,7 +93,7 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
 
 def test_who_finds_everything_scores_1(tokenizer):
     texts = texts_of(tokenizer)
-    scored = list(measured(Reader(tokenizer), texts, [2500, LENGTH], {tokenizer.eos_id}))
+    scored = list(answered(Reader(tokenizer), texts, [2500, LENGTH]))
     assert len(scored) == 2 * len(RULER_TASKS) * 2
     assert {row["score"] for row in scored} == {1.0}
 

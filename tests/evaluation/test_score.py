@@ -61,9 +61,9 @@ def test_speed_is_that_after_the_first_batch(monkeypatch):
     clock = iter(range(0, 900, 90))
     monkeypatch.setattr(score, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     with Progress("tokens", 100) as progress:
-        progress.advance(50)
+        progress.count(50)
         assert progress.units_per_second is None
-        progress.advance(20)
+        progress.count(20)
     assert progress.units_per_second == 20 / 90
 
 
