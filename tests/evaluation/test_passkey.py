@@ -14,7 +14,7 @@ import torch
 from longctx.config.eval_config import KINDS
 from longctx.data.sources.needles import task
 from longctx.data.tokenizer import Tokenizer, train
-from longctx.evaluation.passkey import filler_of, recall, text
+from longctx.evaluation.passkey import content, filler_of, recall, text
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, GPTConfig
@@ -81,10 +81,14 @@ def test_recall_is_right_where_the_model_sees_the_fact(tokenizer, filler):
     assert len(cells) == 2 * 2 * 3
     assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
     assert all(-0.1 < cell.logprob <= 0 for cell in cells)
+    assert content(cells)["samples"] == 3
+    assert content(cells)["kinds"]["needle"]["accuracy"] == [[1.0] * 3] * 2
     blind = Scorer(Oracle(tokenizer, sight=150))
     blind = recall(blind, tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
-    assert [cell.accuracy for cell in blind] == [0, 1]
     assert blind[0].logprob < -10
+    grid = content(blind)["kinds"]["passkey"]
+    assert grid["accuracy"] == [[0.0, 1.0]]
+    assert grid["logprob"] == [pytest.approx([cell.logprob for cell in blind], abs=1e-6)]
 
 
 def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
@@ -112,8 +116,6 @@ def test_filler_is_text_alone(tokenizer):
 
 
 def test_lengths_that_cannot_be_filled_are_refused(tokenizer, filler):
-    model = Oracle(tokenizer)
-    with pytest.raises(ValueError, match=r"passkey\.lengths=\[256\]:"):
-        recall(Scorer(model), tokenizer, filler[:10], [256])
-    with pytest.raises(ValueError, match=r"passkey\.lengths=\[40\]:"):
-        recall(Scorer(model), tokenizer, filler, [40])
+    for length, tokens in ((256, filler[:10]), (40, filler)):
+        with pytest.raises(ValueError, match=rf"passkey\.lengths=\[{length}\]:"):
+            recall(Scorer(Oracle(tokenizer)), tokenizer, tokens, [length])

@@ -16,6 +16,7 @@ from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import (
     FEWEST,
     Filled,
+    Score,
     bucket_sums,
     error_of_ratio,
     mean_losses,
@@ -89,6 +90,8 @@ def test_totals_are_sums_and_not_means(model):
     assert total.word_perplexity == pytest.approx(math.exp(total.nats / (60 // 3 + 4 // 3)))
     assert result.documents[2].tokens == 0
     assert math.isnan(result.documents[2].perplexity)
+    assert Score("x", tokens=1, n_bytes=1, nats=1e4).perplexity == math.inf
+    assert math.isnan(Score("x", tokens=1, n_bytes=1, nats=math.nan).perplexity)
 
 
 @pytest.mark.parametrize("lengths", [(), (1, 1), (0,)])
@@ -133,7 +136,7 @@ def test_the_same_tokens_are_scored_at_every_context(model):
 
 def test_loss_by_position_is_of_the_same_documents(model):
     docs = documents(40, 33, 32, *[90] * 8, 5)
-    rows = perplexity(Scorer(model), docs, context=63).by_position()
+    rows = perplexity(Scorer(model), docs, context=63).content()["by_position"]
     found = [(row["first"], row["last"], row["tokens"]) for row in rows]
     assert found == [(2**b, 2 ** (b + 1) - 1, 8 * 2**b) for b in range(6)]
     longest = [nats(model, document.ids) for document in docs if len(document.ids) == 90]

@@ -14,7 +14,7 @@ import pytest
 
 from longctx.config.command_config import WatchOptions
 from longctx.report import run_view
-from longctx.report.compare import described, lock_differences, longest_context
+from longctx.report.compare import described, lock_differences, longest_context, rulers
 from longctx.report.run_view import curves, read, watch
 from longctx.runs import run_folder
 from longctx.runs.evaluations import read_evaluations
@@ -71,13 +71,19 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
     folder = evaluated(tmp_path / "a", content)
     scores = {"acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5, "4096,none": -1}
     tasks = {"context": 2048, "results": {"arc": scores}}
-    for name, other in (("passkey.json", MAPS), ("tasks.json", tasks)):
+    scores = {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
+    ruler = {"made": ["qa_1"], "ruler": {"lengths": [512, 2048], "scores": scores}}
+    for name, other in (("passkey.json", MAPS), ("tasks.json", tasks), ("ruler.json", ruler)):
         (folder / "eval" / name).write_text(json.dumps(other))
     run = read(folder, 100)
     assert described(run)["contexts"] == {"x": [32, 256], "y": [2.0, 1.5]}
     assert longest_context(run) == "64, evaluated at 256"
     assert [grid["accuracy"] for grid in run.evaluations.passkeys] == [GRID["accuracy"]]
     assert run.evaluations.unreadable == []
+    table = rulers([run])
+    assert table.headings[-2:] == ["512", "2,048"]
+    tasks_and_means = [("niah_single_2", "100.0"), ("qa_1 (own text)", "50.0"), ("mean", "75.0")]
+    assert [row[2:] for row in table.rows] == [[task, x, x] for task, x in tasks_and_means]
     compare([folder], tmp_path / "x.html")
     printed = capsys.readouterr().out
     for text in ("3.500 ± 0.035", "77.25", "100%", "25%", "arc em (strict)", "0.5000"):
