@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, starmap
+from itertools import chain, groupby, islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,17 +127,18 @@ class Harness(TemplateLM):
         answers = [""] * len(questions)
         together = self.batch_size * self.scorer.data_ranks
         questions.sort(key=lambda question: (question.max_tokens, len(question.prompt)))
-        for first in range(0, len(questions), together):
-            batch = questions[first : first + together]
-            generated = self.scorer.answers(
-                [question.prompt for question in batch],
-                batch[-1].max_tokens,
-                self.ends,
-                self.context,
-                lambda row, tokens, batch=batch: self._text(batch[row], tokens)[1],  # type: ignore[misc]
-            )
-            for question, tokens in zip(batch, generated, strict=True):
-                answers[question.owner] = self._text(question, tokens)[0]
+        # Each prompt leaves room in the context for its own limit, so a batch has one limit alone
+        for max_tokens, group in groupby(questions, lambda question: question.max_tokens):
+            while batch := list(islice(group, together)):
+                generated = self.scorer.answers(
+                    [question.prompt for question in batch],
+                    max_tokens,
+                    self.ends,
+                    self.context,
+                    lambda row, tokens, batch=batch: self._text(batch[row], tokens)[1],  # type: ignore[misc]
+                )
+                for question, tokens in zip(batch, generated, strict=True):
+                    answers[question.owner] = self._text(question, tokens)[0]
         return answers
 
     def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> Question:
@@ -159,10 +160,10 @@ class Harness(TemplateLM):
         )
 
     def _text(self, question: Question, tokens: Sequence[int]) -> tuple[str, bool]:
-        """Return the text of an answer up to its end, and True if `tokens` reach the end."""
-        text = self.vocabulary.decode(tokens[: question.max_tokens], special=False)  # as HFLM
+        """Return the text of an answer up to its end, and True if a word of `until` ends it."""
+        text = self.vocabulary.decode(tokens, special=False)  # as HFLM
         ends = [index for stop in question.until if stop and (index := text.find(stop)) >= 0]
-        return (text[: min(ends)], True) if ends else (text, len(tokens) >= question.max_tokens)
+        return (text[: min(ends)], True) if ends else (text, False)
 
     def _rolling(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
         """Yield windows that advance by `stride` tokens; the last one has the full context, too."""

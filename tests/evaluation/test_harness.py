@@ -84,6 +84,15 @@ def test_answers_beyond_the_context_or_sampled_are_refused(model, tokenizer):
         lm.generate_until([SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7}))])
 
 
+def test_answers_of_several_limits_stay_in_the_context(model, tokenizer):
+    """The first prompt is cut for 4 new tokens, so it has no room for the 20 of another."""
+    settings = {"do_sample": False, "until": []}
+    limits = {"a rose is " * 20: 4, "a": 20, "is": 4}
+    asked = [SimpleNamespace(args=(x, settings | {"max_gen_toks": n})) for x, n in limits.items()]
+    lm = harness(model, tokenizer)
+    assert lm.generate_until(asked) == [lm.generate_until([each])[0] for each in asked]
+
+
 def test_log_likelihoods_are_those_of_hflm(tmp_path):
     """A small Llama of transformers whose tokenizer puts <s> before every text."""
     plain = train([TEXT * 9], 300)
