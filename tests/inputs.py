@@ -1,4 +1,4 @@
-"""Tensors of random numbers on the GPU, where there is one, and gradients against those in fp64."""
+"""Random tensors on the GPU, where there is one, and results against a formula in fp64."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,20 @@ def inputs(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def assert_gradients(
-    actual: Tensor,
-    expected: Tensor,
+def assert_formula(
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
     leaves: Sequence[Tensor],
     exact: Sequence[Tensor],
     **close: float,
 ) -> None:
-    """Check that gradients of `actual` by `leaves` are those of `expected` by `exact`, in fp64."""
-    dy = inputs(*actual.shape, seed=9).to(actual.dtype)
-    grads = torch.autograd.grad(actual, leaves, dy)
-    wanted = torch.autograd.grad(expected, exact, dy.double())
-    for leaf, grad, want in zip(leaves, grads, wanted, strict=True):
-        assert grad.dtype == leaf.dtype
-        torch.testing.assert_close(grad.double(), want, **close)
+    """Check that `actual` and its gradients by `leaves` are `expected` and those by `exact`, which
+    are in fp64.
+    """
+    dys = [inputs(*x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(actual)]
+    grads = torch.autograd.grad(actual, leaves, dys, allow_unused=True)
+    wanted = torch.autograd.grad(expected, exact, [dy.double() for dy in dys], allow_unused=True)
+    for found, want in zip([*actual, *grads], [*expected, *wanted], strict=True):
+        assert (found is None) == (want is None)
+        if found is not None:
+            torch.testing.assert_close(found.double(), want, **close)

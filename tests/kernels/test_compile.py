@@ -10,13 +10,11 @@ ordered, where they take the place of the case without groups.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import triton
+
+from tests.processes import ROOT, finished
 
 # the forward spills up to 172 bytes on 3.8 and 3.9, the backward of 64 up to 136 on 3.9
 TUNED = ("3.6.", "3.7.")  # versions of Triton that tiles and registers were chosen with
@@ -32,15 +30,10 @@ SLOW = (
 SPILLED = {"ordered backward 192": 16}
 
 
-def compile_all(names, script="compile_report.py"):
-    """Return the compiler's report on each name, by a script of this folder."""
-    script = Path(__file__).with_name(script)
+def compile_all(*words):
+    """Return the compiler's report on each kernel; `words` are those of compile_report.py."""
     # a process of its own: there is only one Triton in each, the compiler or the interpreter
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    folders = [str(script.parents[2]), env.get("PYTHONPATH")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = [sys.executable, script, *names]
-    compiler = subprocess.run(command, capture_output=True, text=True, env=env)
+    compiler = finished(ROOT / "tests/kernels/compile_report.py", words, ROOT)
     assert compiler.returncode == 0, compiler.stderr[-2000:]
     return json.loads(compiler.stdout)
 
@@ -49,7 +42,7 @@ def compile_all(names, script="compile_report.py"):
     "kernels", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=("fast", "slow")
 )
 def test_hopper_products_stay_asynchronous(kernels):
-    reports = compile_all(kernels)
+    reports = compile_all("hopper", *kernels)
     assert reports.keys() == set(kernels)
     warnings = {name: report["warnings"] for name, report in reports.items()}
     assert not any(warnings.values()), f"C7512: ptxas serializes the products: {warnings}"
@@ -63,10 +56,10 @@ def test_hopper_products_stay_asynchronous(kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["80", "86", "90", "100", "120", "gfx942", "gfx1100"])
 def test_little_spills_between_the_matmuls(target):
-    spilled = compile_all([target], "compile_elementwise.py")
+    reports = compile_all("elementwise", target)
     # RDNA 3 has no matrix units for fp32, which decodes in six products of bf16
     most = {"120": 4, "gfx1100": 3700}.get(target, 0)
-    assert spilled and max(spilled.values()) <= most
+    assert max(report["spilled"] for report in reports.values()) <= most
 
 
 # The other attention kernels, for cards that people own. sm_89 runs the code of sm_86. RDNA 3 is
@@ -89,7 +82,7 @@ CARDS = {
 
 def check_fits(target: str, *sizes: str) -> None:
     shared, spilled = CARDS[target]
-    reports = compile_all([target, "--", *sizes], "compile_matrix.py")
+    reports = compile_all("attention", target, *sizes)
     assert len(reports) == (6 if target in AMPERE else 3) * len(sizes)
     assert {k: r for k, r in reports.items() if r["shared"] > shared * 1024} == {}
     if triton.__version__.startswith(TUNED):
@@ -105,7 +98,7 @@ def test_heads_of_64_fit_an_a100():
 def test_heads_of_512_fit():
     """Tiles that are short of registers keep parts of their sums elsewhere."""
     for target in ("80", "90", "120", "gfx942"):
-        reports = compile_all([target, "--", "512"], "compile_matrix.py")
+        reports = compile_all("attention", target, "512")
         assert len(reports) == 3
         assert max(report["shared"] for report in reports.values()) <= CARDS[target][0] * 1024
         assert max(report["spilled"] for report in reports.values()) < 3200

@@ -1,6 +1,11 @@
-"""The table of launch configs: an entry for everything that can be asked, and tiles that tile."""
+"""Launches: configs for everything that can be asked, and what is kept between calls of a shape.
+Launches themselves need a GPU: tests/attention/test_flash_hopper.py.
+"""
 
+import gc
 import json
+import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,6 +15,9 @@ from longctx.kernels.attention import HEAD_SIZES
 from longctx.kernels.attention import launch as configs
 from longctx.kernels.attention.launch import launch_config, table
 from longctx.kernels.attention.portable import ROW
+from longctx.kernels.attention.relaunch import Relaunch
+
+TILES = [2**n for n in range(4, 20)]
 
 
 @pytest.mark.parametrize("arch", list(table()))
@@ -19,12 +27,9 @@ def test_every_request_has_an_entry(arch, kernel, monkeypatch):
     for head_dim in HEAD_SIZES:
         for length in (1, 100, 4096, 8191, 8192, 1 << 20):
             launch = launch_config(kernel, torch.empty(1, 1, 1, head_dim), length)
-            assert launch.BM >= 16
-            assert launch.BN >= 16
-            assert launch.BM & (launch.BM - 1) == launch.BN & (launch.BN - 1) == 0, "powers of two"
-            assert launch.BM <= ROW.value, (
-                "lse and delta are padded to ROW, and read without a mask"
-            )
+            assert launch.BM in TILES and launch.BN in TILES
+            # lse and delta are padded to ROW, and read without a mask
+            assert launch.BM <= ROW.value
             assert launch.warps in (4, 8)
             assert 1 <= launch.stages <= 5
 
@@ -56,3 +61,22 @@ def test_show_has_the_configs_of_hoppers_kernels(capsys):
 )
 def test_mistakes_are_one_line(argv, message, refused):
     refused(main(["kernels", *argv]), message)
+
+
+class Descriptor:
+    def __init__(self, base):
+        self.base, self.shape = base, [3, 5]
+
+
+def test_a_relaunch_takes_addresses_and_holds_no_tensor():
+    x, compiled = torch.zeros(3, 5), MagicMock()
+    alive = weakref.ref(x)
+    again = Relaunch(compiled, 7, [Descriptor(x), None], (2.0,))
+    del x
+    gc.collect()
+    assert alive() is None
+    again(1, (64,), 128)
+    compiled.__getitem__.assert_called_once_with((7, 1, 1))
+    (descriptor, *rest), options = compiled.__getitem__.return_value.call_args
+    assert (rest, options) == ([None, 128, 2.0], {"stream": 1})
+    assert (descriptor.base.data_ptr(), descriptor.shape) == (64, [3, 5])
