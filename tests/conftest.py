@@ -1,6 +1,4 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
-triton is first imported.
-"""
+"""Without a GPU, Triton interprets its kernels: chosen before triton is first imported."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -56,9 +54,7 @@ def algorithms_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[int, str], str]:
-    """Checks what a user sees of a mistake, from the exit code and what it must name: 2, and one
-    line, which is returned.
-    """
+    """Check that a command printed one line with `message` and ended with 2; return the line."""
 
     def check(code: int, message: str) -> str:
         error = capsys.readouterr().err

@@ -20,9 +20,7 @@ def assert_formula(
     exact: Sequence[Tensor],
     **close: float,
 ) -> None:
-    """Check that `actual` and its gradients by `leaves` are `expected` and those by `exact`, which
-    are in fp64.
-    """
+    """Check `actual` and its gradients by `leaves` against `expected` and `exact`, in fp64."""
     dys = [inputs(*x.shape, seed=9 + n).to(x.dtype) for n, x in enumerate(actual)]
     grads = torch.autograd.grad(actual, leaves, dys, allow_unused=True)
     wanted = torch.autograd.grad(expected, exact, [dy.double() for dy in dys], allow_unused=True)

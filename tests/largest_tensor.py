@@ -20,9 +20,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 class LiveMemory(TorchDispatchMode):
-    """Records in `peak` the most bytes that new tensors hold at one time, on any device: on "meta"
-    nothing is computed.
-    """
+    """Records in `peak` the most bytes that new tensors hold at one time, also on meta."""
 
     def __init__(self) -> None:
         super().__init__()

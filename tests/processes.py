@@ -63,9 +63,7 @@ def finished(
     inside: Sequence[str] = (),
     **environment: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script`, or -c or -m, with `words` to its end, one thread a process; `inside` begins the
-    command.
-    """
+    """Run `script`, or -c or -m, to its end, one thread a process; `inside` comes before."""
     own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
     return subprocess.run(
         [*inside, sys.executable, str(script), *words],

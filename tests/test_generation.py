@@ -1,6 +1,4 @@
-"""`longctx generate`: the text is that of transformers, chats follow the model's template, and each
-mistake is one line.
-"""
+"""`longctx generate` writes the text of transformers; each mistake is one line."""
 
 import io
 import json

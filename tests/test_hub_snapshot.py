@@ -1,6 +1,4 @@
-"""Models of the Hugging Face Hub, with a server of this machine in its place, in processes of their
-own: huggingface_hub reads its variables when it is imported.
-"""
+"""Models of the Hub, from a server of this machine, read in processes of their own."""
 
 import json
 import textwrap

@@ -1,7 +1,4 @@
-"""A run inside containers and on clusters: little shared memory, long paths, users without a home.
-
-`unshare` gives a process a small /dev/shm, or a user whom the machine does not know.
-"""
+"""A run in containers and on clusters, by `unshare`: little /dev/shm, no home."""
 
 import subprocess
 from collections.abc import Sequence

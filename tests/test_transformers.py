@@ -1,6 +1,4 @@
-"""longctx's attention in models of transformers: documents in one sequence give the logits and the
-gradients of each alone with eager attention; what it cannot compute raises ValueError.
-"""
+"""Packed documents in models of transformers are each alone with eager attention."""
 
 import copy
 import itertools

@@ -18,9 +18,7 @@ def write(saving: Saving) -> None:
 
 
 def to_hub_cache(folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Move the files of a folder to a cache of the Hub next to it, offline, as the model me/small
-    at `commit`; return the snapshot.
-    """
+    """Move a folder to the Hub's cache, offline, as me/small at `commit`; return the snapshot."""
     cache = folder.parent / "hub"
     model = cache / "models--me--small"
     snapshot = model / "snapshots" / commit

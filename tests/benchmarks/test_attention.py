@@ -1,6 +1,4 @@
-"""The attention benchmark: rates follow from times, every backend has a row or a reason, the time
-limit holds.
-"""
+"""The attention benchmark: rates follow from times; a backend has a row or a reason."""
 
 import dataclasses
 

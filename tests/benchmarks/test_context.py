@@ -15,9 +15,7 @@ from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> hardware.Chip:
-    """A GPU that is not there, on which a step takes what is predicted; naive attention runs out of
-    memory.
-    """
+    """A GPU that takes what is predicted; naive attention runs out of its memory."""
     chip = hardware.chip("NVIDIA H200", 139.8 * GIB)
     machine = hardware.Machine(1, chip, 2048 * GIB)
 

@@ -1,6 +1,4 @@
-"""Steps compared with other trainers': every point is a row with a speed or a reason, and the
-figures are of the same workload.
-"""
+"""Steps next to other trainers': each point has a speed or a reason, for the same workload."""
 
 import dataclasses
 import json
@@ -114,10 +112,7 @@ def test_peft_trains_what_our_lora_trains():
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """An H200 that is not there, on which transformers needs checkpointing from 16,384 tokens on.
-
-    Returns the requests that children got.
-    """
+    """Return requests to an H200 on which transformers needs checkpointing from 16k tokens on."""
     requests: list[dict[str, Any]] = []
 
     def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:

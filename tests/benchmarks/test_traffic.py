@@ -1,6 +1,4 @@
-"""The traffic benchmark: closed forms are those of the literature, ncu's list is read by case, and
-its failures are reported.
-"""
+"""The traffic benchmark: closed forms, the bytes of ncu's list by case, its failures."""
 
 import json
 import shutil

@@ -53,9 +53,7 @@ def q(monkeypatch):
 
 
 def race(times, wrong=(), now="now"):
-    """`tune.race` among configs named as in `times`, milliseconds; those in `wrong` fail the
-    self-test.
-    """
+    """Run `tune.race` on configs with these times in ms; those in `wrong` fail the self-test."""
     on_trial = []
 
     class Named(NamedTuple):

@@ -1,6 +1,4 @@
-"""The benchmarks' command line: keys and values checked, help complete, nothing measured without a
-GPU.
-"""
+"""The benchmarks' command line: keys are checked, help is complete, most need a GPU."""
 
 import dataclasses
 

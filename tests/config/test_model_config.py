@@ -1,6 +1,4 @@
-"""Presets have the sizes that they are named for; impossible sizes are refused; counts agree with
-the module.
-"""
+"""Presets have the size of their name; impossible sizes are refused; counts are exact."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -80,9 +78,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_parameters_and_flops_are_those_of_the_module(changes):
-    """naive under a full mask computes every pair: torch's counter sees the pairs that the formula
-    is given.
-    """
+    """Under a full mask naive attention computes every pair, which torch counts."""
     config = replace(SMALL, **changes)
     model = GPT(config, "naive")
     assert sum(p.numel() for p in model.parameters()) == config.parameters()

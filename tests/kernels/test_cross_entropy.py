@@ -1,6 +1,4 @@
-"""The kernel's loss and gradient against fp64, at odd sizes, strides and extremes; in Triton's
-interpreter, or on a GPU. tests/model/test_loss.py has the loss in chunks.
-"""
+"""The kernel's loss and gradient against fp64, at odd sizes, strides and extremes."""
 
 import pytest
 import torch

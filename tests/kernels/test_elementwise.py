@@ -1,6 +1,4 @@
-"""Norm, rope, SwiGLU and the linear layer against their formulas in fp64 at odd sizes; in Triton's
-interpreter, or on a GPU.
-"""
+"""Norm, rope, SwiGLU and the linear layer against their formulas in fp64 at odd sizes."""
 
 from functools import partial, partialmethod
 

@@ -1,6 +1,4 @@
-"""Launches: configs for everything that can be asked, and what is kept between calls of a shape.
-Launches themselves need a GPU: tests/attention/test_flash_hopper.py.
-"""
+"""Launches: configs for every request, and what is kept between calls of a shape."""
 
 import gc
 import json

@@ -1,6 +1,4 @@
-"""The self-test: right kernels pass, kernels that are wrong in the ways of a bad compiler do not,
-and it runs once.
-"""
+"""The self-test: right kernels pass, those of a bad compiler do not, and it runs once."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""Decoding's kernels against naive attention in fp64 at odd sizes; in Triton's interpreter, or on a
-GPU.
-"""
+"""Decoding's kernels against naive attention in fp64 at odd sizes."""
 
 from collections.abc import Sequence
 

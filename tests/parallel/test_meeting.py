@@ -172,9 +172,7 @@ def running(
     program: Sequence[str] = (str(SCRIPT),),
     **changes: Any,
 ) -> Iterator[Processes]:
-    """Yield a run of two processes in base/runs/r after its first step: that of torchrun on each of
-    `nodes`, or our own.
-    """
+    """Yield a run of two processes after its first step: torchrun's on `nodes`, or our own."""
     shape: dict[str, Any] = {"name": "r", "max_steps": 100_000, "accumulate": 1, "workers": 1}
     shape |= {} if nodes else {"devices": 2}
     command = [*program, *overrides_in(base / "runs", **shape | changes)]

@@ -1,6 +1,4 @@
-"""A small corpus with documents of very unequal length, and the command line of a run that takes a
-second on it.
-"""
+"""A small corpus of unequal documents, and the command line of a run of a second on it."""
 
 import functools
 import random
@@ -37,9 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
-    """The command line of a tiny run in a folder of runs; keyword arguments replace or add keys
-    (`__` stands for a dot).
-    """
+    """The command line of a tiny run in a folder of runs, with changed keys (`__` is a dot)."""
 
     def command(runs: Path, /, **changes: object) -> list[str]:
         keys: dict[str, object] = {

@@ -83,9 +83,7 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
 
 
 def in_eight_bits(config: TrainConfig, strategy: str) -> TrainConfig:
-    """`config` with precision=fp8 and rows of one rank, since a tensor that is divided otherwise
-    has other scales; sizes are multiples of 16.
-    """
+    """`config` in FP8: rows of one rank, since other parts of a tensor have other scales."""
     model = replace(config.model, channels=32, heads=4, kv_heads=2, ffn=48)
     return replace(
         config,
@@ -100,9 +98,7 @@ def in_eight_bits(config: TrainConfig, strategy: str) -> TrainConfig:
 
 
 def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
-    """`config` with experts and their balancing loss, which a micro-batch has for itself: it is the
-    same on one device with micro-batches of one sequence, and without padding.
-    """
+    """`config` with experts; their loss is of a micro-batch, so those are single sequences."""
     count, normalize = draw.choice([1, 2, 4]), draw.random() < 0.5
     experts = ExpertsConfig(6, count, 16, normalize=normalize, balance=0.2)
     return replace(

@@ -35,9 +35,7 @@ def sample_run(config: TrainConfig, device: str = "cpu") -> Run:
 
 @contextmanager
 def on_all_ranks(out: Path) -> Iterator[dict[str, Any]]:
-    """The process group of a script that each rank runs; rank 0 writes to `out`, as JSON, what the
-    block has put into the dictionary.
-    """
+    """Join the script's process group; rank 0 writes the block's dictionary to `out`, as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results: dict[str, Any] = {}
@@ -49,9 +47,7 @@ def on_all_ranks(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def row(*lengths: int, padding: int = 0) -> dict[str, torch.Tensor]:
-    """A packed sequence of whole documents with these lengths, none of whose last tokens is scored,
-    and padding.
-    """
+    """Return a packed sequence of documents with these lengths; their last tokens score nothing."""
     ids = [torch.full((n,), i) for i, n in enumerate(lengths)]
     doc_ids = torch.cat([*ids, len(lengths) + padding_ids(padding)])
     targets = torch.arange(len(doc_ids)) + 1

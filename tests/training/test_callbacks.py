@@ -1,6 +1,4 @@
-"""Callbacks: spikes are flagged or dropped, the best checkpoint stays, samples are written; and a
-resumed run does as one that went on.
-"""
+"""Callbacks flag or drop spikes, keep the best, write samples, and go on after a resume."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""context.check passes where all ranks compute what one does, and finds every fault that others had
-in silence.
-"""
+"""context.check passes correct layouts, and finds every fault that others had in silence."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Several devices: loss and gradients are those of one, all ranks train on the same documents, and
-a run resumes on other numbers of devices.
-"""
+"""Several devices: loss and gradients of one, the same documents, resumes on other numbers."""
 
 import json
 import shutil
@@ -49,9 +47,7 @@ def close(folder: Path, other: Path, rel: float = 2e-6) -> None:
 
 @pytest.mark.slow
 def test_two_devices_share_each_row_in_compiled_blocks(trained, overrides, tmp_path):
-    """63 tokens and 3 heads, which two devices cannot share evenly, validated by position too; by
-    ulysses and not compiled see test_context_check.py.
-    """
+    """63 tokens and 3 heads cannot be shared evenly; ulysses: test_context_check.py."""
     shape = SHAPE | {"model.heads": 3, "model.kv_heads": 1, "model.head_dim": 16, "accumulate": 2}
     one = trained("one", **shape)
     shared = {"devices": 2, "context": 2, "context.method": "allgather", "compile": True}

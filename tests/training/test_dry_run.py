@@ -1,6 +1,4 @@
-"""Dry runs: steps as training takes them, in this process or a child, whose end is an answer
-whatever it is.
-"""
+"""Dry runs: steps as training takes them, here or in a child, which always answers."""
 
 import dataclasses
 

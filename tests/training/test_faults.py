@@ -1,6 +1,4 @@
-"""Runs that fail: mistakes leave nothing behind; losses that are no numbers, little memory, full
-disks and failing jobs end with advice.
-"""
+"""Runs that fail: mistakes leave nothing behind, and faults end with advice."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""The kernel lock of whole runs: where it stands, what stops a resume, and what accepts new
-kernels.
-"""
+"""The kernel lock of whole runs: what stops a resume, and what accepts new kernels."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Whole runs in this process: what they leave behind, what they print, and that a step's loss does
-not depend on its pieces.
-"""
+"""Whole runs in this process: what they leave behind, and a loss that no piece changes."""
 
 import itertools
 import json

@@ -30,9 +30,7 @@ system.exit_with(train.main(sys.argv[1:]))
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As many threads here as in the processes that `start` makes: sums come out the same to the
-    bit.
-    """
+    """Use as many threads here as processes have: sums come out the same to the bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -58,10 +58,7 @@ def test_a_step_in_other_pieces_is_the_same_step(trained, refused):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bf16", "host"])
 def test_a_resume_takes_no_more_gpu_memory(stored, overrides, tmp_path):
-    """300 MB of weights, whose moments take 600 MB in fp32, are nearly all that a step takes.
-
-    A second run in this process takes 32 MiB more; an fp32 copy would take 300.
-    """
+    """A second run takes 32 MiB more; an fp32 copy of the moments would take 300."""
     changes = {
         **{"device": "cuda", "compile": "false", "graphs": "false", "max_steps": 2},
         **{"model__channels": 256, "model__vocab_size": 300_000, "data__val_fraction": 0},

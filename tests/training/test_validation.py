@@ -1,6 +1,4 @@
-"""Loss by position of packed validation rows: the right token in the right bucket, the same pieces
-in all of them.
-"""
+"""Loss by position of packed validation rows: the right tokens in the right buckets."""
 
 import gc
 import math

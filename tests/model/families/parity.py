@@ -81,9 +81,7 @@ def others_than(value: Any) -> list[Any]:
 
 
 def reference(config: PreTrainedConfig) -> Any:
-    """A model of transformers with random weights; norms and biases too, whose ones and zeros would
-    hide mistakes.
-    """
+    """Return a model with random weights; norms and biases too, or mistakes would hide."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
@@ -317,7 +315,7 @@ class FamilyTests:
 
     def test_missing_keys_have_the_values_of_transformers(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}
-        keys |= {"hidden_size": 64, "num_attention_heads": 32} | dict(self.special)
+        keys |= {"hidden_size": 64, "num_attention_heads": 32} | SPECIAL | dict(self.special)
         content = {"model_type": self.config_class.model_type, **keys}
         (tmp_path / "config.json").write_text(json.dumps(content))
         ours, theirs = read_config(tmp_path), self.config_class(**keys)

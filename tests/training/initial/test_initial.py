@@ -1,6 +1,4 @@
-"""Runs that start from a Hugging Face folder, a model of the Hub or another run, and need nothing
-of it afterwards; weights that are refused.
-"""
+"""Runs that begin with a Hugging Face folder, a model of the Hub or another run."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Runs with LoRA on a packed base: trained, resumed to the bit, evaluated, merged and exported;
-also of a model that transformers computes, and with several processes.
-"""
+"""Runs with LoRA on a packed base: trained, resumed to the bit, merged, exported."""
 
 import shutil
 from pathlib import Path

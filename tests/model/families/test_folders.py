@@ -1,0 +1,176 @@
+"""What folders of particular families hold: older names, windows, packed experts, adapters."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    GptOssConfig,
+    MinistralConfig,
+    Phi3Config,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from longctx.config.model_config import GPTConfig, LoraConfig
+from longctx.model import lora
+from longctx.model.export import export, export_adapter
+from longctx.model.families import read_model
+from longctx.model.huggingface import pretrained, read_config
+from tests.model.families import test_families as families
+from tests.model.families.parity import OLD, check_computation, reference, write_tokenizer
+from tests.model.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN
+
+ROPE_OF_WINDOWS = "rope_parameters.sliding_attention="
+LINEAR = PARTIAL | {"rope_type": "linear", "factor": 2.0}
+WITHOUT_ROPE = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
+
+
+def read(folder: Path, content: dict[str, Any]) -> GPTConfig:
+    """Write `content` as config.json of a folder, and read it."""
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        (
+            "mistral",
+            {"sliding_window": None, "layer_types": [FULL, WINDOWED] * 2},
+            "layer_types[1]=sliding_attention is not",
+        ),
+        ("ministral3", {}, "llama_4_scaling_beta=0.0 must be a number above 0"),
+        (
+            "granite_swa",
+            {"layer_rope_theta": [100.0, 300.0, 300.0, 500.0]},
+            "layer_rope_theta=[100",
+        ),
+        ("phi3", {"rope_parameters": LINEAR}, "rope_parameters.rope_type=linear is not"),
+        *(
+            ("olmo3", {"rope_parameters": {FULL: YARN, WINDOWED: YARN | other}}, ROPE_OF_WINDOWS)
+            for other in ({"factor": 2.0}, {"rope_theta": 300.0})
+        ),
+    ],
+)
+def test_what_is_not_covered_is_refused(model_type, changes, message, tmp_path):
+    changes = {"model_type": model_type, "sliding_window": 9} | changes
+    with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")):
+        read(tmp_path, SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "window", "window_layers"),
+    [
+        ([WINDOWED, FULL], 9, [0]),
+        ([WINDOWED] * 2, 9, None),
+        ([FULL] * 2, None, None),
+    ],
+)
+def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path):
+    # transformers opens a mistral folder with layer_types as Ministral
+    ministral = MinistralConfig(**SMALL | {"num_hidden_layers": 2}, head_dim=8, sliding_window=9)
+    reference(ministral).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    config = read(tmp_path, content | {"model_type": "mistral", "layer_types": layer_types})
+    assert (config.window, config.window_layers) == (window, window_layers)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_computation(theirs, tmp_path)
+
+
+def test_older_files_name_two_ropes_otherwise(tmp_path):
+    older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window": 9}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
+    config = read(tmp_path, WITHOUT_ROPE | older | {"model_type": "gemma3_text"})
+    assert (config.rope_theta, config.window_rope_theta) == (5000.0, 300.0)
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert config.window_layers == [0, 2]
+
+
+def test_the_first_folders_say_su_for_longrope(tmp_path):
+    old = {
+        "type": "su",
+        **{key: families.HALF_LONGROPE[key] for key in ("short_factor", "long_factor")},
+    }
+    content = {"model_type": "phi3", "rope_scaling": old, OLD: 32}
+    content |= {"partial_rotary_factor": 0.5, "auto_map": {"AutoConfig": "a.B"}}
+    config = read(tmp_path, WITHOUT_ROPE | content)
+    scaling = config.rope_scaling
+    assert (scaling["rope_type"], scaling[OLD], config.rotary_share) == ("longrope", 32, 0.5)
+
+
+@pytest.mark.parametrize("config", [Phi3Config(**SMALL), Glm4Config(**SMALL)], ids=type)
+def test_an_adapter_has_the_layers_of_its_family(config, tmp_path):
+    base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
+    reference(config).save_pretrained(base)
+    model = lora.add(pretrained(base), rank)
+    for layer in lora.layers(model):
+        torch.nn.init.normal_(layer.lora_b, std=0.1)
+    family = read_model(base)[0]
+    export_adapter(model, rank, str(base), tmp_path / "adapter", family=family)
+    opened = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    adapted = PeftModel.from_pretrained(opened, tmp_path / "adapter").eval()
+    tokens = torch.randint(301, (1, 40))
+    torch.testing.assert_close(model(tokens), adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path):
+    """A norm's weight is 1 + w, in 32 bits here."""
+    ropes = {FULL: YARN, WINDOWED: PLAIN}
+    config = Gemma3TextConfig(**SMALL | {"rope_parameters": ropes}, head_dim=8)
+    reference(config).bfloat16().save_pretrained(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    model = pretrained(tmp_path / "in")
+    with torch.no_grad():
+        model.norm.weight += 0.25
+    export(model, tmp_path / "in", tmp_path / "out")
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("in", "out"))
+    before["model.norm.weight"] = (before["model.norm.weight"].float() + 0.25).bfloat16()
+    torch.testing.assert_close(after, before, rtol=0, atol=2**-24)
+
+
+def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "head_dim": 16}
+    config = GptOssConfig(**SMALL | sizes, num_local_experts=6)
+    for name in ("plain", "packed"):
+        reference(config).bfloat16().save_pretrained(tmp_path / name)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    for name in [name for name in plain if name.endswith("up_proj") or name.endswith("down_proj")]:
+        experts, columns, rows = packed.pop(name).shape
+        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 132, (experts, rows, columns // 32), dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    save_file(packed, tmp_path / "packed" / "model.safetensors")
+    file = tmp_path / "packed" / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "mxfp4"}}))
+    expected, found = (pretrained(tmp_path / x).state_dict() for x in ("plain", "packed"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    file.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match=r"quantization_config\.quant_method=fp8"):
+        pretrained(tmp_path / "packed")
+
+
+def test_layers_that_predict_further_are_left_out(tmp_path):
+    config = families.TestGlm4Moe().config(0, num_hidden_layers=3, first_k_dense_replace=1)
+    reference(config).bfloat16().save_pretrained(tmp_path)
+    plain = pretrained(tmp_path).state_dict()
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}, file)
+    found = pretrained(tmp_path)
+    torch.testing.assert_close(found.state_dict(), plain, rtol=0, atol=0)
+    correction = found.blocks[1].mlp.correction.weight
+    assert correction.dtype == torch.float32 and not correction.requires_grad
+    save_file(load_file(file) | {"model.norm.bias": torch.zeros(2, 4)}, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.bias has no place"):
+        pretrained(tmp_path)
