@@ -183,14 +183,10 @@ def main(cases: int, seed: int, out: Path) -> None:
             layout_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
             in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
             limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
-            known = {"case": number, "config": shown(config), "limit": limit}
+            shown = f"{config.strategy.name} context={config.context.degree} {config}"
+            known = {"case": number, "config": shown, "limit": limit}
             print(known, file=sys.stderr)  # shown only after an error
             results[str(number)] = known | {"differences": compared(config, draw)}
-
-
-def shown(config: TrainConfig) -> str:
-    """`config` as a line, what spreads it first."""
-    return f"{config.strategy.name} context={config.context.degree} {config}"
 
 
 if __name__ == "__main__":

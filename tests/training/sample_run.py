@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,9 +21,7 @@ from tests.written import write
 
 Overrides = Callable[..., list[str]]  # the fixture `overrides` of conftest.py
 FAULTY = Path(__file__).with_name("faulty_run.py")
-Captured = pytest.CaptureFixture[str]
 Trained = Callable[..., Path]  # the fixture `trained`
-Refused = Callable[[int, str], str]  # the fixture `refused` of tests/conftest.py
 
 
 def sample_run(config: TrainConfig, device: str = "cpu") -> Run:

@@ -59,8 +59,7 @@ def test_micro_batches_stay_on_another_gpu(tmp_path):
 
 # seq_len=max against a GPU that is made up
 
-GPU = hardware.chip("NVIDIA H200", 139.8 * GIB)
-HOST = 128 * GIB
+GPU, HOST = H200.gpu, H200.host_memory
 
 
 def requested(*overrides: str) -> Callable[[int], Workload]:

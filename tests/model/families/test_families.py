@@ -90,9 +90,7 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1
 
 class TestHunYuanDenseV1(FamilyTests):
     config_class = transformers.HunYuanDenseV1Config
-    drawn = BIAS | {
-        **{"head_dim": [4, 10, 16], "rope_parameters": [PLAIN_ROPE, ALPHA]},
-    }
+    drawn = BIAS | {"head_dim": [4, 10, 16], "rope_parameters": [PLAIN_ROPE, ALPHA]}
     # that of alpha is written as the larger base that it is
     rewritten = ("rope_parameters",)
 
@@ -131,7 +129,7 @@ class TestGraniteSWA(FamilyTests):
     config_class = transformers.GraniteSWAConfig
     rewritten = ("rope_parameters",)  # a base that no layer has
     drawn = FACTORS | {
-        **{"sliding_window": [3, 8, 20], "num_hidden_layers": [5], "layer_rope_theta": BASES},
+        **{"sliding_window": [3, 8, 20], "num_hidden_layers": [5], "layer_rope_theta": BASES}
     }
     stretched = {"sliding_window": 40, "layer_rope_theta": None}
 

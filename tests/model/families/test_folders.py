@@ -68,11 +68,7 @@ def test_what_is_not_covered_is_refused(model_type, changes, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("layer_types", "window", "window_layers"),
-    [
-        ([WINDOWED, FULL], 9, [0]),
-        ([WINDOWED] * 2, 9, None),
-        ([FULL] * 2, None, None),
-    ],
+    [([WINDOWED, FULL], 9, [0]), ([WINDOWED] * 2, 9, None), ([FULL] * 2, None, None)],
 )
 def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path):
     # transformers opens a mistral folder with layer_types as Ministral
