@@ -21,6 +21,23 @@ slow = {"torch", "triton", "lightning", "datasets", "transformers", "numpy", "py
 sys.exit(99 if slow & set(sys.modules) else code)
 """
 NO_GPU = pytest.mark.no_gpu
+# keys and values of other projects, which are answered with ours
+OF_OTHERS = [
+    ("train learning_rate=1e-3 n_layer=2", "here it is lr; n_layer: here it is model.layers"),
+    ("train model.n_embd=64", "here it is model.channels"),
+    ("train warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
+    ("train lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
+    ("train device=gpu", "here it is cuda"),
+    ("train checkpoint=runs/a", "here it is resume, or init"),
+    ("train dropout=0.1", "no dropout"),
+    ("train objective=grpo", "objective=dpo, orpo"),
+    ("train model=meta-llama/Llama-3.2-1B", "give init=meta-llama/Llama-3.2-1B"),
+    ("plan seq_len=128k,256k", "several values; give one"),
+    ("train --learning-rate=1e-3", "write lr=1e-3"),
+    ("train attention.kernel=hopper", "attention.kernel is not a key"),
+    ("train data=books/", "data=text data.path=books/"),
+    ("generate runs/a max_tokens=4", "here it is max_new_tokens"),
+]
 
 
 @pytest.fixture
@@ -43,6 +60,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["wacth"], "did you mean watch?"),
         (["kernels"], "kernels show"),
+        (["kernels", "lock"], "did you mean kernels show?"),
+        *(
+            (["kernels", "show", word], word)
+            for word in ("kernel=fast", "dtype=fp8", "head_size=8")
+        ),
         (["watch"], "RUN is missing"),
         (["watch", "runs/a", "runs/b"], "runs/b: one too many"),
         (["compare", "outt=x"], "did you mean out?"),
@@ -84,6 +106,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["eval", "runs"], "checkpoint=runs: neither a run"),
         (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
         (["eval", "runs/done", "data.path=no"], "data.path=no: no such"),
+        *((words.split(), message) for words, message in OF_OTHERS),
         pytest.param(["train", "device=cuda"], "finds no GPU here", marks=NO_GPU),
         pytest.param(["train", "attention=flex"], "attention=flex cannot run", marks=NO_GPU),
         pytest.param(["train", "attention.options.kernel=hopper"], "Hopper GPU", marks=NO_GPU),

@@ -1,12 +1,19 @@
-"""Groups of keys: context degrees, names of memory policies, and bounds of every declared key."""
+"""Groups of keys, bounds of every declared key, and answers to those of other projects."""
 
 import dataclasses
 
 import pytest
 
 from longctx import cli
-from longctx.config.fields import build, check, key
+from longctx.config import presets
+from longctx.config.command_config import GenerateConfig
+from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import build, check, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
+from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
+from longctx.config.train_config import TrainConfig
+
+SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
 
 
 @dataclasses.dataclass
@@ -86,3 +93,14 @@ def test_a_changed_policy_is_not_called_by_its_name_alone():
     assert str(MemoryConfig("fast")) == "fast"
     assert str(MemoryConfig("balanced").filled("balanced")) == "balanced"
     assert str(MemoryConfig("auto", recompute="mlp")) == "auto, recompute=mlp"
+
+
+def test_every_answer_is_a_key_or_a_value_of_ours():
+    for ours in (*NAMES, *NOTES):
+        assert any(ours in known for known in SCHEMAS), ours
+    for name, ours in OF_OTHERS:
+        assert any(ours in known and name not in known for known in SCHEMAS), name
+    choices = {choice for known in SCHEMAS for key in known.values() for choice in key.choices}
+    choices |= {name for group in presets.GROUPS for name in presets.names(group)}
+    assert set(VALUES.values()) <= choices
+    assert not choices & VALUES.keys()

@@ -48,19 +48,6 @@ def test_show_has_the_configs_of_hoppers_kernels(capsys):
     assert report["launch"].keys() == configs.HOPPER.keys()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["show", "kernel=fast"], "kernel=fast"),
-        (["show", "dtype=fp8"], "dtype=fp8"),
-        (["show", "head_size=8"], "head_size=8"),
-        (["lock"], "did you mean kernels show?"),
-    ],
-)
-def test_mistakes_are_one_line(argv, message, refused):
-    refused(main(["kernels", *argv]), message)
-
-
 class Descriptor:
     def __init__(self, base):
         self.base, self.shape = base, [3, 5]
