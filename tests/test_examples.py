@@ -1,4 +1,4 @@
-"""The recipes of examples/: headers tell how to run them and what they need, and each trains."""
+"""Recipes of examples/ have a header that tells how to run them, and train; notebooks run."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
 from tests.model.families.parity import write_tokenizer
-from tests.processes import ROOT, finished
+from tests.processes import PYTHONPATH, ROOT, finished
 
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted(EXAMPLES.glob("*.yaml"), key=lambda path: path.stem)
@@ -92,3 +92,15 @@ def test_a_recipe_trains_two_steps(recipe, tmp_path, monkeypatch):
     assert len(runs) == len(recipes.jobs(recipe, sizes))
     for run in runs:
         assert any("loss" in row and row["step"] == 2 for row in metrics_file.read(run))
+
+
+@pytest.mark.slow  # 5 and 11 seconds: a kernel each, and a run of 30 steps
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_runs(path, tmp_path):
+    nbclient, nbformat = map(pytest.importorskip, ("nbclient", "nbformat"))
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(notebook, timeout=100, resources=resources)
+    cache = str(tmp_path / "cache")
+    client.execute(env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": cache})

@@ -36,31 +36,22 @@ LONG = "t" * 100  # the path of a socket has at most 108 letters
 
 
 @pytest.mark.parametrize(
-    ("surroundings", "workers", "variables"),
+    ("surroundings", "workers", "variables", "message"),
     [
         # less than a step's batch
-        (with_shared_memory("size=64k"), 2, {"TMPDIR": LONG}),
-        ([*with_shared_memory("ro,size=64k"), *STRANGER], 0, {"HOME": "."}),
+        (with_shared_memory("size=64k"), 2, {"TMPDIR": LONG}, None),
+        ([*with_shared_memory("ro,size=64k"), *STRANGER], 0, {"HOME": "."}, None),
+        (with_shared_memory("ro,size=64k"), 2, {}, "workers=2: /dev/shm"),
+        ([*STRANGER, "env", "--unset=HOME"], 2, {"LONGCTX_CACHE": ""}, "HOME: "),
     ],
 )
-def test_a_run_takes_its_surroundings(surroundings, workers, variables, tmp_path):
+def test_a_run_in_its_surroundings(surroundings, workers, variables, message, tmp_path):
+    """It trains, or says in one line what is missing."""
     (tmp_path / LONG).mkdir()
-    paths = {name: str(tmp_path / path) for name, path in variables.items()}
+    paths = {name: str(tmp_path / path) if path else "" for name, path in variables.items()}
     done = train_in(surroundings, tmp_path, f"workers={workers}", **paths)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (2 if message else 0), done.stderr
+    assert (tmp_path / "runs").exists() == (message is None)
+    if message:
+        assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("surroundings", "variables", "message"),
-    [
-        (with_shared_memory("ro,size=64k"), {}, "workers=2: /dev/shm"),
-        ([*STRANGER, "env", "--unset=HOME"], {"LONGCTX_CACHE": ""}, "HOME: "),
-    ],
-)
-def test_surroundings_that_fail_are_one_line(surroundings, variables, message, tmp_path):
-    done = train_in(surroundings, tmp_path, "workers=2", **variables)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"error: {message}")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""Signals before and after a run has something to save, exits, and commands of children."""
+"""Signals before and after a run has something to save, exits, children, and waiting threads."""
 
 import os
 import signal
@@ -106,3 +106,22 @@ def test_typed_command_runs_in_the_users_shell(first, tmp_path):
 def test_child_ends_with_a_killed_parent():
     parent = finished("-c", [PARENT], ROOT)  # its output ends once both are gone
     assert (parent.returncode, parent.stdout) == (-signal.SIGKILL, "started\n"), parent.stderr
+
+
+def spins(code: str, **environment: str) -> str:
+    """Return how long OpenMP's threads spin in a process that runs `code`, in its own words."""
+    done = finished("-c", [code], ROOT, OMP_DISPLAY_ENV="verbose", **environment)
+    assert done.returncode == 0, done.stderr
+    _, found, rest = done.stderr.partition("GOMP_SPINCOUNT = '")
+    if not found:
+        pytest.skip("torch's OpenMP is not GNU's")
+    return rest.partition("'")[0]
+
+
+def test_threads_of_openmp_spin_briefly_unless_set(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for module in ("eval", "longctx.model"):
+        assert spins(f"import {module}, torch") == "1000"
+    assert spins("import longctx, torch", GOMP_SPINCOUNT="7") == "7"
+    assert spins("import longctx, torch", OMP_WAIT_POLICY="ACTIVE") not in ("1000", "7")
