@@ -65,18 +65,19 @@ def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
 ENDING = """
 import atexit, threading, torch
 from longctx import system
+from longctx.training.compile_ahead import side_by_side
 
 def compute():
     while True:
         torch.ones(9) + 1
 
 atexit.register(print, "left")
-threading.Thread(target=compute, daemon=True).start()
+side_by_side([compute, threading.Event().wait], 2)
 system.exit_with(7)
 """
 
 
-def test_exit_keeps_its_code_beside_busy_threads():
+def test_exit_keeps_its_code_beside_busy_compilers():
     done = finished("-c", [ENDING], ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (7, "left\n", "")
 

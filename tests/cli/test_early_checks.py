@@ -11,6 +11,7 @@ from longctx.cli import early_checks
 from longctx.config.doors import TrackerTraits
 from longctx.planner import hardware
 from longctx.runs import run_folder
+from tests.processes import finished
 from tests.training.sample_run import write_checkpoint
 
 WITHOUT_TORCH = """
@@ -115,14 +116,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(words, message, here, refused, monkeypatch):
-    monkeypatch.setattr("longctx.cli.libraries", imported)
+    monkeypatch.setattr("longctx.cli.libraries", lambda: pytest.fail("torch is imported"))
     before = sorted(here.rglob("*"))
     refused(cli.main(words), message)
     assert sorted(here.rglob("*")) == before
-
-
-def imported() -> None:
-    raise AssertionError("torch is imported")
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,7 @@ def imported() -> None:
     ],
 )
 def test_no_large_library_is_imported_before(words, variables, message, here):
-    command = [sys.executable, "-c", WITHOUT_TORCH, "train", "device=cpu", *words]
-    env = {"PYTHONPATH": str(Path(__file__).parents[2])} | variables
-    process = subprocess.run(command, env=env, capture_output=True, text=True)
+    process = finished("-c", [WITHOUT_TORCH, "train", "device=cpu", *words], here, **variables)
     assert process.returncode == 2, process.stderr
     assert message in process.stderr
 
@@ -196,13 +191,10 @@ def test_a_driver_that_shows_a_gpu_is_not_asked(tmp_path, monkeypatch):
 
 
 def test_checks_of_a_run_do_not_start_the_driver(tmp_path, monkeypatch):
-    def asked() -> None:
-        raise AssertionError("the driver was asked")
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(hardware, "CONTROL", tmp_path)
-    monkeypatch.setattr(hardware, "here", asked)
+    monkeypatch.setattr(hardware, "here", lambda: pytest.fail("the driver was asked"))
     early_checks.check_training(cli.compose("train", []).config)
 
 

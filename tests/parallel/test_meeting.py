@@ -33,6 +33,9 @@ from longctx.parallel import launch, mesh
 launch.EXIT = mesh.EXIT = 2.0
 system.exit_with(train.main(sys.argv[1:]))
 """
+# torchrun's variables, given by hand
+OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+OF_TORCHRUN |= {"MASTER_ADDR": "127.0.0.1"}
 VICTIMS = ["rank 1", "rank 0", "data worker"]
 
 
@@ -42,13 +45,6 @@ def torchrun(nodes: int) -> list[list[str]]:
     command = ["-m", "torch.distributed.run", "--nnodes", str(nodes)]
     command += ["--nproc-per-node", str(2 // nodes), "--master-port", str(port)]
     return [[*command, "--node-rank", str(node)] for node in range(nodes)]
-
-
-def of_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment of a process that was given torchrun's variables by hand."""
-    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {key: str(n) for key, n in numbers.items()} | place
 
 
 def of_srun(rank: int, ranks: int, port: int, nodes: int = 1) -> dict[str, str]:
@@ -78,13 +74,13 @@ def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (of_torchrun(0, 3, free_ports(1)[0]), "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
+        (OF_TORCHRUN, "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
         (of_srun(1, 2, free_ports(1)[0]), "process 0 of 2 is not there"),
     ],
     ids=["others", "rank 0"],
 )
 def test_a_process_that_never_arrives_is_named(variables, message, overrides, tmp_path):
-    variables |= {"LONGCTX_ARRIVAL_SECONDS": "2"}
+    variables = {"MASTER_PORT": str(free_ports(1)[0]), "LONGCTX_ARRIVAL_SECONDS": "2"} | variables
     [error] = errors_of(begin([str(SCRIPT), *overrides(name="r")], tmp_path, **variables))
     assert message in error
     assert not (tmp_path / "runs").exists()

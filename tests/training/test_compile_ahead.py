@@ -10,7 +10,6 @@ import torch
 from benchmarks.words import training_run
 from longctx.model import GPT
 from longctx.training import compile_ahead
-from tests.processes import ROOT, finished
 
 
 def test_tasks_run_in_parallel_and_fail_in_silence():
@@ -40,19 +39,6 @@ def test_a_step_of_one_block_works_for_every_layer(keys):
     state = torch.get_rng_state()
     compile_ahead.step_of_one_block(work.workload)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_nobody_waits_for_compilers_at_the_end():
-    code = """if True:
-        import threading
-        from longctx.system import exit_with
-        from longctx.training.compile_ahead import side_by_side
-        side_by_side([threading.Event().wait], 1)
-        print("said", flush=False)
-        exit_with(2)
-    """
-    done = finished("-c", [code], ROOT)
-    assert (done.returncode, done.stdout) == (2, "said\n")
 
 
 @pytest.mark.gpu

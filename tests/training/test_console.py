@@ -35,6 +35,7 @@ ROWS: list[dict[str, Any]] = [
     row_of(9, 6.0, 300, 300, 17),
     {"step": 9, "tokens_seen": 810, "val_loss": 5.0, "val_perplexity": 150.0},
 ]
+COUNTS = {"val_documents": 0, "train_efficiency": 0.9, "sources_without_end": 0}
 
 
 def printed(table: Table) -> str:
@@ -87,18 +88,17 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     ("documents", "tokens", "few"), [(0, 0, False), (12, 20_000, False), (1, 405, True)]
 )
 def test_a_small_validation_set_is_a_warning(documents, tokens, few):
-    counts = {"val_documents": documents, "val_ends": 0, "val_tokens": tokens}
-    counts |= {"tokens": 1_000_000, "train_efficiency": 0.9, "sources_without_end": 0}
+    counts = COUNTS | {"val_documents": documents, "val_ends": 0, "val_tokens": tokens}
+    counts |= {"tokens": 1_000_000}
     assert (f"{tokens:,} tokens of {documents} " in validated_documents(counts)) == (tokens > 0)
     lines = warnings(sample_run(TrainConfig()), counts)
     assert ["few to validate on" in line for line in lines] == [True] * few
 
 
 def test_patience_that_cannot_act_is_a_warning():
-    counts = {"val_documents": 0, "train_efficiency": 0.9, "sources_without_end": 0}
     for patience, warns in ((None, False), (3, False), (4, True)):
         config = TrainConfig(max_steps=50, val_every=10, patience=patience)
-        lines = warnings(sample_run(config), counts)
+        lines = warnings(sample_run(config), COUNTS)
         assert [f"patience={patience}" in line for line in lines] == [True] * warns
 
 
@@ -107,8 +107,8 @@ def test_the_documents_are_warned_about(tmp_path):
         (tmp_path / name).write_text("x")
     config = TrainConfig()
     config.data.source, config.data.mix = "mix", {"a": {"path": str(tmp_path)}}
-    counts = {"val_documents": 0, "train_efficiency": 0.25, "sources_without_end": 1}
-    unread, endless, padding = warnings(sample_run(config), counts)
+    counts = {"train_efficiency": 0.25, "sources_without_end": 1}
+    unread, endless, padding = warnings(sample_run(config), COUNTS | counts)
     assert "2 .pdf, 1 without an ending, 1 .1, 1 .2, 1 .3, 1 others; " in unread
     assert unread.endswith("/*.pdf'")
     assert "answers will not end" in endless

@@ -44,17 +44,16 @@ def saved_model(tmp_path: Path, corpus: Path, dtype: torch.dtype, **sizes: int) 
 
 
 LEFT_OUT = ("model", "model__layers", "model__channels", "model__ffn", "data__vocab_size")
+SHORT = dict.fromkeys(LEFT_OUT) | {"max_steps": 2}
 
 
 @pytest.fixture
 def start(overrides: Overrides, folder: Path) -> Overrides:
     """The command line of a tiny run from `folder`."""
-    keys = dict.fromkeys(LEFT_OUT) | {"init": folder, "max_steps": 2}
-    return lambda **changes: overrides(**(keys | changes))
+    return lambda **changes: overrides(**SHORT | {"init": folder} | changes)
 
 
 @pytest.fixture
 def tuned(trained: Trained, folder: Path) -> Trained:
     """Trains a tiny run from `folder` to its end, and returns the folder of the run."""
-    keys = dict.fromkeys(LEFT_OUT) | {"init": folder, "max_steps": 2}
-    return lambda name="r", **changes: trained(name, **(keys | changes))
+    return lambda name="r", **changes: trained(name, **SHORT | {"init": folder} | changes)

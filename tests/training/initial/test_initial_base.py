@@ -34,7 +34,9 @@ def validated(run: Path) -> list[float]:
 def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned, base):
     wide = tuned("wide", **LORA)
     straight = tuned("straight", lora__base=base, **LORA | {"max_steps": 4}, checkpoint_every=2)
+    theirs = tuned("theirs", lora__base=base, transformers="always", **LORA)
     assert validated(straight)[0] == pytest.approx(validated(wide)[0], rel=0.01)
+    assert validated(straight)[0] == pytest.approx(validated(theirs)[0], rel=1e-3)
     assert validated(straight)[-1] < validated(straight)[0]
     saved = weights(straight)
     packs = [name for name, x in saved.items() if x.dtype == torch.uint8]
@@ -42,17 +44,20 @@ def test_a_run_learns_on_it_and_resumes_to_the_bit(tuned, base):
     check_resumes_exactly(straight)
 
 
-def test_it_is_exported_on_the_weights_of_init(tuned, folder, tmp_path, capsys):
-    run, merged, adapter = tuned("run", lora__base="nf4", **LORA), tmp_path / "a", tmp_path / "b"
+@pytest.mark.parametrize(("by", "packs"), [("never", 8), ("always", 14)])
+def test_it_is_exported_on_the_weights_of_init(by, packs, tuned, folder, tmp_path, capsys):
+    run, merged, adapter = tmp_path / "runs" / "r", tmp_path / "a", tmp_path / "b"
+    tuned(lora__base="nf4", transformers=by, **LORA)
+    assert sum(x.dtype == torch.uint8 for x in weights(run).values()) == packs
     assert cli.main(["export", str(run), str(merged)]) == 0
     assert cli.main(["export", str(run), str(adapter), "adapter=true"]) == 0
     assert "warning" not in capsys.readouterr().err
     base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     original = {name: x.clone() for name, x in base.named_parameters()}
     opened = PeftModel.from_pretrained(base, adapter).merge_and_unload()
-    written = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    written = AutoModelForCausalLM.from_pretrained(merged)
     for name, x in opened.named_parameters():
-        assert torch.equal(written.get_parameter(name), x.bfloat16().float())
+        assert torch.equal(written.get_parameter(name), x.bfloat16())
         assert torch.equal(x, original[name]) == ("proj" not in name)
 
     shutil.rmtree(folder)
@@ -70,22 +75,6 @@ def test_a_run_begins_with_one_that_has_it(tuned):
     third = tuned("third", init=first, lora__base="nf4", **LORA)
     assert validated(second)[0] == pytest.approx(validated(first)[-1], rel=1e-5)
     assert validated(third)[0] == pytest.approx(validated(first)[-1], rel=0.02)
-
-
-def test_transformers_computes_with_it(tuned, folder, tmp_path):
-    native = tuned("native", lora__base="nf4", **LORA)
-    run = tuned("theirs", lora__base="nf4", transformers="always", **LORA)
-    assert validated(run)[0] == pytest.approx(validated(native)[0], rel=1e-3)
-    packs = [name for name, x in weights(run).items() if x.dtype == torch.uint8]
-    assert len(packs) == 14
-    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
-    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(x.dtype == torch.bfloat16 for x in written.parameters())
-    assert cli.main(["export", str(run), str(tmp_path / "added"), "adapter=true"]) == 0
-    base = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    opened = PeftModel.from_pretrained(base, tmp_path / "added").merge_and_unload()
-    for name, x in opened.named_parameters():
-        assert torch.equal(written.get_parameter(name), x.bfloat16()), name
 
 
 @pytest.mark.slow
