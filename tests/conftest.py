@@ -53,6 +53,13 @@ def algorithms_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interprets the kernels where there is no GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[int, str], str]:
     """Check that a command printed one line with `message` and ended with 2; return the line."""
 

@@ -83,7 +83,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
         (["data", "objective=dpo", "data.preferences=labels"], "objective=dpo sets it"),
         (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),
-        (["train", "plugins=no.py"], "plugins=no.py: no such file"),
         (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
         (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
         (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),

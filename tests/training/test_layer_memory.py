@@ -29,27 +29,22 @@ def measured(kind: str) -> Workload:
     return replace(step, validates=False, measured=measured_layers(step, print))
 
 
-def built(step: Workload) -> torch.nn.Module:
-    """Return the model of a step, with memory of its own."""
+def allocated(step: Workload, trains: bool = True) -> tuple[int, int]:
+    """Return the bytes that the layers of a real step save, and its peak without weights."""
     with torch.device("meta"):
-        model = build(step.model, step.attention, step.memory)
+        model = build(step.model, step.attention, step.memory).train(trains)
     model.to_empty(device="cpu")
     model.init_weights()
-    return model
-
-
-def allocated(step: Workload) -> tuple[int, int]:
-    """Return the bytes that the layers of a real step save, and its peak without weights."""
-    model = built(step)
     alive, at = Alive([*model.parameters(), *model.buffers()]), []
     last = [name for name, _ in model.backbone.named_children() if "norm" in name][-1]
     for module in (model.blocks[0], model.backbone.get_submodule(last)):
         module.register_forward_pre_hook(lambda *_: at.append(alive.now))
     tokens: Tensor = torch.randint(301, (step.batch_size, step.seq_len))
-    with alive:
+    with alive, torch.set_grad_enabled(trains):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model.train()(tokens, tokens, Mask.causal())
-        loss.backward()
+            loss = model(tokens, tokens, Mask.causal())
+        if trains:
+            loss.backward()
     return at[1] - at[0], alive.peak
 
 
@@ -70,15 +65,10 @@ def test_layers_take_what_is_predicted(kind, policy, seq_len):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_neox"])
 def test_validation_takes_what_is_predicted(kind):
-    step = replace(measured(kind), memory=MemoryConfig("fast", loss_chunk=32).filled("fast"))
-    model = built(step).eval()
-    alive = Alive([*model.parameters(), *model.buffers()])
-    tokens: Tensor = torch.randint(301, (1, 4096))
-    with alive, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        model(tokens, tokens, Mask.causal())
-    counted = replace(step, seq_len=4096)
-    predicted = sum(_Step(counted).validation(1, 4096).values())
-    assert predicted + predict(counted).gpu[BATCH] == pytest.approx(alive.peak, rel=0.06)
+    memory = MemoryConfig("fast", loss_chunk=32).filled("fast")
+    step = replace(measured(kind), memory=memory, seq_len=4096)
+    predicted = sum(_Step(step).validation(1, 4096).values()) + predict(step).gpu[BATCH]
+    assert predicted == pytest.approx(allocated(step, trains=False)[1], rel=0.06)
 
 
 def test_a_single_layer_is_measured():

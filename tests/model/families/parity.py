@@ -269,6 +269,13 @@ class FamilyTests:
         every = deepcopy(SIZES) | SPECIAL | dict(self.special)
         return self.config_class(**every | rope | sizes | keys | changes)
 
+    def content(self) -> dict[str, Any]:
+        """Return a config.json with every key that transformers writes."""
+        keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
+        keys |= dict(self.special) | self.rope_keys(SIZES["rope_parameters"])
+        content = self.config_class(**keys).to_json_string(use_diff=False)
+        return dict(json.loads(content))
+
     @torch.no_grad()
     def test_packed_documents_are_each_alone(self, seed, tmp_path):
         """Rows of packed documents, in 32 and 16 bits, are those of transformers without packing;
@@ -336,11 +343,7 @@ class FamilyTests:
 
     def test_keys_that_are_not_read_change_nothing_in_transformers(self, tmp_path):
         """Each field of the class in transformers is read, refused, or without effect."""
-        keys = deepcopy(SIZES) | SPECIAL | {"num_key_value_heads": 2, "head_dim": 8}
-        keys |= dict(self.special)
-        keys |= self.rope_keys(SIZES["rope_parameters"])
-        content = json.loads(self.config_class(**keys).to_json_string(use_diff=False))
-        file = tmp_path / "config.json"
+        content, file = self.content(), tmp_path / "config.json"
 
         def written(changes: Mapping[str, Any]) -> GPTConfig:
             file.write_text(json.dumps(content | dict(changes)))
@@ -367,13 +370,10 @@ class FamilyTests:
 
     def test_unknown_keys_are_refused_by_name(self, tmp_path):
         """Every key that transformers writes for the family is known; any other is refused."""
-        keys = deepcopy(SIZES) | SPECIAL | dict(self.special)
-        keys |= self.rope_keys(SIZES["rope_parameters"])
-        content = self.config_class(**keys, num_key_value_heads=2).to_dict()
-        file = tmp_path / "config.json"
-        file.write_text(json.dumps(content, default=str))
+        content, file = self.content(), tmp_path / "config.json"
+        file.write_text(json.dumps(content))
         read_config(tmp_path)
         for key, value in (("per_layer_config", {"0": {}}), ("logit_scale", 0.5)):
-            file.write_text(json.dumps(content | {key: value}, default=str))
+            file.write_text(json.dumps(content | {key: value}))
             with pytest.raises(ValueError, match=re.escape(f"{file}: {key}={json.dumps(value)} ")):
                 read_config(tmp_path)

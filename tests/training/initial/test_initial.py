@@ -206,7 +206,6 @@ def test_the_balance_of_experts_can_be_given(tuned, folder):
         ({"model__experts__balance": 0.1}, "model.experts.balance=0.1: the model has no experts"),
         ({"init": ""}, "init="),
         ({"init": "."}, "neither a run"),
-        ({"data__tokenizer": "nowhere"}, "nowhere"),
         ({"data__vocab_size": 300}, "data.vocab_size=300: init="),
     ],
 )

@@ -70,16 +70,6 @@ def test_two_processes_compute_the_same(tuned, start, tmp_path):
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, rel=1e-5), name
 
 
-def test_a_family_of_ours_may_be_left_to_transformers(tuned, tmp_path, folder):
-    llama = tmp_path / "models" / "Llama"
-    reference("llama").save_pretrained(llama)
-    shutil.copy(folder / "tokenizer.json", llama)
-    ours, theirs = (
-        tuned(by, init=llama, transformers=by, max_steps=3) for by in ("never", "always")
-    )
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

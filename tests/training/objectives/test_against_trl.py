@@ -26,6 +26,7 @@ from longctx.training.throughput import means
 from tests.training.objectives.conftest import preferences
 
 ROWS = 9
+CPU = SimpleNamespace(device="cpu")
 
 
 class Both:
@@ -153,19 +154,13 @@ def of_formula(both: Both, formula: Callable[[Tensor, Tensor], Any]) -> tuple[An
 
 
 def simpo(both: Both) -> tuple[Any, ...]:
-    theirs = SimpleNamespace(
-        alpha=0.0,
-        beta=2.0,
-        simpo_gamma=1.0,
-        label_smoothing=0.0,
-        loss_type="simpo",
-        accelerator=SimpleNamespace(device="cpu"),
-    )
+    keys = {"alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.0}
+    theirs = SimpleNamespace(**keys, loss_type="simpo", accelerator=CPU)
     return of_formula(both, lambda w, l: CPOTrainer.cpo_loss(theirs, w, l))
 
 
 def orpo(both: Both) -> tuple[Any, ...]:
-    theirs = SimpleNamespace(beta=0.1, accelerator=SimpleNamespace(device="cpu"))
+    theirs = SimpleNamespace(beta=0.1, accelerator=CPU)
 
     def formula(w: Tensor, l: Tensor) -> tuple[Tensor, ...]:
         ratio, *rewards, _, _ = ORPOTrainer.odds_ratio_loss(theirs, w, l)
@@ -174,19 +169,19 @@ def orpo(both: Both) -> tuple[Any, ...]:
     return of_formula(both, formula)
 
 
-def expected(both: Both, name: str) -> tuple[Any, ...]:
-    if name == "dpo":
-        return of_trainer(both, DPOTrainer, DPOConfig, both.pairs)
-    if name == "kto":
-        return of_trainer(both, KTOTrainer, KTOConfig, both.labels)
-    return simpo(both) if name == "simpo" else orpo(both)
+EXPECTED: dict[str, Callable[[Both], tuple[Any, ...]]] = {
+    "dpo": lambda both: of_trainer(both, DPOTrainer, DPOConfig, both.pairs),
+    "kto": lambda both: of_trainer(both, KTOTrainer, KTOConfig, both.labels),
+    "simpo": simpo,
+    "orpo": orpo,
+}
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_loss_gradient_and_metrics_are_those_of_trl(both, name, packed):
     loss, row, gradient = ours(both, name, packed)
-    want, theirs, want_gradient = expected(both, name)
+    want, theirs, want_gradient = EXPECTED[name](both)
     assert loss == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-4, atol=1e-6)
     shared = row.keys() & theirs.keys()
