@@ -42,7 +42,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_extension_writes_report_and_plot(data, tmp_path):
     sizes = ["short=256", "long=512", "layers=1", "channels=64", "vocab=512", "tokens=1024"]
     own = ["steps=2", "tune_steps=1", "documents=40", "samples=1", "device=cpu"]
-    texts, out = f"path={tmp_path / 'texts'}", tmp_path / "out"
+    texts, out = data[1].removeprefix("data."), tmp_path / "out"
     assert main(["extension", *sizes, *own, texts, f"out={out}"]) == 0
     report = json.loads((out / "extension.json").read_text())
     assert list(report["models"]) == ["as pretrained", "YaRN, not trained", "YaRN, fine-tuned"]

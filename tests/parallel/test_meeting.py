@@ -205,12 +205,27 @@ def check_ends(processes: Processes, pid: int, folder: Path) -> None:
         time.sleep(0.1)
 
 
+# On two GPUs that NCCL connects. Heads of this size are too small for flash; compile's processes
+# would stand beside the data workers.
+CUDA = {"device": "cuda", "strategy": "fsdp", "attention": "naive"}
+CUDA |= {"compile": False, "kernel__lock": "off"}
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that NCCL connects"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "victim"), [*((0, victim) for victim in VICTIMS), (1, "rank 1"), (2, "rank 0")]
+    ("nodes", "victim", "changes"),
+    [
+        *((0, victim, {}) for victim in VICTIMS),
+        *((1, "rank 1", {}), (2, "rank 0", {})),
+        *(pytest.param(n, victim, CUDA, marks=TWO_GPUS) for n in (0, 1) for victim in VICTIMS),
+    ],
 )
-def test_a_killed_process_ends_the_run_with_one_line(nodes, victim, overrides_in, tmp_path):
-    with running(overrides_in, tmp_path, nodes) as processes:
+def test_a_killed_process_ends_its_run_in_one_line(nodes, victim, changes, overrides_in, tmp_path):
+    with running(overrides_in, tmp_path, nodes, **changes) as processes:
         pid = pid_of(processes, victim)
         os.kill(pid, signal.SIGKILL)
         check_ends(processes, pid, tmp_path / "runs" / "r")
@@ -232,20 +247,3 @@ def test_a_stopped_process_ends_the_run_in_time(overrides_in, tmp_path):
         [error] = errors_of(process, code=1)
         assert "does not answer" in error
         assert not is_alive(pid)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that NCCL connects")
-@pytest.mark.parametrize("nodes", [0, 1], ids=["own", "torchrun"])
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_a_lost_process_ends_a_run_on_two_gpus(
-    victim: str, nodes: int, overrides_in: OverridesIn, tmp_path: Path
-) -> None:
-    # its heads are too small for flash; compile's processes would stand beside the data workers
-    cuda = {"device": "cuda", "strategy": "fsdp", "attention": "naive"}
-    cuda |= {"compile": False, "kernel__lock": "off"}
-    with running(overrides_in, tmp_path, nodes, **cuda) as processes:
-        pid = pid_of(processes, victim)
-        os.kill(pid, signal.SIGKILL)
-        check_ends(processes, pid, tmp_path / "runs" / "r")

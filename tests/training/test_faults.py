@@ -15,8 +15,6 @@ import train
 from longctx.runs import metrics_file, run_folder
 from longctx.training.optimizers import adamw
 
-SCRIPT = Path(train.__file__)
-
 
 @pytest.mark.parametrize(
     ("changes", "message"),
