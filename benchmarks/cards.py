@@ -48,7 +48,7 @@ Written by `python -m benchmarks cards`. The first two tables are predicted, as 
 128 GiB of host memory, `attention=flash`, `memory=auto`, LoRA of rank 16. `135m` has SmolLM2's
 shape; the others are presets.
 
-The longest sequence that fits with 5% of the memory left free, as a run without a probe leaves it,
+The longest sequence that fits with 5% of the memory left free, as a run without dry runs leaves it,
 each time by `memory=long`, and in parentheses its tokens/s if it is one document:
 """
 SPEED = """

@@ -78,7 +78,7 @@ class Command(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--version"]:
+    if "--version" in argv:
         return answer(argv, list_text, lambda _: print(f"longctx {longctx.__version__}"))
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1
     name, arguments = " ".join(argv[:words]), argv[words:]

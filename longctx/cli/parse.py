@@ -166,12 +166,16 @@ def not_a_key(schema: type, argument: str) -> str:
         name, _, text = argument.partition("=")
         option = name.strip("-").replace("-", "_")
         option = other_names.key_of(option, keys(schema)) or option
-        advice = f"write {option}={text or 'VALUE'}" if option else "see --help"
-        return f"{argument}: not an option; keys are given as key=value, {advice}"
-    if schema is TrainConfig and os.path.isdir(argument):
+        if option not in keys(schema):
+            return f"{argument}: {unknown(option, keys(schema))}"
+        value = text or "VALUE"
+        return f"{argument}: not an option; keys are given as key=value, write {option}={value}"
+    path = Path(argument)
+    has_model = (path / "config.yaml").exists() or run_folder.is_hugging_face(path)
+    if schema is TrainConfig and (has_model or path.suffix == ".ckpt"):
         advice = f"continue it with resume={argument}, or begin with its weights: init={argument}"
         return f"{argument}: {advice}"
-    if "data.path" in keys(schema) and os.path.isfile(argument):
+    if "data.path" in keys(schema) and path.exists():
         return f"{argument}: not of the form key=value; give data=text data.path={argument}"
     return f"{argument}: not of the form key=value; see --help"
 
@@ -350,7 +354,9 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
             for name, value in result.items()
             if name == "objective.name" or not {name, name.partition(".")[0]} & others
         }
-    full_names, without = full_keys(schema, result), set(given) | replaced(given)
+    with untrusted.named(path):
+        full_names = full_keys(schema, result)
+    without = set(given) | replaced(given)
     spelled = dict[str, str]()
     for name, full in full_names.items():
         if spelled.setdefault(full, name) != name:

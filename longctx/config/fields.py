@@ -91,9 +91,11 @@ class Key(NamedTuple):
         if self.is_open:
             return "keys with values, such as {key: value}"
         if self.is_list:
-            item = typing.get_args(self.type)[0]
+            item, *others = typing.get_args(self.type)
             if typing.get_origin(item) is list:
                 return f"a list of lists of {ITEMS[typing.get_args(item)[0]]}, as in [[1,2]]"
+            if item in others:
+                return f"{1 + len(others)} {ITEMS[item]}, as in {shown(self.default)}"
             return f"a list of {ITEMS[item]}, as in {'[a,b]' if item is str else '[1,2]'}"
         return TYPES.get(self.type, "another value")
 

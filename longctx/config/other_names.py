@@ -91,7 +91,7 @@ NAMES = {
 # What differs in meaning
 NOTES = {
     "accumulate": ", micro-batches of batch_size sequences",
-    "max_tokens": ", the tokens of all epochs together",
+    "max_tokens": ", the tokens of all epochs together; longctx data shows those of one",
     "min_lr_ratio": ", as a share of lr",
     "warmup_steps": ", a number of steps",
     "betas": ", as in betas=[0.9,0.95]",

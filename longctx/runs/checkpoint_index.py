@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
     and lists every file that holds rows.
     """
     if path.is_file():
-        raise Damaged(path, "not a whole checkpoint, or written by longctx before 1.0")
+        raise Damaged(path, "not a whole checkpoint, or written by an older longctx")
     try:
         written = untrusted.read_json(path / INDEX, INDEX_SIZE, within=path)
         content: dict[str, Any] = written["content"]

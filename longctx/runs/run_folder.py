@@ -211,7 +211,7 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
 
     Raises ValueError if there is none.
     """
-    if path.exists() and (path.suffix == ".ckpt" or not path.is_dir()):
+    if path.exists() and path.suffix == ".ckpt":
         return path
     if path.is_dir() and (saved := checkpoints(path)):
         return saved[-1]
@@ -222,6 +222,8 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
         if owner := other_names.HUB_OWNERS.get(str(path)):
             remedy = f"the model of the Hub is {owner}/{path}"
         why = f"no such file or folder; {remedy}"
+    elif path.is_file():
+        why = f"a file, and no model; text is given as data=text data.path={path}"
     elif (path / "adapter_config.json").exists():
         why = "an adapter, which lacks the weights it adds to; give the run, or a full export"
     elif (path / "config.yaml").exists():

@@ -80,7 +80,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     choice = stretched(choice, seq_len)
     is_probed = choice.config.seq_len == "max"
 
-    # Before the data is opened: no memory for the smallest vocabulary is refused, kernels compile
+    # Before the data is opened: refuse what fits no vocabulary, and start the compilers
     if not is_probed:
         check_fits(choice.workloads(seq_len, tokens=1), machine)
     tokens = choice.config.data.vocab_size  # of a tokenizer that is trained here
@@ -116,12 +116,12 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
     model, name = config.model, request.choices.get("model", "")
     source = name
     if config.resume:
-        # The method of the run may not go with another degree
+        # The method of the run may not suit the new degree
         changed = {"context.degree", "context.method"} & overrides.keys()
         if changed == {"context.degree"}:
             config = replace(config, context=replace(config.context, method="auto"))
     else:
-        # Before the data is read: every process and every resume reads the same
+        # The Hub's commit, so that every process and every resume reads the same documents
         config = replace(config, data=sources.pinned(data_config(config)))
         if config.seq_len == "max":
             config = replace(config, batch_size=config.batch_size or 1)

@@ -20,7 +20,7 @@ TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 class Run:
     """One training run with nothing left to decide.
 
-    Decisions of `resolve` are fields here or in `workload`; `config` is the request.
+    Decisions of `resolve` are fields here or in `workload`; `config` has the keys as asked.
     """
 
     config: TrainConfig  # as asked, with absolute paths
