@@ -258,13 +258,15 @@ def test_an_irregular_file_is_refused(tmp_path, kind):
         texts(file)
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
 @pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
-def test_streams_of_xz_follow_one_another(tmp_path, padding):
+def test_compressed_streams_follow_one_another(tmp_path, padding, suffix):
     expected = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
-    packed = padding.join(lzma.compress(text.encode()) for text in expected)
-    file = tmp_path / "a.txt.xz"
+    packed = padding.join(COMPRESS[suffix](text.encode()) for text in expected)
+    file = tmp_path / f"a.txt{suffix}"
     file.write_bytes(packed + padding)
     assert texts(file) == ["".join(expected)]
-    file.write_bytes(packed[:-1])
-    with pytest.raises(ValueError, match=r"a\.txt\.xz: "):
-        texts(file)
+    for broken in (packed[:-1], packed + b"no stream"):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=rf"a\.txt\{suffix}: "):
+            texts(file)

@@ -56,15 +56,16 @@ FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
-class _Xz(io.RawIOBase):
-    """The unpacked bytes of every stream of an .xz file.
+class _Streams(io.RawIOBase):
+    """The unpacked bytes of every stream of an .xz or .bz2 file.
 
-    lzma.open stops at padding between streams and drops the rest of the file.
+    lzma.open stops at padding between streams and drops the rest of the file, bz2.open too.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, decompressor: Callable[[], Any], file: IO[bytes]) -> None:
+        self.decompressor = decompressor
         self.file = file
-        self.stream = lzma.LZMADecompressor()
+        self.stream = decompressor()
 
     def readable(self) -> bool:
         return True
@@ -78,7 +79,7 @@ class _Xz(io.RawIOBase):
                     packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
                     if not packed:
                         return 0
-                self.stream = lzma.LZMADecompressor()
+                self.stream = self.decompressor()
             elif self.stream.needs_input:
                 packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
                 if not packed:
@@ -96,8 +97,8 @@ def _open_zst(file: IO[bytes]) -> Any:
 
 _COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": _Xz,
+    ".bz2": partial(_Streams, bz2.BZ2Decompressor),
+    ".xz": partial(_Streams, lzma.LZMADecompressor),
     ".zst": _open_zst,
 }
 
