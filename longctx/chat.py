@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
-from typing import Any
 
 from longctx.config.command_config import ChatConfig
 from longctx.data.chat import Template
+from longctx.data.messages import Message
 from longctx.generation import AnswerFile, Engine, Prompt, say, write
-
-Message = dict[str, Any]
 
 
 def chat(config: ChatConfig) -> int:
@@ -26,11 +24,13 @@ def chat(config: ChatConfig) -> int:
     """
     engine = Engine(config)
     template = Template(engine.trained.folder, today=datetime.now())
-    messages = [] if config.system is None else [message("system", config.system)]
+    messages: list[Message] = []
+    if config.system is not None:
+        messages = [{"role": "system", "content": config.system}]
     with engine.within_memory():
         engine.load()
         while (line := read_line()) is not None:
-            asked = [*messages, message("user", line)]
+            asked = [*messages, {"role": "user", "content": line}]
             try:
                 text = template.prompt("chat", {"messages": asked})
             # Such as a special token: only this message is lost
@@ -43,13 +43,8 @@ def chat(config: ChatConfig) -> int:
             # The next prompt would be refused with a special token in it
             for token in template.special:
                 answer = answer.replace(token, "")
-            messages = [*asked, message("assistant", answer)]
+            messages = [*asked, {"role": "assistant", "content": answer}]
     return engine.exit_code
-
-
-def message(role: str, content: str) -> Message:
-    """Return a message as chat templates take it."""
-    return {"role": role, "content": content}
 
 
 def read_line() -> str | None:

@@ -13,10 +13,9 @@ written as the model will be asked for it, and by default no other is learned.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
@@ -30,8 +29,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx import untrusted
 from longctx.config.fields import refuse
-from longctx.data.messages import Message, as_templates_expect, is_learned, read
-from longctx.data.sources import Document, Span
+from longctx.data.cache import fingerprint
+from longctx.data.messages import Message, Row, as_templates_expect, is_learned, read
+from longctx.data.sources import Document, NamedRows, Span
 
 _VERSION = 7  # raised when the same conversation would become another document
 SYSTEM_ROLES = ("system", "developer")
@@ -178,8 +178,7 @@ class Template:
         file = self.folder / "tokenizer.json"
         added = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE).get("added_tokens", [])
         self.special = [token["content"] for token in added if token.get("special")]
-        digest = hashlib.sha256(json.dumps([_VERSION, learned, source, self.tokens]).encode())
-        self.fingerprint = digest.hexdigest()[:32]
+        self.fingerprint = fingerprint([_VERSION, learned, source, self.tokens])
 
     def _compile(self, source: str, today: datetime) -> None:
         # As transformers (utils/chat_template_utils.py): other white space would be other tokens.
@@ -221,10 +220,8 @@ class Template:
                 tracker.written += len(block)
         return Rendered("".join(blocks), tracker.marked, tracker.turns())
 
-    def conversations(
-        self, rows: Iterable[tuple[str, str, Mapping[str, Any]]]
-    ) -> Iterator[Document]:
-        """Write the conversation of each (name, place, row) as text, with the assistant's spans.
+    def conversations(self, rows: NamedRows) -> Iterator[Document]:
+        """Write the conversation of each row as text, with the assistant's spans.
 
         Raises ValueError, which begins with the place, if a row is no conversation, or if the
         assistant's part cannot be told apart.
@@ -246,23 +243,22 @@ class Template:
         """
         messages, tools = self._read({"messages": [*prompt, *completion], "tools": tools})
         question = self.render(messages[: len(prompt)], tools, prompt=True).text
+        whole = self.render(messages, tools)
         if self.tracker.has_marks:
-            whole = self.render(messages, tools)
             text, spans = whole.text, self._marked(whole, messages)
         else:
-            text, spans = self._after(question, messages, len(prompt), tools)
+            text, spans = self._after(question, whole, messages, len(prompt))
         start = _before_spaces(text, len(_shared(question, text)))
         spans = [(max(first, start), end) for first, end in spans if end > start]
         refuse((not spans, "the completion has no text of the assistant's"))
-        opening = _opening(text, self.render(messages, tools), messages)
-        return Document(name, text, spans, opening=opening)
+        return Document(name, text, spans, opening=_opening(text, whole, messages))
 
-    def prompt(self, place: str, row: Mapping[str, Any]) -> str:
+    def prompt(self, place: str, row: Row) -> str:
         """Write the conversation up to the beginning of the assistant's next message."""
         with untrusted.named(place):
             return self.render(*self._read(row), prompt=True).text
 
-    def _read(self, row: Mapping[str, Any]) -> tuple[list[Message], Any]:
+    def _read(self, row: Row) -> tuple[list[Message], Any]:
         """Return messages and tools of `row`, without special tokens in them, and let the template
         have its chat_template_kwargs.
         """
@@ -270,9 +266,8 @@ class Template:
         self.values = row.get("chat_template_kwargs") or {}
         wrong = "'chat_template_kwargs' must be an object"
         refuse((not isinstance(self.values, dict), wrong))
-        places = [f"message {number}" for number in range(1, len(messages) + 1)]
-        places += ["tools", "chat_template_kwargs"]
-        for place, content in zip(places, [*messages, tools, self.values], strict=True):
+        parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
+        for place, content in (*parts, ("tools", tools), ("chat_template_kwargs", self.values)):
             # A Hub data set has dates, which JSON does not know.
             text = json.dumps(content, ensure_ascii=False, default=str)
             # As text of a user it would end the turn, and open one of the assistant's.
@@ -294,22 +289,21 @@ class Template:
             messages = messages[: answers[-1] + 1]
             asked = _asked(messages)
             question = self.render(messages[:asked], tools, prompt=True).text
-            text, spans = self._after(question, messages, asked, tools)
+            text, spans = self._after(question, self.render(messages, tools), messages, asked)
             shortened = self.learned == "auto" and len(spans) < len(answers)
         spans = [(first, end) for first, end in spans if first < end]
         refuse((not spans, "the chat template writes nothing of the assistant's; leave it out"))
         return Document(name, text, spans, shortened, opening=_opening(text, whole, messages))
 
     def _after(
-        self, prompt: str, messages: Sequence[Message], asked: int, tools: Any
+        self, prompt: str, whole: Rendered, messages: Sequence[Message], asked: int
     ) -> tuple[str, list[Span]]:
-        """Write the prompt of `asked` messages as the model will be given it, then the text of the
-        messages after it, whose answers are learned.
+        """Return the prompt of `asked` messages as the model will be given it, then the text of the
+        messages after it in `whole`, and the spans of the answers there, which are learned.
 
         The prompt may differ from the same part of the whole: Mistral Nemo writes the system
         message in prompts alone.
         """
-        whole = self.render(messages, tools)
         # The messages after the prompt keep their spans, moved by what the prompt has more or less.
         before = prompt.removesuffix(self._openings[0])
         later = [first for number, (first, _) in whole.turns.items() if number >= asked]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
-from longctx.data.preferences import CHOSEN, REJECTED, first_side, fitted
+from longctx.data.preferences import CHOSEN, REJECTED, fitted, sides_of
 from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
 from longctx.data.split import by_bytes
 from longctx.data.store import Store, build, progress
@@ -61,6 +62,7 @@ class EncodedDocument(NamedTuple):
     is_rejected: bool = False
 
 
+@dataclass(eq=False)
 class Part:
     """The documents of one source in sequences of `seq_len` tokens.
 
@@ -68,23 +70,22 @@ class Part:
     validates.
     """
 
-    def __init__(
-        self, config: DataConfig, tokenizer: Tokenizer, store: Store, trained: np.ndarray
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.store = store
-        self.trained = trained
-        self.seq_len = 0
-        self.packings: dict[str, Packing] = {}
-        # (documents, sides) log-probabilities of the answers by the model that training began with
-        self.reference: np.ndarray | None = None
-        validates = trained < store.lengths
-        self.split = {"train": np.flatnonzero(trained), "val": np.flatnonzero(validates)}
+    config: DataConfig
+    tokenizer: Tokenizer
+    store: Store
+    trained: np.ndarray
+    seq_len: int = 0
+    packings: dict[str, Packing] = field(default_factory=dict)
+    # (documents, sides) log-probabilities of the answers by the model that training began with
+    reference: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        validates = self.trained < self.store.lengths
+        self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
         # A resumed run compares this: it covers all that decides a sequence but its length.
-        content = [store.content(), tokenizer.fingerprint, self.split["val"].tolist()]
-        if (validates & (trained > 0)).any():
-            content.append(trained[validates].tolist())
+        content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
+        if (validates & (self.trained > 0)).any():
+            content.append(self.trained[validates].tolist())
         self.fingerprint = fingerprint([_VERSION, *content])
 
     def packed(self, seq_len: int, together: bool = True) -> Part:
@@ -130,12 +131,8 @@ class Part:
         """Return the sequences of `train` or `val`."""
         from longctx.data.rows import Rows
 
-        tokenizer = self.tokenizer
-        rows = Rows(
-            self.store, self.packings[split], self.seq_len, tokenizer.eos_id, tokenizer.bos_id
-        )
-        rows.reference = self.reference
-        return rows
+        ends = (self.tokenizer.eos_id, self.tokenizer.bos_id)
+        return Rows(self.store, self.packings[split], self.seq_len, *ends, self.reference)
 
     def documents(self, split: str) -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
@@ -145,7 +142,8 @@ class Part:
         ):
             side = CHOSEN
             if self.store.has_sides:  # the preferred or labelled answer stands for its document
-                stop, side = first_side(self.store, document)
+                marks, begins, _ = sides_of(self.store, document)
+                stop, side = int(begins[1]), marks[0] >> 1
             ids = self.store.tokens(document, start, stop).astype(np.int64)
             name, n_bytes = self.store.name(document), int(self.store.n_bytes[document])
             # A part has fewer bytes than its document; perplexity per byte needs them.
@@ -157,25 +155,20 @@ class Part:
             scored = self.store.scored(document, start, stop)
             yield EncodedDocument(name, ids, n_bytes, scored, side == REJECTED)
 
-    def never_ends(self) -> bool:
-        """Return True if no answer teaches a token at which generation stops."""
-        return self.store.has_answers and not self.store.learns_any(self.tokenizer.end_tokens)
-
-    def prompts_cut(self) -> int:
-        """Return how many prompts lose their beginnings, so that their answers fit a sequence."""
-        return int((self.store.lengths > self.seq_len).sum()) if self.store.has_sides else 0
-
     def summary(self) -> dict[str, Any]:
         """Count documents, tokens and sequences; `efficiency` is the share of a sequence that
         documents fill, rather than padding.
         """
+        # Generation never stops if no answer teaches a token at which it does
+        has_no_end = self.store.has_answers and not self.store.learns_any(self.tokenizer.end_tokens)
+        is_too_long = self.store.lengths > self.seq_len
         counts: dict[str, Any] = {
             "source": self.config.source,
             "documents": len(self.store),
             "documents_dropped": self.store.dropped,
             "conversations_shortened": self.store.shortened,
-            "sources_without_end": int(self.never_ends()),
-            "prompts_cut": self.prompts_cut(),
+            "sources_without_end": int(has_no_end),
+            "prompts_cut": int(is_too_long.sum()) if self.store.has_sides else 0,
             "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),

@@ -18,7 +18,7 @@ prompt stay.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain, islice, pairwise, takewhile
 from operator import eq
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ import numpy as np
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import Document, encodable
+from longctx.data.messages import Row
+from longctx.data.sources import Document, NamedRows, encodable
 from longctx.untrusted import named
 
 if TYPE_CHECKING:
@@ -37,14 +38,11 @@ if TYPE_CHECKING:
 CHOSEN, REJECTED, UNRELATED = range(3)
 SIDES = 3  # how many there are at most
 
-Row = Mapping[str, Any]
 # (name, prompt, answer, tools) → the whole, of which the answer is learned
 Write = Callable[[str, Any, Any, Any], Document]
 
 
-def documents(
-    rows: Iterable[tuple[str, str, Row]], config: DataConfig, template: Template | None
-) -> Iterator[Document]:
+def documents(rows: NamedRows, config: DataConfig, template: Template | None) -> Iterator[Document]:
     """Read the document of each (name, place for messages, row); raise ValueError, one line, for
     a row of another format.
     """
@@ -89,7 +87,7 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     return whole
 
 
-def _pairs(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
+def _pairs(rows: NamedRows, write: Write) -> Iterator[Document]:
     for name, place, row in rows:
         # Published sets have such rows, which teach nothing: they are left out and counted
         if row["chosen"] == row["rejected"]:
@@ -119,7 +117,7 @@ def _with_prompt(row: Row) -> tuple[Any, Any, Any]:
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _labels(rows: Iterator[tuple[str, str, Row]], write: Write) -> Iterator[Document]:
+def _labels(rows: NamedRows, write: Write) -> Iterator[Document]:
     """Write each answer beside the one of the row before; the first one's is of the second row."""
     first = list(islice(rows, 2))
     if len(first) == 1:
@@ -141,12 +139,6 @@ def sides_of(store: Store, document: int) -> tuple[np.ndarray, np.ndarray, np.nd
     begins = np.flatnonzero(np.diff(side, prepend=-1))
     sides = np.split(scored, begins[1:])
     return marks, begins, np.array([int(np.argmax(of_side)) for of_side in sides])
-
-
-def first_side(store: Store, document: int) -> tuple[int, int]:
-    """Return the tokens of the first side, and which one it is."""
-    marks, begins, _ = sides_of(store, document)
-    return int(begins[1]), int(marks[0] >> 1)
 
 
 def fitted(store: Store, documents: np.ndarray, seq_len: int, bos_id: int | None) -> np.ndarray:

@@ -54,9 +54,6 @@ _ODD = np.random.Generator(np.random.PCG64(20)).integers(
 ) | np.uint64(1)
 _ADD = np.random.Generator(np.random.PCG64(21)).integers(0, 2**64, POSITIONS, dtype=np.uint64)
 
-# Prefix of the keys, such as data, → val_fraction of each store.
-Fractions = Mapping[str, float | None]
-
 
 def splitmix(numbers: np.ndarray | np.uint64) -> np.ndarray:
     """Mix the bits of each number, (n,) uint64, as SplitMix64 does after its addition."""
@@ -67,9 +64,10 @@ def splitmix(numbers: np.ndarray | np.uint64) -> np.ndarray:
 
 
 def by_bytes(
-    stores: Sequence[Store], fractions: Fractions, tokenizer: Tokenizer
+    stores: Sequence[Store], fractions: Mapping[str, float | None], tokenizer: Tokenizer
 ) -> list[np.ndarray]:
-    """Split the documents of all `stores`, (documents,) int64 each.
+    """Split the documents of all `stores`, (documents,) int64 each, by a val_fraction for each. The
+    keys of `fractions` are prefixes of keys, such as data.
 
     A group of near-duplicates, in one or several stores, validates whole or not at all. Raises
     ValueError if a store has nothing that could validate.
@@ -128,7 +126,8 @@ def _groups(stores: Sequence[Store]) -> np.ndarray:
 def _order(stores: Sequence[Store], group: np.ndarray) -> np.ndarray:
     """Return the groups in the order of a hash that ignores order and number of their members."""
     smallest = np.full(int(group.max()) + 1, 2**64 - 1, np.uint64)
-    np.minimum.at(smallest, group, np.concatenate([store.hashes() for store in stores]))
+    hashes = np.concatenate([store.keys[:, :8] for store in stores]).view(">u8")
+    np.minimum.at(smallest, group, hashes[:, 0].astype(np.uint64))
     # The smallest of many is small: hashed again, large groups come no earlier.
     return np.argsort(splitmix(smallest), kind="stable")
 

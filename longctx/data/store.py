@@ -102,11 +102,6 @@ class Store:
     def name(self, document: int) -> str:
         return str(self.table.column("name")[document])
 
-    def hashes(self) -> np.ndarray:
-        """Return a hash of each document's content, (documents,) uint64."""
-        first = np.ascontiguousarray(self.keys[:, :8])
-        return np.asarray(first.view(">u8")[:, 0], dtype=np.uint64)
-
     def content(self) -> str:
         """Return a hash of all documents in order, and of the scored tokens if not all are."""
         digest = hashlib.sha256(self.keys.tobytes())

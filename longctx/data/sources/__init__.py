@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse, shown
-from longctx.data.messages import format_of
+from longctx.data.messages import Row, format_of
 from longctx.untrusted import named
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 Span = tuple[int, int]  # characters first .. end - 1
+NamedRows = Iterator[tuple[str, str, Row]]  # name of the document, place for messages, row
 
 
 class Document(NamedTuple):
@@ -103,7 +104,7 @@ class Corpus:
         """
         # The first shards alone, such as one folder's, would bias the vocabulary.
         quota = max(characters // len(self.shards), characters // 8)
-        for shard in sorted(self.shards, key=lambda shard: _digest(shard.name)):
+        for shard in sorted(self.shards, key=lambda shard: exact_key(shard.name)):
             left = min(quota, characters)
             for document in shard.documents():
                 yield document.text[:left]
@@ -255,11 +256,12 @@ def pinned(config: DataConfig) -> DataConfig:
 
     It means the same documents from every folder, and after every push to the Hub.
     """
-    own = replace(config, cache=_absolute(config.cache), tokenizer=_absolute(config.tokenizer))
+    own = replace(config, cache=absolute(config.cache), tokenizer=absolute(config.tokenizer))
     return SOURCES[own.source].pinned(own)
 
 
-def _absolute(path: str | None) -> str | None:
+def absolute(path: str | None) -> str | None:
+    """Return a path that is the same from every folder."""
     return os.path.abspath(os.path.expanduser(path)) if path else path
 
 
@@ -297,13 +299,9 @@ def chat_template(config: DataConfig) -> Template | None:
 
 
 def documents_in(
-    rows: Iterable[tuple[str, str, Mapping[str, Any]]],
-    config: DataConfig,
-    template: Template | None,
+    rows: NamedRows, config: DataConfig, template: Template | None
 ) -> Iterator[Document]:
-    """Read the document of each (name, place for messages, row): its text, its conversation, or
-    its answers.
-    """
+    """Read the document of each row: its text, its conversation, or its answers."""
     if config.preferences:
         from longctx.data import preferences
 
@@ -316,7 +314,7 @@ def documents_in(
         yield Document(name, text_in(row, place, config))
 
 
-def text_in(row: Mapping[str, Any], place: str, config: DataConfig) -> str:
+def text_in(row: Row, place: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
     column, known = config.text_column, format_of(row)
     found = f"found {', '.join(list(row)[:8])}"
@@ -343,18 +341,24 @@ def encodable(text: str, place: str, config: DataConfig) -> str:
     return text
 
 
+def state_of(name: str, file: str | Path) -> tuple[str, int, int, int]:
+    """Return the name, size and times of a file, by which tokens are cached.
+
+    The time of the last change is of the file on this disk. A copy, or a file unpacked with the
+    modification time of another one, has its own.
+    """
+    status = os.stat(file)
+    return name, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def exact_key(text: str) -> bytes:
     """Return 16 bytes that stand for a text."""
-    return _digest(text)[:16]
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def content_key(text: str) -> bytes:
     """Return 16 bytes that stand for a text, whatever its white space and case."""
     return exact_key(" ".join(text.lower().split()))
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
 
 
 # Each registers itself, with the names above; needles imports `text`.

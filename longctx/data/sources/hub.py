@@ -32,6 +32,7 @@ from longctx.data.sources import (
     chat_template,
     documents_in,
     register,
+    state_of,
 )
 from longctx.files import one_line, write_text
 
@@ -113,12 +114,7 @@ class _Dataset(NamedTuple):
             if not matches:
                 raise FileNotFoundError(f"data.files={pattern}: no such file; give one that exists")
             found += matches
-        states = []
-        for file in found:
-            status = os.stat(file)
-            # A file from an archive has the modification time of another one; see `Text.open`
-            states.append((file, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        return states
+        return [state_of(file, file) for file in found]
 
 
 def _dataset(config: DataConfig) -> _Dataset:

@@ -22,7 +22,6 @@ from longctx.data.sources import (
     Corpus,
     Document,
     Shard,
-    Source,
     content_key,
     register,
 )
@@ -36,6 +35,10 @@ LINE = 200  # characters in which a line is to end before a fact; in a longer on
 FILLER_LIMIT = 64 << 20  # characters that are read from the other source
 DISTRACTORS = 3  # other cities' numbers in a needle task
 DIGITS = 5
+PASSKEY_FACT = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
+PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
+NEEDLE_FACT = "\nThe secret number of {} is {}.\n"
+NEEDLE_QUESTION = "\nWhat is the secret number of {0}? The secret number of {0} is"
 _NAMES = (
     "Accra Adelaide Algiers Amman Ankara Antwerp Athens Austin Baghdad Baku Bangkok Barcelona "
     "Basel Beirut Bergen Berlin Bogota Bonn Boston Brisbane Bruges Brussels Cairo Calgary "
@@ -51,7 +54,7 @@ CITIES = _NAMES.split()
 
 
 @register("needles")
-class Needles(Source):
+class Needles(Text):
     """Facts and questions in the text of data.path, or in the embedded one."""
 
     keys = frozenset({"path", "length", "text_column", "errors"})
@@ -59,20 +62,15 @@ class Needles(Source):
 
     def ignored(self, config: DataConfig, name: str) -> str:
         if config.paths():
-            return Text().ignored(config, name)
+            return super().ignored(config, name)
         return "data.path is not set" if name in ("text_column", "errors") else ""
 
-    def check_files(self, config: DataConfig) -> None:
-        Text().check_files(config)
-
-    def left_out(self, config: DataConfig) -> str:
-        return Text().left_out(config)
-
-    def pinned(self, config: DataConfig) -> DataConfig:
-        return Text().pinned(config)
+    def check(self, config: DataConfig) -> None:
+        """Take any configuration: without a path, the text is the embedded one."""
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
-        filler = (Text() if config.paths() else Embedded()).open(config, without)
+        read = super().open if config.paths() else Embedded().open
+        filler = read(config, without)
         shards = [Shard(shard.name, partial(_allowed, shard, without)) for shard in filler.shards]
         allowed = replace(filler, shards=shards)
         left_out = [hashlib.sha256(b"".join(sorted(without))).hexdigest()] if without else []
@@ -120,27 +118,13 @@ def task(kind: str, rng: random.Random) -> Task:
     """Draw a task of `kind`, passkey or needle."""
     if kind == "passkey":
         answer = number(rng)
-        return Task(passkey_fact(answer), [], PASSKEY_QUESTION, f" {answer}")
+        return Task(PASSKEY_FACT.format(answer), [], PASSKEY_QUESTION, f" {answer}")
     # Numbers of other cities: the question must be matched, not only the form.
     city, *others = rng.sample(CITIES, 1 + DISTRACTORS)
     answer = number(rng)
-    facts = [needle_fact(other, number(rng)) for other in others]
-    return Task(needle_fact(city, answer), facts, needle_question(city), f" {answer}")
-
-
-PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
-
-
-def passkey_fact(answer: str) -> str:
-    return f"\nThe pass key is {answer}. Remember it. {answer} is the pass key.\n"
-
-
-def needle_fact(city: str, answer: str) -> str:
-    return f"\nThe secret number of {city} is {answer}.\n"
-
-
-def needle_question(city: str) -> str:
-    return f"\nWhat is the secret number of {city}? The secret number of {city} is"
+    facts = [NEEDLE_FACT.format(other, number(rng)) for other in others]
+    question = NEEDLE_QUESTION.format(city)
+    return Task(NEEDLE_FACT.format(city, answer), facts, question, f" {answer}")
 
 
 def document(filler: str, every: int, rng: random.Random) -> str:
@@ -154,10 +138,10 @@ def document(filler: str, every: int, rng: random.Random) -> str:
     for city in cities:
         answer = number(rng)
         of_fact, of_question = sorted((_position(rng), _position(rng)))
-        events.append((of_fact, needle_fact(city, answer)))
-        events.append((of_question, f"{needle_question(city)} {answer}.\n"))
+        events.append((of_fact, NEEDLE_FACT.format(city, answer)))
+        events.append((of_question, f"{NEEDLE_QUESTION.format(city)} {answer}.\n"))
     key = number(rng)
-    events.append((_position(rng), passkey_fact(key)))
+    events.append((_position(rng), PASSKEY_FACT.format(key)))
     return f"{_inserted(filler, sorted(events))}{PASSKEY_QUESTION} {key}.\n"
 
 

@@ -19,6 +19,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -31,12 +32,15 @@ from longctx.config.fields import refuse
 from longctx.data.sources import (
     Corpus,
     Document,
+    NamedRows,
     Shard,
     Source,
+    absolute,
     chat_template,
     documents_in,
     encodable,
     register,
+    state_of,
     text_in,
 )
 
@@ -56,7 +60,7 @@ FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
-class _Streams(io.RawIOBase):
+class _Streams:
     """The unpacked bytes of every stream of an .xz or .bz2 file.
 
     lzma.open stops at padding between streams and drops the rest of the file, bz2.open too.
@@ -67,10 +71,7 @@ class _Streams(io.RawIOBase):
         self.file = file
         self.stream = decompressor()
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    def read(self, size: int) -> Any:
         while True:
             packed = b""
             if self.stream.eof:
@@ -78,15 +79,14 @@ class _Streams(io.RawIOBase):
                 while not (packed := packed.lstrip(b"\0")):  # padding
                     packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
                     if not packed:
-                        return 0
+                        return b""
                 self.stream = self.decompressor()
             elif self.stream.needs_input:
                 packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
                 if not packed:
                     raise EOFError("its end is missing")
-            if piece := self.stream.decompress(packed, len(buffer)):
-                buffer[: len(piece)] = piece
-                return len(piece)
+            if piece := self.stream.decompress(packed, size):
+                return piece
 
 
 def _open_zst(file: IO[bytes]) -> Any:
@@ -167,7 +167,7 @@ class Text(Source):
         return "; ".join(filter(None, map(_left_out, config.paths())))
 
     def pinned(self, config: DataConfig) -> DataConfig:
-        paths = [os.path.abspath(os.path.expanduser(path)) for path in config.paths()]
+        paths = list(map(absolute, config.paths()))
         if not paths:
             return config
         return replace(config, path=paths[0] if isinstance(config.path, str) else paths)
@@ -184,10 +184,7 @@ class Text(Source):
         template = chat_template(config)
         states, shards = [], []
         for name, file in files:
-            status = file.stat()
-            # The time of the last change is of the file on this disk. A copy, or a file unpacked
-            # with the modification time of another one, has its own.
-            states.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            states.append(state_of(name, file))
             shards.append(Shard(name, partial(_read, name, file, config, template)))
         identity: list[Any] = [states, config.text_column, config.errors]
         if template is not None:
@@ -294,17 +291,14 @@ def _read(
         opened: IO[bytes] = stream
         if compression:
             opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
-        is_chat = config.chat and not config.preferences
         if ending not in OF_ROWS:
-            whole_file = opened.read()
+            whole_file = opened.read().removeprefix(codecs.BOM_UTF8)
             refuse((whole_file[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
-            if ending == ".json":
-                whole_file = whole_file.removeprefix(codecs.BOM_UTF8)
             opened = io.BytesIO(whole_file)
             # An array or lines of objects: as text their brackets would be learned
             if ending == ".json" and re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", whole_file):
                 ending = ".jsonl"
-            elif not (ending == ".json" and (is_chat or _has_rows(whole_file, config))):
+            elif not (ending == ".json" and (config.chat or _has_rows(whole_file, config))):
                 yield Document(name, _decode(whole_file, str(file), config))
                 return
         if ending in OF_LINES:
@@ -320,19 +314,15 @@ def _read(
 
 def _has_rows(content: bytes, config: DataConfig) -> bool:
     """Return True for an array of objects, or for one object with a text."""
-    if not re.match(rb"\s*\{", content):
-        return re.match(rb"\s*\[\s*\{", content) is not None
-    try:
-        row = json.loads(content.decode(errors=config.errors))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row.get(config.text_column), str)
+    if re.match(rb"\s*\{", content):
+        with suppress(ValueError, RecursionError):
+            row = json.loads(content.decode(errors=config.errors))
+            return isinstance(row.get(config.text_column), str)
+    return re.match(rb"\s*\[\s*\{", content) is not None
 
 
-def _lines(
-    name: str, file: Path, stream: IO[bytes], config: DataConfig
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, object) for every line that is not empty."""
+def _lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+    """Yield the object of every line that is not empty."""
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
@@ -346,10 +336,8 @@ def _lines(
         yield f"{name}:{number}", place, _object(row, place, config)
 
 
-def _array(
-    name: str, file: Path, stream: IO[bytes], config: DataConfig
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, object) for an object or for every object of an array."""
+def _array(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+    """Yield an object, or every object of an array."""
     text = _decode(stream.read(), str(file), config)
     with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
         rows = json.loads(text)
@@ -369,10 +357,8 @@ def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
     return dict(row)
 
 
-def _parquet(
-    name: str, file: Path, stream: IO[bytes], config: DataConfig
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, place for messages, row) for every row: its text, or all fields of answers."""
+def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+    """Yield every row: its text, or all fields of answers."""
     import pyarrow  # 0.2 s
     import pyarrow.parquet
 
