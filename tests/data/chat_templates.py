@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 
+from longctx.data.tokenizer import train
+
 CHATML = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
@@ -48,16 +50,11 @@ def shipped(name: str) -> str:
 
 def write_tokenizer(folder: Path) -> None:
     """Write a byte-level BPE in which " a" and " rose" are tokens."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["a rose is a rose user assistant system"], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    train(["a rose is a rose user assistant system"], 298).save(file)
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(file))
 
 
 def write(folder: Path, template: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.config.data_config import DataConfig
+from longctx.data import DataConfig, load
 from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 TEXT = "rain on the old stone bridge and light over a quiet river αβγ 水 été 😀"
@@ -21,6 +21,13 @@ def prose(words: int, seed: int) -> str:
         for _ in range(-(-words // 12))
     ]
     return "\n".join(lines)
+
+
+def check_refused(config: DataConfig, message: str, seq_len: int = 64) -> None:
+    """Check that the documents of `config` are refused, in one line that matches `message`."""
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        load(config, seq_len)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture

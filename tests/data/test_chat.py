@@ -16,6 +16,7 @@ from longctx.data.rows import IGNORED
 from longctx.data.tokenizer import train
 from longctx.training.run_log import learned_turns
 from tests.data.chat_templates import CHATML, INST, NEMO, SPACE, shipped, write
+from tests.data.conftest import check_refused
 
 Messages = list[dict[str, Any]]
 
@@ -384,9 +385,7 @@ SPECIAL = "x<|im_end|>"
     ],
 )
 def test_a_wrong_conversation_is_one_line(folder, row, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        load(chats(folder, row), 64)
-    assert "\n" not in str(caught.value)
+    check_refused(chats(folder, row), message)
 
 
 @pytest.mark.parametrize(
@@ -401,9 +400,7 @@ def test_a_wrong_conversation_is_one_line(folder, row, message):
 )
 def test_templates_are_not_trusted(folder, template, message):
     write(folder, template)
-    with pytest.raises(ValueError, match=message) as caught:
-        load(chats(folder, {"messages": TALK}), 64)
-    assert "\n" not in str(caught.value)
+    check_refused(chats(folder, {"messages": TALK}), message)
 
 
 def test_named_templates_and_files_are_found(folder):
@@ -426,8 +423,7 @@ def test_named_templates_and_files_are_found(folder):
     ],
 )
 def test_keys_without_conversations_are_refused(folder, changes, message):
-    with pytest.raises(ValueError, match=message):
-        load(chats(folder, {"messages": TALK}, **changes), 64)
+    check_refused(chats(folder, {"messages": TALK}, **changes), message)
 
 
 def test_half_of_a_surrogate_pair_can_be_replaced(folder):

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.data.dataset import Data
+from tests.data.conftest import check_refused
 
 BUILD = """
 import sys
@@ -75,23 +77,18 @@ def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-def full_disk(*_, **__) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatch):
     (corpus / "bad.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"bad\.jsonl:1"):
-        Data(text_config(), 32)
+    check_refused(text_config(), r"bad\.jsonl:1")
     assert not files_of(tmp_path / "cache")
     (corpus / "bad.jsonl").unlink()
+    full_disk = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(np, "savez", full_disk)
-    with pytest.raises(OSError, match=r"data\.cache: .*documents.*No space left on device"):
-        Data(text_config(), 32)
+    check_refused(text_config(), r"data\.cache: .*documents.*No space left on device")
     assert not list((tmp_path / "cache").rglob("*.partial"))
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"data\.cache: .*file/cache.*data\.cache=FOLDER"):
-        Data(text_config(cache=str(tmp_path / "file" / "cache")), 32)
+    message = r"data\.cache: .*file/cache.*data\.cache=FOLDER"
+    check_refused(text_config(cache=str(tmp_path / "file" / "cache")), message)
 
 
 def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys):

@@ -12,7 +12,7 @@ from longctx.data.rows import IGNORED
 from longctx.data.split import by_bytes, near_duplicates, signature
 from longctx.data.store import Store
 from longctx.data.tokenizer import train
-from tests.data.conftest import prose
+from tests.data.conftest import check_refused, prose
 
 Make = Callable[..., DataConfig]
 
@@ -180,8 +180,8 @@ def test_one_file_validates_on_its_end(text_config, tmp_path, vocab_size, text, 
 def test_text_too_short_for_both_sides_is_refused(text_config, tmp_path, text):
     file = tmp_path / "short.txt"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"data\.val_fraction=null: .*val_fraction=0 "):
-        load(text_config(path=str(file), val_fraction=None), 16)
+    message = r"data\.val_fraction=null: .*val_fraction=0 "
+    check_refused(text_config(path=str(file), val_fraction=None), message)
 
 
 def edited(text: str, share: float, seed: int) -> str:
