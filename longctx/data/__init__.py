@@ -1,6 +1,6 @@
 """Documents in, sequences of tokens out: sources, tokenizer, packing, and the order of samples.
 
-Names are imported when first used, so that reading a DataConfig does not wait for torch or pyarrow.
+Some names are imported when first used: reading a DataConfig does not wait for torch or pyarrow.
 """
 
 from __future__ import annotations
@@ -8,25 +8,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from longctx.config.data_config import DataConfig as DataConfig
+from longctx.data.sources import Document as Document
+from longctx.data.sources import read_documents as read_documents
+
 if TYPE_CHECKING:
-    from longctx.config.data_config import DataConfig as DataConfig
     from longctx.data.dataset import Data as Data
     from longctx.data.dataset import load as load
-    from longctx.data.rows import SampleStream as SampleStream
-    from longctx.data.sources import Document as Document
-    from longctx.data.sources import read_documents as read_documents
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
-    "DataConfig": "longctx.config.data_config",
-    "Document": "longctx.data.sources",
-    "read_documents": "longctx.data.sources",
     "Data": "longctx.data.dataset",
     "load": "longctx.data.dataset",
-    "SampleStream": "longctx.data.rows",
     "Tokenizer": "longctx.data.tokenizer",
 }
-__all__ = list(_HOME)
+__all__ = ["DataConfig", "Document", "read_documents", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

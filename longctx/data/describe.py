@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from longctx import hub_snapshot
 from longctx.config.command_config import DescribeConfig
@@ -63,13 +63,12 @@ def tables(data: Data) -> list[Table]:
             sources.append([name, f"{part['weight']:g}", *map("{:,}".format, numbers)])
         result.append(text_table("Sources", names, sources))
     bins = histogram(data)
-    limit = max(part.tokens for part in bins)
+    limit = max(tokens for *_, tokens in bins)
     lengths = []
-    for part in bins:
-        span = f"{part.low:,} – {2 * part.low - 1:,}" if part.low > 1 else "1"
-        bar = "█" * round(32 * part.tokens / limit)
-        share = f"{part.tokens / counts['tokens']:6.1%} {bar}"
-        lengths.append([span, f"{part.documents:,}", share])
+    for low, documents, tokens in bins:
+        span = f"{low:,} – {2 * low - 1:,}" if low > 1 else "1"
+        bar = "█" * round(32 * tokens / limit)
+        lengths.append([span, f"{documents:,}", f"{tokens / counts['tokens']:6.1%} {bar}"])
     table = text_table("Document lengths", ["tokens", "documents", "share of all tokens"], lengths)
     table.columns[0].justify = "right"
     table.columns[2].justify = "left"
@@ -125,16 +124,10 @@ def _overview(data: Data, counts: dict[str, Any]) -> Table:
     return table
 
 
-class Bin(NamedTuple):
-    """Documents of `low` to below `2 * low` tokens."""
-
-    low: int
-    documents: int
-    tokens: int
-
-
-def histogram(data: Data) -> list[Bin]:
-    """Count document lengths in bins from one power of two to the next, without gaps."""
+def histogram(data: Data) -> list[tuple[int, int, int]]:
+    """Count documents and tokens in bins of length, without gaps: (shortest length, documents,
+    tokens), from one power of two to the next.
+    """
     import numpy as np
 
     lengths = data.lengths
@@ -142,4 +135,4 @@ def histogram(data: Data) -> list[Bin]:
     first, count = int(power.min()), int(power.max() - power.min()) + 1
     documents = np.bincount(power - first, minlength=count)
     tokens = np.bincount(power - first, weights=lengths, minlength=count)
-    return [Bin(2 ** (first + i), int(documents[i]), int(tokens[i])) for i in range(count)]
+    return [(2 ** (first + i), int(documents[i]), int(tokens[i])) for i in range(count)]
