@@ -115,6 +115,14 @@ def test_loops_of_links_end(tmp_path, pattern):
         texts(folder / pattern)
 
 
+def test_a_glob_finds_a_folder_with_a_second_name(tmp_path):
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "a.txt").write_text("a")
+    (tmp_path / "latest").symlink_to("v2")
+    for pattern in ("v*/*.txt", "l*/*.txt", "**/*.txt"):
+        assert texts(tmp_path / pattern) == ["a"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "expected"),
     [

@@ -247,24 +247,33 @@ def _glob(pattern: Path) -> list[tuple[str, Path]]:
     # fsspec takes ** for folders only as a part of its own.
     plain = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     translated = re.compile(glob_translate("/".join(plain)))
-    return [(name, file) for name, file in _walk(root) if translated.match(name)]
+    # A pattern such as v*/*.txt may match a folder, and not the link that shows it as latest/
+    files = _walk(root, once=False)
+    return [(name, file) for name, file in files if translated.match(name)]
 
 
-def _walk(root: Path) -> list[tuple[str, Path]]:
-    """Return (name under root, file) for every file that is not hidden, sorted by name."""
+def _walk(root: Path, once: bool = True) -> list[tuple[str, Path]]:
+    """Return (name under root, file) for every file that is not hidden, sorted by name.
+
+    Of a folder that links show in several places only the first is read if `once`, else each. No
+    folder is read inside of itself.
+    """
 
     def fail(error: OSError) -> None:
         raise error
 
     files = []
-    entered = set()
+    entered: set[str] = set()
+    around: dict[str, set[str]] = {}  # path → its folder and those around it, without links
     # os.walk leaves out a folder that it cannot read, and its documents, unless `onerror` raises.
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=fail):
         real = os.path.realpath(folder)
-        if real in entered:
+        outer = around.get(os.path.dirname(folder), set())
+        if real in (entered if once else outer):
             subfolders.clear()
             continue
         entered.add(real)
+        around[folder] = outer | {real}
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in names:
             if not name.startswith("."):
