@@ -40,7 +40,8 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     grouped = text.replace("objective: dpo", "objective: {name: dpo}")
     (tmp_path / "dpo.yaml").write_text(f"{grouped}\nattention.options.kernel: auto\n")
     for recipe in ("examples/dpo.yaml", f"{tmp_path}/dpo.yaml"):
-        assert main(["data", recipe, f"init={tmp_path}"]) == 0
+        cache = f"data.cache={tmp_path / 'cache'}"
+        assert main(["data", recipe, f"init={tmp_path}", cache]) == 0
         assert "cross in April?⟦No. Until" in capsys.readouterr().out
 
 
