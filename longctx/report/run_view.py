@@ -260,7 +260,10 @@ def cost_of(
     devices = config.get("devices", 1)
     devices = devices if isinstance(devices, int) and devices > 0 else 1
     seconds = next(iter(finite([figures.get("seconds")])), None)
-    hours = seconds * devices / 3600 if is_gpu and seconds is not None else None
+    hours = None
+    if is_gpu and seconds is not None:
+        # A resume may have had other devices
+        hours = number(figures, "device_seconds", seconds * devices) / 3600
     money = None if hours is None or price is None else hours * price
     tokens = number(figures, "tokens_seen")
     device = lock.get("device", "GPU") if is_gpu else "CPU"

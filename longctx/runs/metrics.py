@@ -143,6 +143,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", ",", shown=TABLES),
     Metric("tokens_seen", "tokens", ",", shown=TABLES | Shown.WATCH, hidden=True),
     Metric("seconds", "time", duration, shown=Shown.CLOSING),
+    Metric("device_seconds", "seconds of all devices", ",.0f", hidden=True),
     Metric("epoch", "epoch"),
     # Learning
     Metric("loss", "loss", ".4f", "", ALL | CURVE, "min").drawn_in(LOSS("Loss", log=True)),

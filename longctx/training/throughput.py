@@ -46,7 +46,8 @@ class Meter:
         self.names = figures  # of the objective
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
-        self.seconds = 0.0  # of training before this process, if the run was resumed
+        # Of training before this process, if the run was resumed, maybe on other devices
+        self.seconds = self.device_seconds = 0.0
         self.spent = 0.0  # seconds of the window before this process
         self.flops_of_device: float | None = None  # peak per second
         if self.device.type == "cuda":
@@ -135,9 +136,15 @@ class Meter:
             possible = elapsed * self.flops_of_device * self.parallel.ranks
             row["mfu"] = self.flops(real, pairs) / possible
         row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
-        row |= measured(self.device) | {"seconds": self.seconds + now - self.started}
+        row |= measured(self.device) | self.times(now)
         self._begin_window(now)
         return row
+
+    def times(self, now: float) -> dict[str, float]:
+        """Return the seconds since the run began, and their sum over its devices."""
+        here = now - self.started
+        all_devices = self.device_seconds + here * self.parallel.ranks
+        return {"seconds": self.seconds + here, "device_seconds": all_devices}
 
     def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
         """Return how long several ranks wait in collectives, and which rank the others wait for.
@@ -172,7 +179,7 @@ class Meter:
         now = time.perf_counter()
         return {
             "tokens_seen": self.tokens_seen,
-            "seconds": self.seconds + now - self.started,
+            **self.times(now),
             "spent": now - self.window - self.aside if self.steps else 0.0,
             "waited": self.waited,
             "steps": self.steps,
@@ -185,6 +192,7 @@ class Meter:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rank 0 takes the sums over all ranks."""
         self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
+        self.device_seconds = state.get("device_seconds", self.seconds * self.parallel.ranks)
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
         self.spikes.restore(state["spikes"])

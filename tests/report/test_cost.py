@@ -37,6 +37,8 @@ def test_gpu_hours_and_money_are_products():
     assert (cost.hardware, cost.gpu_hours, cost.money) == ("8 × NVIDIA H200", 4.0, 10.0)
     assert cost.tokens_per_money == 500_000
     assert cost_of({"devices": 8}, figures, {}, None)[3:] == (4.0, None, None)
+    resumed = figures | {"device_seconds": 3600.0}
+    assert cost_of({"devices": 8}, resumed, {}, None).gpu_hours == 1.0
     on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
     assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == ("CPU", 1, 1800.0, None, None, None)
     assert cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5).gpu_hours is None

@@ -69,6 +69,12 @@ def test_time_set_aside_is_not_a_steps(clock):
     assert row["ms_per_step"] == pytest.approx(2000)
     assert row["tokens_per_second"] == pytest.approx(50)
     assert row["seconds"] == pytest.approx(52)
+    resumed = meter_of()
+    resumed.restore(meter.state() | {"device_seconds": 8 * 52.0})
+    clock[0] += 10.0
+    resumed.add(batch(10, 100, 100, 1), torch.tensor(1.0))
+    row = resumed.row(torch.tensor(0.0))
+    assert (row["seconds"], row["device_seconds"]) == pytest.approx((62, 8 * 52 + 10))
 
 
 def test_mfu_counts_visible_pairs_of_real_tokens(clock):
