@@ -40,6 +40,7 @@ def chat(config: ChatConfig) -> int:
             prompt = Prompt(engine.tokenizer.encode_question(text), asked)
             engine.warn_of_length(len(prompt.ids) + config.max_new_tokens)
             (answer,) = engine.write_batch([prompt], [0], AnswerFile(None))
+            config.seed += 1  # else each answer draws the same random numbers
             # The next prompt would be refused with a special token in it
             for token in template.special:
                 answer = answer.replace(token, "")

@@ -177,6 +177,8 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
         f"{count} of {step.seq_len:,} tokens a step, {step.precision}"
         + (f", frozen weights in {step.lora.base}" if step.lora.base else "")
     )
+    if step.measured:
+        print("transformers computes this model: speed is that of a family of ours of its sizes")
     print(
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors, "
         f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"

@@ -210,6 +210,9 @@ def not_ranked(runs: list[Run]) -> list[str]:
     """Return a note if the losses of the runs cannot be compared."""
     first, *others = map(documents_of, runs)
     keys = {key for other in others for key in first | other if first.get(key) != other.get(key)}
+    # The same keys may name other files; a run without a checkpoint does not know its own
+    if len({run.documents for run in runs if run.documents}) > 1:
+        keys.add("the documents themselves")
     if not keys:
         return []
     return [

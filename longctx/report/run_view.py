@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from longctx import files, tables, untrusted
 from longctx.config.command_config import WatchOptions
-from longctx.runs import metrics
+from longctx.runs import checkpoint_index, metrics
+from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
     BY_POSITION,
@@ -31,7 +32,7 @@ from longctx.runs.metrics import (
     number,
 )
 from longctx.runs.metrics_file import Tail, read_rows, without_infinite
-from longctx.runs.run_folder import is_training, read_config
+from longctx.runs.run_folder import checkpoints, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
@@ -58,6 +59,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     lock: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""  # a hash of its tokenizer.json; empty if that cannot be read
+    documents: str = ""  # the fingerprint of its data; empty if no checkpoint can be read
     positions: Line = field(default_factory=dict)  # loss over tokens before
     facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
@@ -103,6 +105,10 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
         untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
     ):
         run.tokenizer = hashlib.sha256(file.read()).hexdigest()
+    # Files of data.path may change between two runs
+    for newest in checkpoints(folder)[-1:]:
+        with suppress(Damaged, LookupError, TypeError):
+            run.documents = str(checkpoint_index.read(newest)["longctx"]["data"])
     return run
 
 

@@ -6,9 +6,11 @@ hooks too, with one micro-batch per optimizer step.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -88,6 +90,9 @@ class TrainingModule(pl.LightningModule):
 
         # The weights depend on the seed alone, not on the number of ranks
         torch.manual_seed(config.seed)
+        # Plugins may draw from these
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
         self.model.init_weights(sharding.draw)
         for layer in lora.layers(self.model):
             layer.init_added(sharding.draw)

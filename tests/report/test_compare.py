@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.report.compare import described
+from longctx.report.compare import described, not_ranked
 from longctx.report.run_view import read, reduced
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
@@ -171,6 +171,15 @@ def test_a_reduced_curve_keeps_extremes(rows):
 
 
 BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")
+
+
+def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
+    runs = [read(make(tmp_path / name), 9) for name in "abc"]
+    for run, documents in zip(runs, ("", "d1", "d1"), strict=True):
+        run.documents = documents
+    assert not not_ranked(runs)
+    runs[2].documents = "d2"
+    assert "documents" in " ".join(not_ranked(runs))
 
 
 @pytest.mark.parametrize(

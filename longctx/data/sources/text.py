@@ -202,6 +202,8 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
         if not found:
             others = _left_out(path)
             problem = f"no file to read, but {others}" if others else "no such file"
+            if not others and Path(path).expanduser().is_dir():
+                problem = "no file in this folder"
             advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
                 f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
@@ -399,5 +401,7 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
 
 
 def _decode(data: bytes, place: str, config: DataConfig, encoding: str = "utf-8-sig") -> str:
+    if data.startswith(b"%PDF"):
+        raise ValueError(f"{place}: a PDF, not text; docs/pdf-to-server.md turns it into text")
     with untrusted.named(place, "not UTF-8 ({}); convert it, or data.errors=replace"):
         return data.decode(encoding, config.errors)
