@@ -290,7 +290,8 @@ class Balance:
     tokens in all layers, as in transformers (Switch, arXiv 2101.03961, has one for each layer).
     f has no gradient, so that of a probability is E · f_e / tokens, the same everywhere. It is
     known when all layers have run, and added in backward: a block that runs again there has it too.
-    Every token counts, padding and prompts among them; a micro-batch balances alone.
+    Every token counts, padding and prompts among them; a micro-batch balances alone. The value is
+    no part of the loss that is returned and logged: losses of other factors could not be compared.
     """
 
     def __init__(self, factor: float) -> None:
@@ -313,17 +314,18 @@ class Balance:
         self.rows += len(chances)
 
     def added_to(self, loss: Tensor, scale: Tensor | float, ranks: Ranks) -> Tensor:
-        """Return `loss` and this loss times `scale`; `ranks` share the sequences."""
+        """Return `loss`, whose backward has the gradient of this loss times `scale` too; `ranks`
+        share the sequences.
+        """
         self.layers_run = True
         assert self.sums is not None
         if ranks.count > 1:
             dist.all_reduce(self.sums, group=ranks.process_group)
         tokens, chances = self.sums / (self.rows * ranks.count)
         self.slope = self.factor * len(tokens) * tokens / (self.rows * ranks.count) * scale
-        value = self.factor * len(tokens) * (tokens @ chances) * scale / ranks.count
         load = tokens.max() / tokens.mean()
         self.figures = torch.stack((len(tokens) * (tokens @ chances), load))
-        result: Tensor = _Added.apply(loss, value, self)
+        result: Tensor = _Added.apply(loss, self)
         return result
 
 
@@ -365,12 +367,12 @@ class _Balanced(torch.autograd.Function):
 
 class _Added(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor, balance: Balance) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, balance: Balance) -> Tensor:
         ctx.balance = balance
-        return loss + value
+        return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
         ctx.balance.upstream = d
-        return d, None, None
+        return d, None

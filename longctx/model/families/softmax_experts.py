@@ -17,11 +17,27 @@ from longctx.config.parts import Fold, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
 
-BALANCE = {"router_aux_loss_coef": ("experts.balance", 0.0)}
+
+class BalancedExperts(Family):
+    """The loss that balances experts is trained only with output_router_logits, as in transformers,
+    whatever its coefficient.
+    """
+
+    numbers = {"router_aux_loss_coef": ("experts.balance", 0.0)}
+    harmless = ("output_router_logits",)
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        if not source.get("output_router_logits"):
+            source = source.with_keys(router_aux_loss_coef=0.0)
+        return super().read(source)
+
+    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
+        is_balanced = config.experts.balance > 0
+        return super().write(config, context) | {"output_router_logits": is_balanced}
 
 
 @register
-class Mixtral(Family):
+class Mixtral(BalancedExperts):
     """No biases; one window, or none."""
 
     model_type = "mixtral"
@@ -39,9 +55,7 @@ class Mixtral(Family):
         "num_local_experts": "experts.count",
         "num_experts_per_tok": "experts.per_token",
     }
-    numbers = BALANCE
     covered = {"router_jitter_noise": (0.0,)}
-    harmless = ("output_router_logits",)
     names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     features = ("window", "experts.ffn")
 
@@ -50,7 +64,7 @@ class Mixtral(Family):
 
 
 @register
-class Qwen3Moe(Family):
+class Qwen3Moe(BalancedExperts):
     """Norms on q and k always; biases in all of attention or nowhere; one window, or none."""
 
     model_type = "qwen3_moe"
@@ -75,10 +89,8 @@ class Qwen3Moe(Family):
         "num_experts_per_tok": "experts.per_token",
         "moe_intermediate_size": "experts.ffn",
     }
-    numbers = BALANCE
     aliases = {"num_local_experts": "num_experts"}
     keys = ("use_sliding_window", "decoder_sparse_step", "mlp_only_layers")
-    harmless = ("output_router_logits",)
     features = ("window", "experts.dense_layers")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def _turned(tensor: Any) -> Any:
 
 
 @register
-class GptOss(Family):
+class GptOss(BalancedExperts):
     """Sinks always; biases in experts always, in attention in all of it or nowhere."""
 
     model_type = "gpt_oss"
@@ -148,7 +160,7 @@ class GptOss(Family):
         "num_local_experts": "experts.count",
         "num_experts_per_tok": "experts.per_token",
     }
-    numbers = BALANCE | {"swiglu_limit": ("experts.clamp", 7.0)}
+    numbers = BalancedExperts.numbers | {"swiglu_limit": ("experts.clamp", 7.0)}
     covered = {"swiglu_alpha": (STEEPNESS,)}
     keys = ("quantization_config",)
     # the number of experts has two names

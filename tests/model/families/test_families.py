@@ -10,7 +10,8 @@ from tests.model.families.parity import OLD, ROPES, SIZES, SPECIAL, FamilyTests
 SMALL: dict[str, Any] = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4}
 BIAS = {"attention_bias": [False, True]}
 BIASES = BIAS | {"mlp_bias": [False, True]}
-PLAIN_ROPE = SIZES["rope_parameters"]
+# A copy: the classes of transformers write into the one they are given
+PLAIN_ROPE = dict(SIZES["rope_parameters"])
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
@@ -227,13 +228,18 @@ class TestGemma3(FamilyTests):
 class ExpertsTests(FamilyTests):
     widths = (8, 16)
     lora_targets = ("qkv", "out")
+    # Without output_router_logits it has no effect, and an export has 0
+    rewritten = ("router_aux_loss_coef",)
+
+
+BALANCED = {"router_aux_loss_coef": [0.02], "output_router_logits": [True, False]}
 
 
 class TestMixtral(ExpertsTests):
     config_class = transformers.MixtralConfig
     drawn = {
         **{"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [None, 7]},
-        **{"num_experts_per_tok": [2, 3], "head_dim": [8, 16], "router_aux_loss_coef": [0.02]},
+        **{"num_experts_per_tok": [2, 3], "head_dim": [8, 16], **BALANCED},
     }
 
 
@@ -243,7 +249,7 @@ class TestQwen3Moe(ExpertsTests):
         **{"intermediate_size": [24, 40], "moe_intermediate_size": [8, 24], "head_dim": [8, 16]},
         **{"num_experts": [3, 8], "num_experts_per_tok": [1, 3], "norm_topk_prob": [True, False]},
         **{"num_hidden_layers": [3], "mlp_only_layers": [[], [0, 1]], "sliding_window": [9]},
-        **{"use_sliding_window": [False, True], "router_aux_loss_coef": [0.02]},
+        **{"use_sliding_window": [False, True], **BALANCED},
     }
 
 
@@ -252,7 +258,7 @@ class TestGptOss(ExpertsTests):
     drawn = BIAS | {
         **{"intermediate_size": [24, 40], "num_local_experts": [3, 8], "sliding_window": [7, 30]},
         **{"head_dim": [8, 14], "num_experts_per_tok": [1, 3], "swiglu_limit": [0.3, 7.0]},
-        **{"rope_parameters": [None, PLAIN_ROPE], "router_aux_loss_coef": [0.02]},
+        **{"rope_parameters": [None, PLAIN_ROPE], **BALANCED},
     }
 
 
