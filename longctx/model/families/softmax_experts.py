@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from longctx.config.experts import STEEPNESS
 from longctx.config.model_config import GPTConfig
@@ -24,7 +24,7 @@ class BalancedExperts(Family):
     """
 
     numbers = {"router_aux_loss_coef": ("experts.balance", 0.0)}
-    harmless = ("output_router_logits",)
+    harmless: ClassVar[tuple[str, ...]] = ("output_router_logits",)
 
     def read(self, source: ConfigJson) -> GPTConfig:
         if not source.get("output_router_logits"):
@@ -164,7 +164,7 @@ class GptOss(BalancedExperts):
     covered = {"swiglu_alpha": (STEEPNESS,)}
     keys = ("quantization_config",)
     # the number of experts has two names
-    harmless = ("output_router_logits", "experts_per_token", "initial_context_length")
+    harmless = (*BalancedExperts.harmless, "experts_per_token", "initial_context_length")
     names = {"mlp.gate": "mlp.router"}
     features = ("window", "window_layers", "experts.ffn")
 
