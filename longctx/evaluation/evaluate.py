@@ -215,8 +215,8 @@ def largest_forward(
 def bytes_of_copy(
     config: EvalConfig, model: GPTConfig, dtype: torch.dtype, rows: int, length: int
 ) -> float:
-    """Return the bytes that a device with a copy of the model needs for the largest forward, of
-    `rows` sequences of `length` tokens that the devices of context= share.
+    """Return the bytes of a device with a copy of the model in the largest forward, of `rows`
+    sequences of `length` tokens; the devices of context= share them.
     """
     whole, sharing = skeleton(model, config.attention, dtype), int(config.context.degree)
     weights = sum(weight.nbytes for weight in whole.parameters())

@@ -68,7 +68,7 @@ class Window(NamedTuple):
 
     @property
     def labels(self) -> np.ndarray:
-        """The targets (length,) of the tokens; IGNORED for those that are not scored here."""
+        """The targets (length,) of the tokens; those not scored here are IGNORED."""
         is_target = np.arange(self.length) >= self.seen
         if self.scored is not None:
             is_target &= self.scored[1:]
