@@ -50,7 +50,7 @@ def test_counts_have_units():
         ({"length": "min"}, "length=min: must be a whole number, or max"),
         ({"length": True}, "length=true: must be a whole number, or max"),
         ({"words": ["c"]}, "words=c: one of a, b"),
-        ({"pair": [1]}, r"pair=\[1\]: must be a list"),
+        ({"pair": [1]}, r"pair=\[1\]: must be 2 numbers, as in"),
         ({"pair": [0, 1]}, r"pair=0\.0: a number above 0"),
         ({"other": 1}, "other is not a key"),
     ],

@@ -194,6 +194,9 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
     with pytest.raises(ValueError, match=r"a\.parquet: row 2: .*UTF-8 .*0xff in position 1"):
         texts(tmp_path)
     assert texts(tmp_path, errors="replace") == ["good", "a\ufffdb"]
+    (tmp_path / "paper.txt").write_bytes(b"%PDF-1.7 \xff")
+    with pytest.raises(ValueError, match="paper.txt: a PDF"):
+        texts(tmp_path, errors="replace")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
     [
         ("missing", "data.path=missing: "),
         ("empty", "data.path=empty: .*no file to read, but 1 .pdf; .*pdf-to-server"),
-        ("hidden", "data.path=hidden: .*no such file; "),
+        ("hidden", "data.path=hidden: .*no file to read in this folder; "),
         ("empty/*.txt", "data.path=empty/.*txt: "),
         (None, "data.path is not set"),
         (3, "data.path=3"),

@@ -203,7 +203,7 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
             others = _left_out(path)
             problem = f"no file to read, but {others}" if others else "no such file"
             if not others and Path(path).expanduser().is_dir():
-                problem = "no file in this folder"
+                problem = "no file to read in this folder"
             advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
                 f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
