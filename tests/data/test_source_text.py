@@ -195,7 +195,7 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
         texts(tmp_path)
     assert texts(tmp_path, errors="replace") == ["good", "a\ufffdb"]
     (tmp_path / "paper.txt").write_bytes(b"%PDF-1.7 \xff")
-    with pytest.raises(ValueError, match="paper.txt: a PDF"):
+    with pytest.raises(ValueError, match=r"paper\.txt: a PDF"):
         texts(tmp_path, errors="replace")
 
 

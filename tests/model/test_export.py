@@ -119,7 +119,7 @@ def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dt
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
         (["export", "{run}/checkpoints", "{new}"], "neither a run"),
-        (["export", "{run}/tokenizer.json", "{new}"], "not a whole checkpoint"),
+        (["export", "{run}/tokenizer.json", "{new}"], "a file, and no model"),
     ],
 )
 def test_a_mistake_is_one_line(run, tmp_path, refused, overrides, message):
