@@ -81,6 +81,19 @@ def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path
     check_computation(theirs, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "family", [families.TestMixtral, families.TestQwen3Moe, families.TestGptOss]
+)
+def test_experts_are_balanced_only_with_output_router_logits(family, tmp_path):
+    content = family().content() | {"router_aux_loss_coef": 0.02, "output_router_logits": True}
+    assert read(tmp_path, content).experts.balance == 0.02
+    assert read(tmp_path, content | {"output_router_logits": False}).experts.balance == 0
+    del content["router_aux_loss_coef"]
+    assert read(tmp_path, content).experts.balance == family.config_class().router_aux_loss_coef
+    del content["output_router_logits"]
+    assert read(tmp_path, content).experts.balance == 0
+
+
 def test_older_files_name_two_ropes_otherwise(tmp_path):
     older = {"rope_theta": 5000.0, "rope_local_base_freq": 300.0, "sliding_window": 9}
     older |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}
