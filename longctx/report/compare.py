@@ -231,6 +231,9 @@ def documents_of(run: Run) -> dict[str, str]:
     without = {"data.cache", "objective.z_loss"}
     decisive = "data.", "objective."
     keys = [key for key in run.config if key.startswith(decisive) and key not in without]
+    # KTO's baseline is a mean over a micro-batch on all devices, in a validation too
+    if run.config.get("objective.name") == "kto":
+        keys += ["batch_size", "devices", "context.degree"]
     values = {key: configured(run, key) for key in (*keys, "model.vocab_size")}
     values["val_rows"] = validated(run)
     if not run.tokenizer:

@@ -170,6 +170,7 @@ def test_a_reduced_curve_keeps_extremes(rows):
     assert max(curve.get("hi", curve["y"])) == pytest.approx(max(values), rel=1e-4)
 
 
+KTO = "objective: {name: kto}\n"
 BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: runs/a}")
 
 
@@ -191,6 +192,9 @@ def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
         (("seq_len: 4\nval_rows: 8", "seq_len: 8\nval_rows: 4"), "", True),
         (("seq_len: 4\nval_rows: 8", "seq_len: 4\nval_rows: 1"), "", False),
         (("objective: {name: dpo}", "objective: {name: simpo}"), "", False),
+        ((f"{KTO}batch_size: 2", f"{KTO}batch_size: 4"), "", False),
+        ((f"{KTO}batch_size: 2\ndevices: 1", f"{KTO}batch_size: 2\ndevices: 2"), "", False),
+        (("batch_size: 2", "batch_size: 4"), "", True),
         (BY_TOKENIZER, "aa", True),
         (BY_TOKENIZER, "ab", False),
     ],
