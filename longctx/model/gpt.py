@@ -164,8 +164,9 @@ class GPT(nn.Module):
         on the device, multiplies mean and sum. `at` (B, n) int64 gives the logits of these
         positions alone, (B, n, V).
 
-        With gradients, mean and sum include the loss that balances experts, for each target token.
-        Their gradients include `z_loss` times the mean or sum of lse², see `longctx.model.loss`.
+        The values are cross entropy alone. Gradients of mean and sum include the loss that balances
+        experts, for each target token, and `z_loss` times the mean or sum of lse², see
+        `longctx.model.loss`.
 
         If ranks share rows, every rank is given whole rows. Its "mean" and "sum" are its part of
         the loss, and all parts add up to it; "none" and logits are of whole rows on every rank.
