@@ -247,7 +247,10 @@ def text_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     is_text = attention_mask.bool()
     first = is_text.int().argmax(1, keepdim=True)
     last = first + is_text.sum(1, keepdim=True) - 1
-    refuse(((is_text.cumsum(1).argmax(1, keepdim=True) != last).any(), PADDING_INSIDE))
+    # A chunk may have no text yet of a row
+    has_text = is_text.any(1, keepdim=True)
+    is_cut = has_text & (is_text.cumsum(1).argmax(1, keepdim=True) != last)
+    refuse((is_cut.any(), PADDING_INSIDE))
     return first, last
 
 
@@ -283,6 +286,8 @@ def padding_alone(
 
     Raises ValueError for models that change their causal mask, and for caches of a fixed size.
     """
+    # Of an earlier forward: a broadcast, or NumPy, may have changed its tensors unseen by torch
+    _masks.clear()
     positions = sizes.get("cache_position")  # before transformers 5.4
     begin, queries = sizes.get("q_offset", 0), sizes.get("q_length", 0)
     if positions is not None:

@@ -84,6 +84,9 @@ def test_positions_may_be_written_in_place(without_gradients):
         model(TOKENS, position_ids=positions)
         positions.copy_(torch.arange(52)[None])
         assert_close(model(TOKENS, position_ids=positions).logits, theirs(TOKENS).logits)
+        # torch does not count what NumPy or a broadcast writes
+        positions.data[:] = POSITIONS
+        assert_close(model(TOKENS, position_ids=positions).logits, alone(theirs))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,6 +96,16 @@ def test_generates_the_tokens_of_eager(kind):
     tokens = TOKENS.expand(2, -1)
     expected = theirs.generate(tokens, **arguments, pad_token_id=0)
     assert torch.equal(ours(theirs).generate(tokens, **arguments, pad_token_id=0), expected)
+
+
+def test_a_prompt_may_be_read_in_chunks_that_are_all_padding():
+    theirs = reference("qwen3")
+    tokens, padding = TOKENS[:, :40].expand(2, -1), torch.ones(2, 40, dtype=torch.long)
+    padding[1, :20] = 0
+    arguments = {"attention_mask": padding, "max_new_tokens": 4, "prefill_chunk_size": 8}
+    arguments |= {"do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(tokens, **arguments)
+    assert torch.equal(ours(theirs).generate(tokens, **arguments), expected)
 
 
 @pytest.mark.parametrize("padding", [PADDING, PADDING.flip(1)], ids=["left", "right"])

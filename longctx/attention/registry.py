@@ -202,6 +202,10 @@ class Attention:
         If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
         attention after the exchange.
         """
+        # sinks scale out by a function of the lse: training needs its gradient
+        if sinks is not None and torch.is_grad_enabled():
+            if any(x.requires_grad for x in (q, k, v, sinks)):
+                _refuse_sinks(self.name)
         # a custom operator is not cast by autocast itself
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
@@ -368,9 +372,6 @@ def attention(
         out, lse = caller.with_lse(q, k, v, mask)
     else:
         _check_sinks(sinks, q)
-        # sinks scale out by a function of the lse: training needs its gradient
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks)):
-            _refuse_sinks(backend)
         out, lse = caller.with_lse(q, k, v, mask, sinks)
     out = out.transpose(1, 2) if layout == "bhtd" else out
     return (out, lse) if return_lse else out

@@ -276,6 +276,16 @@ def test_a_backend_without_a_part_is_refused_at_the_door(feature, tmp_path, caps
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_sinks_are_not_trained_by_a_backend_without_their_gradient(memory):
+    model = GPT(GPTConfig(vocab_size=61, layers=2, sinks=True), "sdpa", memory)
+    tokens = torch.randint(61, (1, 17))
+    with torch.no_grad():
+        model(tokens, tokens)
+    with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):
+        model(tokens, tokens).backward()
+
+
 def test_sinks_ask_nothing_of_a_backend_that_does_not_train():
     model = GPTConfig(sinks=True)
     check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model, "cpu")
