@@ -203,9 +203,9 @@ class Attention:
         attention after the exchange.
         """
         # sinks scale out by a function of the lse: training needs its gradient
-        if sinks is not None and torch.is_grad_enabled():
-            if any(x.requires_grad for x in (q, k, v, sinks)):
-                _refuse_sinks(self.name)
+        trains = sinks is not None and torch.is_grad_enabled()
+        if trains and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+            _refuse_sinks(self.name)
         # a custom operator is not cast by autocast itself
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
