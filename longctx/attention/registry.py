@@ -360,6 +360,7 @@ def attention(
     """
     if layout == "bhtd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # layers, which know their shapes, call `Attention` without this check
     _check_inputs(q, k, v, layout, scale=scale, softcap=softcap)
     mask = Mask.of(mask)
     # calls without options share an Attention and its answers
