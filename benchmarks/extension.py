@@ -199,7 +199,7 @@ def measure(options: Options, out: Path) -> dict[str, Any]:
         scored = perplexity(scorer, islice(longest, 64), options.long, options.long)
         models[name] = {
             "recall": content(cells)["kinds"],
-            "by_position": scored.by_position(),
+            "by_position": scored.content()["by_position"],
         }
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {"device": where, "long_documents": len(longest), "models": models}

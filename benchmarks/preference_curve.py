@@ -130,7 +130,9 @@ def compared(asked: dict[str, str], own: list[str]) -> Iterator[dict[str, str]]:
     for number, ((question, quotation), answer) in enumerate(zip(asked.items(), own, strict=True)):
         rejected = other if number % 2 else answer
         other = quotation
-        if rejected.strip() and quoted_share(rejected, question) < 0.5:
+        # A special token would end the message
+        is_text = rejected.strip() and "<|" not in rejected
+        if is_text and quoted_share(rejected, question) < 0.5:
             yield {"prompt": question, "chosen": quotation, "rejected": rejected, "before": answer}
 
 

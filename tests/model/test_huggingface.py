@@ -5,6 +5,7 @@ back out.
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ Change = Callable[..., Path]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    reference(LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=10)).save_pretrained(folder)
+    reference(LlamaConfig(**deepcopy(SIZES), num_key_value_heads=2, head_dim=10)).save_pretrained(
+        folder
+    )
     write_tokenizer(folder)
     return folder
 
@@ -164,7 +167,7 @@ def test_every_tensor_is_accounted_for(changed, keys, message):
 
 def test_old_buffers_and_a_copy_of_a_tied_head_are_accepted(tmp_path):
     reference(
-        LlamaConfig(**SIZES, num_key_value_heads=3, tie_word_embeddings=True)
+        LlamaConfig(**deepcopy(SIZES), num_key_value_heads=3, tie_word_embeddings=True)
     ).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -1,6 +1,7 @@
 """Every family computes as in transformers, and its folders go out and come back."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import transformers
@@ -80,7 +81,11 @@ class TestSeedOss(FamilyTests):
     drawn = {"mlp_bias": [False, True], "attention_out_bias": [False, True], "head_dim": [10, 16]}
     # without dropout, as exports are
     special = {"attention_dropout": 0.0, "residual_dropout": 0.0}
-    cases = {"heads of channels / heads": transformers.SeedOssConfig(**SMALL | special, head_dim=8)}
+    cases = {
+        "heads of channels / heads": transformers.SeedOssConfig(
+            **deepcopy(SMALL) | special, head_dim=8
+        )
+    }
     stretched = {"num_attention_heads": 4}
     # as the Llama and the Qwen2 that they are
     other_types = ("llama", "qwen2")
@@ -176,7 +181,7 @@ class TestOlmo2(FamilyTests):
 class TestOlmo3(FamilyTests):
     config_class = transformers.Olmo3Config
     drawn = BIAS | WINDOWS | {"layer_types": [None, [FULL] * 4, [WINDOWED] * 4]}
-    cases = {"one rope": transformers.Olmo3Config(**SMALL | ONE_ROPE, sliding_window=9)}
+    cases = {"one rope": transformers.Olmo3Config(**deepcopy(SMALL) | ONE_ROPE, sliding_window=9)}
     stretched = {"sliding_window": 40, "layer_types": None}
     windowed_rope = PLAIN
     # without windows it goes out as the OLMo 2 that it is
@@ -195,7 +200,7 @@ class TestExaone4(FamilyTests):
     }
     cases = {
         "no window": transformers.Exaone4Config(
-            **SMALL, sliding_window=None, layer_types=[FULL] * 4
+            **deepcopy(SMALL), sliding_window=None, layer_types=[FULL] * 4
         )
     }
     stretched = {"sliding_window": 40, "layer_types": None}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def test_what_is_not_covered_is_refused(model_type, changes, message, tmp_path):
 )
 def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path):
     # transformers opens a mistral folder with layer_types as Ministral
-    ministral = MinistralConfig(**SMALL | {"num_hidden_layers": 2}, head_dim=8, sliding_window=9)
+    ministral = MinistralConfig(
+        **deepcopy(SMALL) | {"num_hidden_layers": 2}, head_dim=8, sliding_window=9
+    )
     reference(ministral).save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     config = read(tmp_path, content | {"model_type": "mistral", "layer_types": layer_types})
@@ -115,7 +118,9 @@ def test_the_first_folders_say_su_for_longrope(tmp_path):
     assert (scaling["rope_type"], scaling[OLD], config.rotary_share) == ("longrope", 32, 0.5)
 
 
-@pytest.mark.parametrize("config", [Phi3Config(**SMALL), Glm4Config(**SMALL)], ids=type)
+@pytest.mark.parametrize(
+    "config", [Phi3Config(**deepcopy(SMALL)), Glm4Config(**deepcopy(SMALL))], ids=type
+)
 def test_an_adapter_has_the_layers_of_its_family(config, tmp_path):
     base, rank = tmp_path / "base", LoraConfig(2, targets=["qkv", "gate_up"])
     reference(config).save_pretrained(base)
@@ -133,7 +138,7 @@ def test_an_adapter_has_the_layers_of_its_family(config, tmp_path):
 def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path):
     """A norm's weight is 1 + w, in 32 bits here."""
     ropes = {FULL: YARN, WINDOWED: PLAIN}
-    config = Gemma3TextConfig(**SMALL | {"rope_parameters": ropes}, head_dim=8)
+    config = Gemma3TextConfig(**deepcopy(SMALL) | {"rope_parameters": ropes}, head_dim=8)
     reference(config).bfloat16().save_pretrained(tmp_path / "in")
     write_tokenizer(tmp_path / "in")
     model = pretrained(tmp_path / "in")
@@ -147,7 +152,7 @@ def test_norms_of_16_bits_come_back_and_changes_are_saved(tmp_path):
 
 def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "head_dim": 16}
-    config = GptOssConfig(**SMALL | sizes, num_local_experts=6)
+    config = GptOssConfig(**deepcopy(SMALL) | sizes, num_local_experts=6)
     for name in ("plain", "packed"):
         reference(config).bfloat16().save_pretrained(tmp_path / name)
     plain = load_file(tmp_path / "plain" / "model.safetensors")
