@@ -218,7 +218,8 @@ def missing(peer: str, run: Run, options: Options) -> str | None:
                 "nanoGPT has no model of this shape: as many kv_heads as heads, tied, "
                 "ffn = 8/3 channels"
             )
-    if peer == "longctx-fp8" and not this_machine().fp8:
+    gpu = this_machine().gpu
+    if peer == "longctx-fp8" and not (gpu and gpu.fp8):
         return "products in FP8 need a GPU of compute capability 8.9 or above"
     needed = []
     if peer.startswith("transformers"):
