@@ -18,7 +18,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
-TEST_LINES = 23843
+TEST_LINES = 23844
 
 
 @pytest.fixture(scope="module")

@@ -242,8 +242,9 @@ def test_what_lies_outside_of_the_folder_is_not_read(start, folder, tmp_path, re
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_resumed_run_keeps_what_it_began_with(tuned, refused):
+def test_a_resumed_run_keeps_what_it_began_with(tuned, refused, capsys):
     run = tuned(seq_len=384, rope="yarn")
+    capsys.readouterr()
     refused(train.main([f"resume={run}", "init=elsewhere"]), "init cannot change when")
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("\n  type: yarn", "\n  type: linear"))
