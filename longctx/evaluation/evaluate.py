@@ -51,9 +51,8 @@ from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
 
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
-INDIFFERENT = {
-    *("checkpoint", "device", "devices", "strategy", "context", "batch_size", "compile", "wandb"),
-}
+INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}
+INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
 

@@ -17,7 +17,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, cycle, filterfalse, islice, pairwise, takewhile
+from itertools import count, cycle, islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -226,7 +226,8 @@ def needles(
             lines = [PROMPTS["noise"]] * size
             # Needles in needles: of other keys, so that each question has one answer.
             if haystack == "needle":
-                others = filterfalse(names.__contains__, iter(draw_key, None))
+                drawn = (draw_key() for _ in count())
+                others = (name for name in drawn if name not in names)
                 lines = [needle(key=next(others), value=draw()) for _ in lines]
             positions = sorted(rng.sample(range(size), len(hidden)))
             context = "\n".join(inserted(lines, positions, hidden[::-1]))
