@@ -8,7 +8,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 183,
-    "lines": 41344,
+    "lines": 41353,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,
@@ -18,7 +18,7 @@ LIMITS = {
     "long functions without comments": 0,
 }
 FLOORS = {"letters of an identifier": 5.7, "comment lines": 2.5}
-TEST_LINES = 23844
+TEST_LINES = 23850
 
 
 @pytest.fixture(scope="module")

@@ -148,6 +148,11 @@ class Description:
         """Return the bytes that a forward without gradient takes besides inputs and output."""
         return 0.0
 
+    def trains(self, softcap: float | None, sinks: bool) -> bool:
+        """Return True if it has what training a model with these parts asks of it."""
+        has_softcap = softcap is None or self.takes_softcap
+        return has_softcap and (not sinks or self.differentiable_lse)
+
 
 class Naive(Description):
     """Scores and probabilities are in memory."""

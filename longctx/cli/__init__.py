@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import longctx
 from longctx import files, plugins, system
-from longctx.attention.description import AUTO, AttentionConfig
+from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
 from longctx.cli import early_checks, parse
 from longctx.cli.parse import SCHEMAS, compose, jobs, split_own
 from longctx.config import command_config as options
@@ -315,7 +315,11 @@ def _plan(argv: list[str]) -> None:
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
     attention = request.overrides.get("attention")
-    backends = PLANNED if attention in (None, AUTO) else (attention,)
+    backends = [attention]
+    # A run refuses backends that lack a part of the model
+    if attention in (None, AUTO):
+        parts = request.config.model.softcap, request.config.model.sinks
+        backends = [name for name in PLANNED if DESCRIPTIONS[name].trains(*parts)]
     from longctx.planner import overview
 
     measured: Measured = {}

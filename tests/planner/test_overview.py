@@ -100,6 +100,12 @@ def test_micro_batches_are_those_that_a_run_would_take(planned):
         assert rows in planned(*words, *sizes)
 
 
+@pytest.mark.parametrize("part", ["model.sinks=true", "model.softcap=5"])
+def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
+    out = planned("gpu=H100", "model=tiny", part)
+    assert "naive" in out and "sdpa" not in out
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
