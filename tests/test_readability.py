@@ -8,7 +8,7 @@ from tests.readability import figures, sources
 
 LIMITS = {
     "files": 183,
-    "lines": 41353,
+    "lines": 41352,
     "files under 80 lines": 20,
     "heavy sentences": 0.6,
     "where": 0.4,

@@ -314,10 +314,9 @@ def _plan(argv: list[str]) -> None:
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
-    attention = request.overrides.get("attention")
-    backends = [attention]
+    backends = [request.overrides.get("attention", AUTO)]
     # A run refuses backends that lack a part of the model
-    if attention in (None, AUTO):
+    if backends == [AUTO]:
         parts = request.config.model.softcap, request.config.model.sinks
         backends = [name for name in PLANNED if DESCRIPTIONS[name].trains(*parts)]
     from longctx.planner import overview
