@@ -1,14 +1,15 @@
 """Plugins: Python files of the user's own, `plugins=[my_backend.py]`, that register attention
 backends, optimizers, data sources and objectives; docs/extend.md has one of each.
 
-A plugin is code, so only the command line, or the user's own file of keys on it, can name one.
-config.yaml of a run records the path and the hash of its plugins, and nothing ever runs from there.
+A plugin is code, so only the command line can name one. A file that names plugins, such as
+config.yaml of a run with their paths and hashes, is refused until the command line names them too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -62,23 +63,25 @@ def _import(name: str, path: Path, argument: str) -> None:
         ) from error
 
 
-def check_named(recorded: Any, given: Sequence[str] | None, run: Path) -> None:
-    """Raise ValueError if `run` recorded plugins and the command line has no plugins=.
+def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None:
+    """Raise ValueError if the file or run at `place` names plugins and the command line has no
+    plugins=. `given` are those of the command line, as `load` returns them.
 
-    `given` are those of the command line, loaded. Warn if one has changed since it was recorded.
+    Warn if one has changed since it was recorded.
     """
     if not recorded:
         return
+    recorded = recorded if isinstance(recorded, list) else [recorded]
     if given is None:
         raise ValueError(
-            f"{run}: its code includes plugins, which run only if you name them: "
-            f"{as_typed(recorded)}, or plugins=[] to go without"
+            f"{place}: names plugins, which run only if the command line names them too: "
+            f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
         )
     names = {Path(path).name for path in _paths(recorded)}
     for entry in given:
-        path = Path(entry.partition(HASH)[0])
-        if path.name in names and entry.partition(HASH)[2] not in str(recorded):
-            print(f"warning: plugins={path}: changed since {run} recorded it", file=sys.stderr)
+        path, _, digest = entry.partition(HASH)
+        if HASH in str(recorded) and Path(path).name in names and digest not in str(recorded):
+            print(f"warning: plugins={path}: changed since {place} recorded it", file=sys.stderr)
 
 
 def as_typed(recorded: Sequence[Any]) -> str:

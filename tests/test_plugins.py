@@ -1,5 +1,6 @@
 """Plugins: files of the user's own register names, and never run because a run recorded them."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,9 +78,13 @@ def test_names_of_a_plugin_train_and_are_recorded(a_run):
 
 def test_a_recorded_plugin_runs_only_if_it_is_named(a_run, refused, capsys):
     (a_run.parents[1] / "my.py").write_text("raise AssertionError('it ran')")
+    shutil.copy(a_run / "config.yaml", a_run / "run.yaml")
+    (a_run.parents[1] / "link.yaml").symlink_to(a_run / "config.yaml")
     for command in (
         ["train", f"resume={a_run}", "max_steps=3"],
         ["train", f"{a_run}/config.yaml", "max_steps=3"],
+        ["train", f"{a_run}/run.yaml", "dry_run=true"],
+        ["train", "link.yaml", "max_steps=3"],
         ["eval", f"checkpoint={a_run}", "device=cpu"],
         ["generate", f"{a_run}", "device=cpu"],
         ["export", f"{a_run}", "out"],
@@ -105,10 +110,18 @@ def test_names_of_a_plugin_are_listed(here, refused, capsys):
     assert "| mine |" in text and "poems" in text
 
 
-def test_a_file_of_keys_names_plugins_and_a_sweep_varies_their_names(here):
+@pytest.mark.parametrize("named", ["[my.py]", "my.py", "[{a: 1}]"])
+def test_a_file_that_names_plugins_is_asked_for_them(named, here, refused):
+    (here / "keys.yaml").write_text(f"plugins: {named}\ndata: embedded\n")
+    refused(cli.main(["train", "keys.yaml", "dry_run=true"]), "keys.yaml: names plugins")
+    assert cli.compose("train", ["keys.yaml", "plugins=[]"]).config.plugins == []
+
+
+def test_a_sweep_varies_names_of_plugins(here):
     (here / "keys.yaml").write_text("plugins: [my.py]\ndata: poems\n")
-    jobs = cli.checked_jobs(["keys.yaml", "attention=mine,flash", "device=cpu"])
-    assert jobs == [["keys.yaml", f"attention={name}", "device=cpu"] for name in ("mine", "flash")]
+    words = ["keys.yaml", "plugins=[my.py]", "device=cpu"]
+    jobs = cli.checked_jobs([*words, "attention=mine,flash"])
+    assert [job[-1] for job in jobs] == ["attention=mine", "attention=flash"]
     assert cli.compose("train", jobs[0]).config.data.source == "poems"
 
 

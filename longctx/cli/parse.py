@@ -101,7 +101,7 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     """Return the configuration that a run saved at `path`, with the `given` keys."""
     given = {short_key(TrainConfig, name): value for name, value in given.items()}
     values = run_folder.read_keys(path)
-    plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
+    plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
     with untrusted.named(path):
         filled(TrainConfig, values, {})
     known = keys(TrainConfig)
@@ -228,11 +228,11 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     if paths:
         needed = " ".join(positional(schema)).upper()
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
-    if file:
-        given = values_of_file(schema, Path(file[0]), given) | given
     # Before names are checked: plugins register some of them
     if given.get("plugins") is not None:
         given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
+    if file:
+        given = values_of_file(schema, Path(file[0]), given) | given
     for group in (name for name in given if name in known and known[name].is_group):
         check_preset(group, given[group], known)
     return given
@@ -341,8 +341,8 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     ValueError for a key that the file has in two spellings, as memory and memory.policy.
     """
     values = run_folder.read_keys(path)
+    plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
     if path.name == "config.yaml":
-        plugins.check_named(values.pop("plugins", None), given.get("plugins"), path.parent)
         values = as_new_run(values)
     with untrusted.named(path):
         result = differing(schema, values)
