@@ -83,7 +83,9 @@ class DataConfig(Group):
         below=1,
     )
     cache: str | None = key(
-        None, "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx"
+        None,
+        "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx",
+        compared=False,
     )
 
     def check_together(self) -> None:

@@ -115,6 +115,7 @@ class EvalConfig(Group):
         "runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
         "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
         positional=True,
+        compared=False,
     )
     seq_len: int | None = positive(
         None,
@@ -138,23 +139,31 @@ class EvalConfig(Group):
         thousand=1024,
     )
     batch_size: int | None = positive(
-        None, "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU", limit=10**12
+        None,
+        "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU",
+        limit=10**12,
+        compared=False,
     )
     device: str = key(
-        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+        "auto",
+        "auto: a GPU if there is one | cpu | cuda",
+        choices=("auto", "cpu", "cuda"),
+        compared=False,
     )
-    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096)
+    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
     precision: str = key(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
     )
     compile: bool = key(
         False,
         "torch.compile of each block: takes seconds, then a third faster; for millions of tokens",
+        compared=False,
     )
     wandb: str = key(
         "disabled",
         "send the result there too: disabled | auto | online | offline",
         choices=("disabled", "auto", "online", "offline"),
+        compared=False,
     )
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of further tasks", needs="tasks")
@@ -169,8 +178,8 @@ class EvalConfig(Group):
     passkey: PasskeyConfig = group(PasskeyConfig)
     ruler: RulerConfig = group(RulerConfig)
     data: DataConfig = group(DataConfig)  # the run's own documents unless data= is given
-    strategy: StrategyConfig = group(StrategyConfig)
-    context: ContextConfig = group(ContextConfig)
+    strategy: StrategyConfig = group(StrategyConfig, compared=False)
+    context: ContextConfig = group(ContextConfig, compared=False)
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other in any evaluation."""

@@ -48,6 +48,9 @@ class Key(NamedTuple):
     literal: the command line's text is the value, whatever characters it has.
     distinct: the list is not empty, and has no value twice.
     thousand: the value of k in 4k, such as 1,024; M and B are powers of it.
+    resume: resume= may change it.
+    names: a value that was given is part of a new run's name; None: unless `resume`.
+    compared: it may change results, so comparisons show it.
     type, optional: its type without None, and True if None is allowed; `keys` sets them.
     """
 
@@ -63,6 +66,9 @@ class Key(NamedTuple):
     literal: bool = False
     distinct: bool = False
     thousand: int | None = None
+    resume: bool = False
+    names: bool | None = None
+    compared: bool = True
     default: Any = None
     type: Any = Any
     optional: bool = False
@@ -114,9 +120,11 @@ def positive(default: Any, meaning: str, limit: int = 10**9, **rules: Any) -> An
     return key(default, meaning, between=(1, limit), **rules)
 
 
-def group(schema: type) -> Any:
-    """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`."""
-    return dataclasses.field(default_factory=schema)
+def group(schema: type, **rules: Any) -> Any:
+    """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`.
+    The `rules` replace those of each of its keys.
+    """
+    return dataclasses.field(default_factory=schema, metadata={"key": Key(**rules), "all": rules})
 
 
 @functools.cache
@@ -132,15 +140,27 @@ def keys(schema: Any) -> dict[str, Key]:
         # All keys of passkey= and ruler= do nothing while these are off
         if "enabled" in hints and item.name != "enabled":
             rules = rules._replace(needs="enabled")
+        if rules.names is None:
+            rules = rules._replace(names=not rules.resume)
         result[item.name] = rules._replace(
             default=item.default_factory() if callable(item.default_factory) else item.default,
             type=declared[0] if len(declared) == 1 else hint,
             optional=len(declared) < len(types_allowed) or hint is Any,
         )
         if dataclasses.is_dataclass(hint):
-            inner = keys(typing.cast(type, hint))
-            result.update({f"{item.name}.{name}": declared for name, declared in inner.items()})
+            for name, inner in keys(typing.cast(type, hint)).items():
+                result[f"{item.name}.{name}"] = inner._replace(**item.metadata.get("all", {}))
     return result
+
+
+def declared_as(schema: Any, name: str) -> Key:
+    """Return the key `name` of `schema`, or else the open one that it belongs to, as
+    attention.options to attention.options.kernel; a key without rules if there is none.
+    """
+    known = keys(schema)
+    while name not in known and "." in name:
+        name = name.rpartition(".")[0]
+    return known.get(name, Key(names=True))
 
 
 def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:

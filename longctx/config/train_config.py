@@ -60,6 +60,7 @@ class KernelConfig:
         "auto",
         "auto: record, and refuse others on resume | record: take what is here now | off",
         choices=("auto", "record", "off"),
+        resume=True,
     )
 
 
@@ -83,6 +84,7 @@ class TrainConfig(Group):
         between=(2, LONGEST_ROW),
         word="max",
         thousand=1024,
+        names=False,
     )
     seq_len_schedule: list[list[int]] | None = key(
         None, "[[tokens per sequence, steps], …]: shorter ones first, the same tokens per step"
@@ -90,12 +92,17 @@ class TrainConfig(Group):
     batch_size: int | None = positive(
         None,
         "sequences per device and micro-batch; null: the whole step if it fits, else 16,384 tokens",
+        resume=True,
     )
     accumulate: int | None = positive(
-        None, "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU"
+        None,
+        "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU",
+        resume=True,
     )
     max_steps: int | None = positive(
-        None, "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU"
+        None,
+        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU",
+        resume=True,
     )
     max_tokens: int | None = positive(
         None,
@@ -103,6 +110,7 @@ class TrainConfig(Group):
         "max_steps",
         limit=10**15,
         thousand=1000,
+        resume=True,
     )
     lr: float | None = key(
         None,
@@ -114,20 +122,37 @@ class TrainConfig(Group):
         "the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd: stays, and "
         "falls over the last steps | inverse_sqrt: falls as 1 / √step | constant",
         choices=SCHEDULES,
+        resume=True,
+        names=True,
     )
     min_lr_ratio: float | None = key(
         None,
         "cosine, linear, wsd: rate of the last step, as a share of lr; null: 0.1",
         between=(0.0, 1.0),
+        resume=True,
+        names=True,
     )
     lr_decay_share: float | None = key(
-        None, "wsd: share of the steps in which the rate falls; null: 0.2", above=0, between=(0, 1)
+        None,
+        "wsd: share of the steps in which the rate falls; null: 0.2",
+        above=0,
+        between=(0, 1),
+        resume=True,
+        names=True,
     )
     lr_decay_from: int | None = key(
-        None, "wsd: steps before the rate falls, in place of lr_decay_share", between=(0, 10**9)
+        None,
+        "wsd: steps before the rate falls, in place of lr_decay_share",
+        between=(0, 10**9),
+        resume=True,
+        names=True,
     )
     lr_decay_shape: str | None = key(
-        None, "wsd: 1-sqrt | linear; null: 1-sqrt", choices=("1-sqrt", "linear")
+        None,
+        "wsd: 1-sqrt | linear; null: 1-sqrt",
+        choices=("1-sqrt", "linear"),
+        resume=True,
+        names=True,
     )
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
@@ -149,9 +174,12 @@ class TrainConfig(Group):
         1, "of the initial weights and of the order of the sequences", between=(0, 2**63 - 1)
     )
     device: str = key(
-        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+        "auto",
+        "auto: a GPU if there is one | cpu | cuda",
+        choices=("auto", "cpu", "cuda"),
+        resume=True,
     )
-    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096)
+    devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, resume=True)
     precision: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
@@ -168,21 +196,27 @@ class TrainConfig(Group):
         "auto",
         "auto: on a GPU | true | false: torch.compile of each transformer block",
         choices=SWITCH,
+        resume=True,
     )
     graphs: str = key(
         "auto",
         "auto: on a GPU that would wait for the host | true | false: CUDA graphs, which launch a "
         "micro-batch's forward and backward as one",
         choices=SWITCH,
+        resume=True,
     )
     deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
     name: str | None = key(
-        None, "of the run's folder; null: made of what differs from the defaults, and a counter"
+        None,
+        "of the run's folder; null: made of what differs from the defaults, and a counter",
+        names=False,
+        compared=False,
     )
     init: str | None = key(
         None,
         "start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a "
         "model of the Hub, owner/name or owner/name@revision (branch, tag or commit)",
+        names=False,
     )
     transformers: str = key(
         "auto",
@@ -190,58 +224,77 @@ class TrainConfig(Group):
         choices=("auto", "always", "never"),
         needs="init",
     )
-    resume: str | None = key(None, "continue this run, for example runs/tiny-flash-4k-001")
-    dry_run: bool = key(False, "print the run and its predicted memory and time; train nothing")
-    runs: str = key("runs", "the folder that runs are written to")
-    plugins: list[str] | None = key(None, PLUGINS)
+    resume: str | None = key(
+        None, "continue this run, for example runs/tiny-flash-4k-001", compared=False
+    )
+    dry_run: bool = key(
+        False,
+        "print the run and its predicted memory and time; train nothing",
+        resume=True,
+        compared=False,
+    )
+    runs: str = key("runs", "the folder that runs are written to", names=False, compared=False)
+    plugins: list[str] | None = key(None, PLUGINS, resume=True)
     val_every: int | None = positive(
-        None, "steps between validations, also one at step 0; null: a fifth of the run, 20 or more"
+        None,
+        "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",
+        resume=True,
     )
     val_rows: int | None = key(
         None,
         "sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all",
         between=(0, 10**9),
+        resume=True,
     )
     sample_every: int | None = positive(
-        None, "steps between samples of text, also one at the last step; null: none"
+        None, "steps between samples of text, also one at the last step; null: none", resume=True
     )
     sample_prompt: str | None = key(
         None,
         "what a sample continues; null: the beginning of a document that validates",
         literal=True,
         needs="sample_every",
+        resume=True,
     )
-    checkpoint_every: int = positive(200, "steps between checkpoints; one always comes at the end")
-    keep_checkpoints: int = positive(2, "how many stay on disk, the newest")
+    checkpoint_every: int = positive(
+        200, "steps between checkpoints; one always comes at the end", resume=True
+    )
+    keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
     keep_best: bool = key(
         False,
         "also keep the checkpoint with the lowest validation loss, as best.ckpt; given on resume: "
         "the lowest from then on",
+        resume=True,
     )
     patience: int | None = positive(
-        None, "end after this many validations without a lower loss; null: after max_steps"
+        None,
+        "end after this many validations without a lower loss; null: after max_steps",
+        resume=True,
     )
-    log_every: int = positive(5, "steps between rows of metrics.jsonl")
-    workers: int = key(1, "processes that prepare batches, per device; 0: none", between=(0, 256))
+    log_every: int = positive(5, "steps between rows of metrics.jsonl", resume=True)
+    workers: int = key(
+        1, "processes that prepare batches, per device; 0: none", between=(0, 256), resume=True
+    )
     tracker: list[str] = key(
         ["wandb"],
         "copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone",
         choices=TRACKERS,
         distinct=True,
+        resume=True,
     )
     attention: AttentionConfig = group(AttentionConfig)
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)
-    memory: MemoryConfig = group(MemoryConfig)
+    memory: MemoryConfig = group(MemoryConfig, resume=True, names=False)
     objective: ObjectiveConfig = group(ObjectiveConfig)
     optimizer: OptimizerConfig = group(OptimizerConfig)
     lora: LoraConfig = group(LoraConfig)
     rope: RopeConfig = group(RopeConfig)
-    passkey: PasskeyConfig = group(PasskeyConfig)  # at every validation
-    data: DataConfig = group(DataConfig)
-    strategy: StrategyConfig = group(StrategyConfig)
-    context: ContextConfig = group(ContextConfig)
-    wandb: WandbConfig = group(WandbConfig)
+    passkey: PasskeyConfig = group(PasskeyConfig, resume=True, names=False)  # at every validation
+    data: DataConfig = group(DataConfig, names=False)
+    strategy: StrategyConfig = group(StrategyConfig, resume=True, names=False)
+    context: ContextConfig = group(ContextConfig, resume=True, names=False)
+    wandb: WandbConfig = group(WandbConfig, resume=True, names=False)
 
     def check_together(self) -> None:
         """Raise ValueError for keys that contradict each other on any machine, with any data."""

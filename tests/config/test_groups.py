@@ -8,7 +8,7 @@ from longctx import cli
 from longctx.config import presets
 from longctx.config.command_config import GenerateConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import build, check, key, keys
+from longctx.config.fields import build, check, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.train_config import TrainConfig
@@ -58,6 +58,22 @@ def test_counts_have_units():
 def test_a_value_outside_its_declaration_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         check(build(Declared, values))
+
+
+@pytest.mark.parametrize(
+    ("name", "resume", "names", "compared"),
+    [
+        ("max_steps", True, False, True),
+        ("lr_decay_share", True, True, True),
+        ("memory.offload", True, False, True),  # as its group
+        ("attention.options.kernel", False, True, True),  # as the open key
+        ("runs", False, False, False),
+        ("of.a.plugin", False, True, True),
+    ],
+)
+def test_a_key_says_what_resume_may_change(name, resume, names, compared):
+    found = declared_as(TrainConfig, name)
+    assert (found.resume, found.names, found.compared) == (resume, names, compared)
 
 
 def test_values_get_the_type_of_their_declaration():
