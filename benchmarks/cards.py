@@ -18,7 +18,7 @@ from benchmarks.process_group import ROOT
 from benchmarks.words import training_run
 from longctx import files
 from longctx.config.fields import key
-from longctx.planner import fitting, hardware, step_time
+from longctx.planner import fitting, hardware, overview, step_time
 from longctx.planner.hardware import GIB
 from longctx.planner.workload import Workload
 
@@ -158,8 +158,7 @@ def run_of(case: Case) -> Run:
 def longest_step(case: Case, gb: int) -> Workload | None:
     """Return the step of the longest sequence that is predicted to fit the card of `gb`."""
     chip = hardware.chip(CARDS[gb])
-    at = fitting.one_row(run_of(case).workload)
-    return fitting.longest([at], fitting.room(chip), hardware.ASSUMED_HOST)
+    return overview.longest_step([run_of(case).workload], chip, hardware.ASSUMED_HOST)
 
 
 def longest_cell(case: Case, gb: int) -> str:

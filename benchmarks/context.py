@@ -22,6 +22,7 @@ from longctx.attention.description import DESCRIPTIONS
 from longctx.config.fields import key
 from longctx.planner import fitting, step_time
 from longctx.planner.hardware import GIB, Chip
+from longctx.planner.overview import longest_step
 from longctx.planner.peak_memory import predict
 from longctx.planner.workload import Workload
 from longctx.tables import grid
@@ -155,12 +156,12 @@ def add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 def find_longest(run: Run, options: Options, end: float) -> dict[str, Any]:
     """Tokens of the longest rows of `run`, and how that is known: probed, predicted, or given."""
     from longctx.parallel.devices import this_machine
-    from longctx.training.dry_run import MULTIPLE, dry_run_in_child, longest_probed
+    from longctx.training.dry_run import dry_run_in_child, longest_probed
 
     at, host = fitting.one_row(run.workload), this_machine().host_memory
 
     def predicted() -> int:
-        longest = fitting.longest([at], gpu().usable, host, MULTIPLE)
+        longest = longest_step([run.workload], gpu(), host)
         return longest.seq_len if longest else 0
 
     def probe(work: Workload) -> DryRun:

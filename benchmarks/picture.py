@@ -13,7 +13,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.process_group import ROOT
 from benchmarks.report import save_figure, short
+from benchmarks.words import training_run
 from longctx.config.fields import key
+from longctx.planner import fitting, hardware
+from longctx.planner.overview import longest_step
 
 RESULTS = ROOT / "results"
 PANELS = {
@@ -61,19 +64,18 @@ def draw_reach() -> Figure:
             color=color,
             weight="bold",
         )
-        limit = content["longest"][backend]
-        # What was not trained is predicted: a hollow end
-        end = speeds[-1]
-        if limit["tokens"] > lengths[-1]:
-            end = limit["tokens"] / rows[-1]["predicted_seconds"]
-            axis.plot([lengths[-1], limit["tokens"]], [speeds[-1], end], "--", color=color)
-        is_measured = limit["tokens"] == lengths[-1]
+        limit, end = content["longest"][backend]["tokens"], speeds[-1]
+        is_measured = limit == lengths[-1]
+        # What was not trained is predicted, as longctx plan does: a hollow end
+        if not is_measured:
+            limit, end = predicted_end([*content["overrides"], f"attention={backend}"], content)
+            axis.plot([lengths[-1], limit], [speeds[-1], end], "--", color=color)
         style = {"markerfacecolor": color if is_measured else "white"}
-        axis.plot([limit["tokens"]], [end], "X", color=color, markersize=11, **style)
-        how = "" if is_measured else ", predicted"
+        axis.plot([limit], [end], "X", color=color, markersize=11, **style)
+        what = "out of memory\nbeyond" if is_measured else "predicted to fit\nup to"
         axis.annotate(
-            f"out of memory\nbeyond {limit['tokens']:,}{how}",
-            (limit["tokens"], end),
+            f"{what} {limit:,}",
+            (limit, end),
             xytext=(9, 4),
             textcoords="offset points",
             fontsize=8.5,
@@ -82,7 +84,7 @@ def draw_reach() -> Figure:
     ticks = [4096 * 2**n for n in range(9)]
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xlim(1900, 14_000_000)
+    axis.set_xlim(1900, 12_000_000)
     axis.set_xticks(ticks, [short(n).replace("1024K", "1M") for n in ticks])
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     millions = content["parameters"] / 1e6
@@ -91,6 +93,14 @@ def draw_reach() -> Figure:
     axis.set_ylabel("tokens per second")
     axis.grid(alpha=0.3)
     return figure
+
+
+def predicted_end(overrides: list[str], content: dict[str, Any]) -> tuple[int, float]:
+    """Return the tokens of the longest sequence that is predicted to fit, and its tokens/s."""
+    chip = hardware.chip(content["gpu"])
+    step = longest_step([training_run(overrides, "cuda").workload], chip, hardware.ASSUMED_HOST)
+    assert step is not None
+    return step.seq_len, fitting.tokens_per_second(step, chip)
 
 
 def draw_steps() -> Figure:

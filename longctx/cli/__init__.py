@@ -306,11 +306,15 @@ def _evaluate(argv: list[str]) -> int:
 
 def _plan(argv: list[str]) -> None:
     own, training = split_own(options.PlanOptions, argv)
+    chosen = compose(options.PlanOptions, own).config
+    count, _, gpu = chosen.gpu.partition("x")
+    if count.isdigit() and gpu:
+        chosen.gpu = gpu
+        training.append(f"devices={count}")
     for argument in training:
         if argument.startswith("device="):
             raise ValueError(f"{argument}: plan is of GPUs; leave it out")
     request = with_model(early_checks.with_init(parse.compose("train", training)), gpu=True)
-    chosen = compose(options.PlanOptions, own).config
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
         request.config.context.degree = "auto"
@@ -331,7 +335,8 @@ def _plan(argv: list[str]) -> None:
         prove(step.model, "cpu", step.seq_len, request.config.data.packing)
         measured = measured_layers(step, print)
     requests = {backend: with_backend(request, backend) for backend in backends}
-    overview.run(chosen, requests, measured)
+    asked = request.overrides.get("attention", AttentionConfig().backend)
+    overview.run(chosen, requests, asked, measured)
 
 
 def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:

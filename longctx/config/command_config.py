@@ -159,10 +159,12 @@ class PlanOptions:
     longctx plan model=1b seq_len=262144 gpu=H200
     longctx plan init=OWNER/NAME lora.rank=16 seq_len=128k gpu=rtx4090
     longctx plan model=1b gpu=MINE gpu_tflops=100 gpu_bandwidth=900 gpu_memory=24
-    longctx plan model=8b seq_len=262144 devices=64
+    longctx plan model=8b seq_len=262144 gpu=8xH100 max_tokens=1B price=2.5
     """
 
-    gpu: str = key("auto", "such as H100 or rtx4090; auto: the one here, else an H200")
+    gpu: str = key(
+        "auto", "such as H100, rtx4090 or 2xH100 (devices=2); auto: the one here, else an H200"
+    )
     gpu_tflops: float | None = key(
         None, "dense bf16 products of it, in 10^12 a second; null: by its name", between=(1e-3, 1e6)
     )
@@ -179,6 +181,7 @@ class PlanOptions:
     )
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
+    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
 
 
 @dataclass

@@ -57,6 +57,13 @@ class Chip:
         """Return the bytes left for tensors by CUDA's context, libraries and gaps."""
         return 0.985 * self.memory - 0.8 * GIB
 
+    def check(self, precision: str) -> None:
+        """Raise ValueError if this GPU cannot compute in precision=."""
+        if not self.bf16 and precision in ("auto", "bf16"):
+            raise ValueError(f"precision=bf16: {self.name} has no bf16; use precision=fp32")
+        if precision == "fp8" and not self.fp8:
+            raise ValueError(without_fp8(self.name))
+
 
 def card(
     flops: float,
@@ -65,16 +72,29 @@ def card(
     gib: float,
     generation: str = "other",
     fp8: bool = True,
+    bf16: bool = True,
 ) -> Chip:
     """Return a GPU by its data sheet. `link` is NVLink or Infinity Fabric if it has them, else PCI
     Express; `gib` the usual memory, as CUDA reports it: less than the label says.
     """
-    return Chip("", gib * GIB, flops, bandwidth, REACHED * link, generation=generation, fp8=fp8)
+    memory, link = gib * GIB, REACHED * link
+    return Chip("", memory, flops, bandwidth, link, generation=generation, fp8=fp8, bf16=bf16)
+
+
+def geforce(series: int, processors: int, ghz: float, bandwidth: float, gib: float) -> Chip:
+    """Return a GeForce of a `series`, such as 30. Each of its multiprocessors does 512 operations
+    of 16-bit products with fp32 sums a clock: half of what a GA100's or AD102's of other cards do.
+    """
+    link = 64e9 if series == 50 else 32e9
+    flops = 512e9 * processors * ghz
+    return card(flops, bandwidth, link, gib, "ampere", fp8=series > 30)
 
 
 # Words of the device's name → its figures, the most specific name first. From the vendors' data
 # sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
-# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10.
+# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10. GPUs
+# without bf16 run in fp32, without tensor cores: their products are twice the fp32 ones, of which
+# step_time takes half. Only H100 and H200 have run what is predicted.
 CHIPS = {
     "H200 NVL": card(835e12, 4.8e12, 450e9, 139.8, "hopper"),
     "H200": card(989e12, 4.8e12, 450e9, 139.8, "hopper"),
@@ -91,12 +111,35 @@ CHIPS = {
     "L4": card(121e12, 0.3e12, 32e9, 22.0, "ampere"),
     "A10G": card(70e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
     "A10": card(125e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
+    "A6000": card(154.8e12, 0.768e12, 32e9, 47.5, "ampere", fp8=False),
+    "RTX 6000 Ada": card(364.2e12, 0.96e12, 32e9, 47.4, "ampere"),
+    "RTX 3060 Ti": geforce(30, 38, 1.665, 448e9, 7.7),
+    "RTX 3060": geforce(30, 28, 1.777, 360e9, 11.6),
+    "RTX 3070 Ti": geforce(30, 48, 1.77, 608e9, 7.7),
+    "RTX 3070": geforce(30, 46, 1.725, 448e9, 7.7),
+    "RTX 3080 Ti": geforce(30, 80, 1.665, 912e9, 11.6),
+    "RTX 3080": geforce(30, 68, 1.71, 760e9, 9.7),
+    "RTX 3090 Ti": geforce(30, 84, 1.86, 1008e9, 23.7),
     "RTX 3090": card(71e12, 0.936e12, 32e9, 23.7, "ampere", fp8=False),
+    "RTX 4060 Ti": geforce(40, 34, 2.535, 288e9, 7.7),
+    "RTX 4060": geforce(40, 24, 2.46, 272e9, 7.7),
+    "RTX 4070 Ti SUPER": geforce(40, 66, 2.61, 672e9, 15.5),
+    "RTX 4070 Ti": geforce(40, 60, 2.61, 504e9, 11.6),
+    "RTX 4070 SUPER": geforce(40, 56, 2.475, 504e9, 11.6),
+    "RTX 4070": geforce(40, 46, 2.475, 504e9, 11.6),
+    "RTX 4080 SUPER": geforce(40, 80, 2.55, 736e9, 15.5),
+    "RTX 4080": geforce(40, 76, 2.505, 716.8e9, 15.5),
     "RTX 4090": card(165e12, 1.008e12, 32e9, 23.5, "ampere"),
+    "RTX 5060 Ti": geforce(50, 36, 2.572, 448e9, 15.5),
+    "RTX 5060": geforce(50, 30, 2.497, 448e9, 7.7),
+    "RTX 5070 Ti": geforce(50, 70, 2.452, 896e9, 15.5),
+    "RTX 5070": geforce(50, 48, 2.512, 672e9, 11.6),
+    "RTX 5080": geforce(50, 84, 2.617, 960e9, 15.5),
     "RTX 5090": card(209.5e12, 1.792e12, 64e9, 31.4, "ampere"),
     "RTX PRO 6000": card(503.8e12, 1.792e12, 64e9, 95.0, "ampere"),
     "MI300X": card(1307e12, 5.3e12, 448e9, 191.7, fp8=False),
-    "T4": card(65e12, 0.32e12, 16e9, 14.6, fp8=False),  # in fp16; it has no bf16
+    "V100": card(2 * 15.7e12, 0.9e12, 150e9, 31.7, fp8=False, bf16=False),
+    "T4": card(2 * 8.1e12, 0.32e12, 16e9, 14.6, fp8=False, bf16=False),
 }
 
 
@@ -118,10 +161,7 @@ class Machine:
             if precision == "fp8":
                 raise ValueError(without_fp8("a CPU"))
             return "cpu"
-        if not self.gpu.bf16 and precision in ("auto", "bf16"):
-            raise ValueError(f"precision=bf16: {self.gpu.name} has no bf16; use precision=fp32")
-        if precision == "fp8" and not self.gpu.fp8:
-            raise ValueError(without_fp8(self.gpu.name))
+        self.gpu.check(precision)
         return "cuda"
 
 

@@ -1,4 +1,4 @@
-"""longctx plan: predicted memory and time by policy and backend, and the longest context that fits.
+"""longctx plan: does a run fit, how fast is it and what does it cost; the tables behind that.
 
 On several GPUs it compares layouts, and numbers of GPUs. Nothing runs and torch is not imported, so
 the answer comes in a moment on any machine, for any GPU:
@@ -24,27 +24,40 @@ from longctx.planner.workload import Measured, Workload, with_vocabulary, worklo
 from longctx.tables import grid
 
 SIZES = ("GPU GiB", "host GiB", "fits")
+# What flash runs by the chip's generation
+KERNELS = {
+    "ampere": "its mma.sync kernels in 16 bits, which no such card has run",
+    "other": "its portable kernels, which no such card has run",
+}
 SPEED = ("s/step", "tokens/s", "MFU")
 
 
-def run(options: PlanOptions, requests: Mapping[str, TrainConfig], measured: Measured) -> None:
-    """Print memory, time and longest context by policy, for each backend's request."""
+def run(
+    options: PlanOptions, requests: Mapping[str, TrainConfig], asked: str, measured: Measured
+) -> None:
+    """Print if the run fits, then memory, time and longest context by policy and backend.
+
+    `requests` has a request for each backend; the answer is about the one that is `asked` for.
+    """
     request, per_machine = next(iter(requests.values())), options.gpus_per_machine
     chip, host, of_host = machine(options, request.devices)
-    if not chip.fp8 and request.precision == "fp8":
-        raise ValueError(hardware.without_fp8(chip.name))
+    chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
-    steps = []
+    steps, chosen = [], dict[str, Workload]()
     for backend, of_backend in requests.items():
         layouts = each_layout(of_backend, per_machine, measured)
-        chosen, _ = fitting.choose_layout(layouts, chip, host, merge)
-        name = fitting.name_of(chosen)
+        chosen[backend], _ = fitting.choose_layout(layouts, chip, host, merge)
+        name = fitting.name_of(chosen[backend])
         in_layout = next(step for step in layouts if fitting.name_of(step) == name)
         for step in fitting.policies(in_layout):
             steps.append((backend, fitting.decide(step, chip, host, merge)))
     _, first = steps[0]
-    print_machine(first, chip, host, of_host)
-    print(f"{drawn(schedule_of(request, first))}\n")
+    fastest, reason = fitting.fastest_backend(first, list(requests), chip)
+    answered = chosen.get(asked, chosen[fastest])
+    schedule = schedule_of(request, answered)
+    print(answer(answered, chip, host, schedule.max_steps, options.price), end="\n\n")
+    print_machine(answered, chip, host, of_host)
+    print(f"{drawn(schedule)}\n")
     if first.devices > 1:
         shown = requests.get(AttentionConfig().backend, request)
         print_layouts(shown, chip, host, per_machine, measured)
@@ -56,17 +69,43 @@ def run(options: PlanOptions, requests: Mapping[str, TrainConfig], measured: Mea
     grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
 
     if len(requests) > 1:
-        name, reason = fitting.fastest_backend(first, list(requests), chip)
-        print(f"attention=auto: {name}, {reason}\n")
+        print(f"attention=auto: {fastest}, {reason}\n")
 
     columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
     for backend, step in steps:
-        longest = fitting.longest([fitting.one_row(step)], fitting.room(chip), host)
+        longest = longest_step([step], chip, host)
         row = {"memory": step.memory.policy, "tokens": "none"}
         row = row if longest is None else figures(longest, chip, host)
         rows.append({"backend": backend} | row)
     grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
+
+
+def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | None) -> str:
+    """Return a line that says if `step` fits, and one with the time of so many `steps`."""
+    memory, time = predict(step).peak / GIB, step_time.seconds(step, chip)
+    layout = [fitting.name_of(step)] if step.devices > 1 else []
+    parts = [step.attention.backend, *layout, step.memory.policy]
+    size = f"{memory:,.1f} GiB" + " a GPU" * (step.devices > 1)
+    if not fitting.fits(step, fitting.room(chip), host):
+        remedy = fitting.smallest_change(step, fitting.room(chip), host)
+        return f"does not fit: {', '.join(parts)}, {size}; use {remedy}"
+    line = f"fits: {', '.join(parts)}, {size}"
+    if time is None:
+        return line
+    hours = time.total * steps / 3600
+    length = f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    cost = "" if price is None else f" and cost {hours * step.devices * price:,.2f}"
+    return f"{line}, {time.tokens / time.total:,.0f} tokens/s\n{steps:,} steps take {length}{cost}"
+
+
+def longest_step(steps: Sequence[Workload], chip: Chip, host: float) -> Workload | None:
+    """Return the step of the longest sequence that fits in one of the layouts of `steps`.
+
+    Every length that is predicted, in tables, pages and pictures, comes from here: it leaves a part
+    of the GPU's memory free, since no dry run confirms it.
+    """
+    return fitting.longest([fitting.one_row(step) for step in steps], fitting.room(chip), host)
 
 
 def each_layout(
@@ -88,7 +127,7 @@ def print_layouts(
     steps = each_layout(request, per_machine, measured)
     rows = [
         figures(fitting.decide(step, chip, host, merge), chip, host)
-        | {"longest": longest_tokens([step], chip, host)}
+        | {"longest": getattr(longest_step([step], chip, host), "seq_len", "none")}
         for step in steps
     ]
     backend = request.attention.backend
@@ -106,17 +145,11 @@ def print_layouts(
             continue
         of_number = each_layout(replace(request, devices=devices), per_machine, measured)
         chosen, _ = fitting.choose_layout(of_number, chip, host, merge)
-        row = {"GPUs": devices, "longest": longest_tokens(of_number, chip, host)}
+        longest = longest_step(of_number, chip, host)
+        row = {"GPUs": devices, "longest": "none" if longest is None else longest.seq_len}
         rows.append(row | figures(chosen, chip, host))
     title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
     grid(title, ("GPUs", *columns), rows)
-
-
-def longest_tokens(steps: Sequence[Workload], chip: Chip, host: float) -> int | str:
-    """Return the tokens of the longest sequence that fits in one of the layouts of `steps`."""
-    candidates = [fitting.one_row(step) for step in steps]
-    longest_step = fitting.longest(candidates, fitting.room(chip), host)
-    return "none" if longest_step is None else longest_step.seq_len
 
 
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
@@ -183,6 +216,8 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
         f"{chip.name}, {chip.memory / GIB:.1f} GiB, {chip.usable / GIB:.1f} of them for tensors, "
         f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"
     )
+    if chip.generation != "hopper" and chip.flops is not None:
+        print(f"predicted from its data sheet; flash runs {KERNELS[chip.generation]}")
     if step.devices > 1:
         print(
             f"{step.devices:,} GPUs on {count_of(step.machines, 'machine')}, "

@@ -45,6 +45,47 @@ def test_a_plan_for_another_machine(planned):
     assert "bf16, frozen weights in nf4" in planned(*lora, *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("model=1b seq_len=262144 gpu=H200", ["fits: flash", "balanced", "75.5 GiB"]),
+        ("model=1b seq_len=65536 gpu=2xH100 price=2.5", ["fits: flash", "ddp", " and cost "]),
+        ("model=124m gpu=a6000 attention=naive", ["fits: naive"]),
+        ("model=124m gpu=rtx3060 attention=auto max_steps=7", ["fits: flash", "7 steps take"]),
+        ("model=1b seq_len=128k gpu=rtx4080", ["does not fit: flash", "long", "; use seq_len="]),
+        ("gpu=V100 precision=fp32 model=tiny", ["fits: flash"]),
+    ],
+)
+def test_the_answer_comes_first(words, parts, planned):
+    line = planned(*words.split()).partition("\n\n")[0]
+    assert line.startswith(parts[0]) and all(part in line for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "fp8"),
+    [
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88e12, True),
+        ("NVIDIA GeForce RTX 4070 Ti", 80e12, True),
+        ("rtx3070", 40.6e12, False),
+        ("NVIDIA RTX 6000 Ada Generation", 364e12, True),
+        ("Tesla V100-SXM2-32GB", 31.4e12, False),
+        ("NVIDIA GeForce RTX 5080 Laptop GPU", None, True),
+    ],
+)
+def test_a_gpu_has_the_figures_of_its_data_sheet(name, flops, fp8):
+    chip = hardware.chip(name)
+    assert (chip.flops and pytest.approx(chip.flops, rel=0.01)) == flops and chip.fp8 == fp8
+
+
+def test_the_longest_sequence_is_one_number(planned):
+    from benchmarks import cards, picture
+
+    words = ["model=1b", "gpu=H200", "host_memory=128", "attention=flash", "memory=long"]
+    ends, _ = picture.predicted_end(["model=1b", "attention=flash"], {"gpu": "NVIDIA H200"})
+    assert f" {ends:,} " in planned(*words)
+    assert f" {ends:,} (" in cards.PAGE.read_text()
+
+
 def test_a_gpu_that_is_described(planned):
     chip = hardware.chip("b200")
     assert chip.flops is not None and chip.bandwidth is not None
@@ -111,6 +152,8 @@ def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
     [
         ("gpu=Voodoo", "gpu=Voodoo: not a known GPU"),
         ("gpu=Voodoo gpu_tflops=10 gpu_bandwidth=9", "say how much memory it has"),
+        ("gpu=V100", "V100 has no bf16; use precision=fp32"),
+        ("gpu=2xH100 devices=4", "devices=4 is given too"),
         ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
         ("lora.rank=2 lora.base=fp8 precision=fp8", "rounds 16-bit weights"),
