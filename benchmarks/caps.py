@@ -23,10 +23,10 @@ from benchmarks.preferences import capped
 from benchmarks.process_group import in_child
 from benchmarks.report import machine, write_json
 from longctx.config.fields import key
-from longctx.planner import hardware
-from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload
 from longctx.tables import grid
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from benchmarks.process_group import ROOT
 from benchmarks.words import training_run
 from longctx import files
 from longctx.config.fields import key
-from longctx.planner import fitting, hardware, overview, step_time
-from longctx.planner.hardware import GIB
-from longctx.planner.workload import Workload
+from longctx.planner import fitting, overview, step_time
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload
 
 if TYPE_CHECKING:
     from longctx.training.run import Run

@@ -21,10 +21,10 @@ from benchmarks.words import check_unused, decided, training_run
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.fields import key
 from longctx.planner import fitting, step_time
-from longctx.planner.hardware import GIB, Chip
 from longctx.planner.overview import longest_step
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload
+from longctx.spec.hardware import GIB, Chip
+from longctx.spec.step import Workload
 from longctx.tables import grid
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused, training_run
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import key
-from longctx.config.model_config import GPTConfig
+from longctx.spec.model_config import GPTConfig
 from longctx.tables import grid
 
 if TYPE_CHECKING:

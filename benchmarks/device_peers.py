@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from benchmarks.trainers import random_model
 from longctx.attention.communication import Laps
-from longctx.config.model_config import GPTConfig
+from longctx.spec.model_config import GPTConfig
 from longctx.training.memory import measured
 
 Step = Callable[[], Tensor]

@@ -24,10 +24,10 @@ from benchmarks.words import training_run
 from longctx import files
 from longctx.config.data_config import DataConfig
 from longctx.planner import fitting, step_time
-from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload
 from longctx.runs import metrics_file, run_folder
+from longctx.spec.hardware import GIB, Chip
+from longctx.spec.step import Workload
 
 DOCUMENT = 2**22  # tokens of the one document: whole rows of any length that divides them
 TOKENIZER, TEXT = "tokenizer.json", "document.txt"

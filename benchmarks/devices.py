@@ -24,8 +24,8 @@ from benchmarks.device_runs import MEASURES, Place, make_corpus
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
 from longctx.config.fields import key
-from longctx.planner import hardware
-from longctx.planner.hardware import GIB
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
 TAKES_TRAINING_KEYS = True

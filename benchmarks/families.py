@@ -212,10 +212,10 @@ def ours(
 
     from longctx.attention import Mask
     from longctx.config.layout_config import MemoryConfig
-    from longctx.config.model_config import LoraConfig
     from longctx.model import lora
     from longctx.model.gpt import build
     from longctx.model.huggingface import read_config
+    from longctx.spec.model_config import LoraConfig
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(settings))

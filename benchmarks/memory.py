@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused, training_run
 from longctx.config.fields import key
-from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from longctx.planner import fitting, step_time
 from longctx.tables import grid
 
 if TYPE_CHECKING:
-    from longctx.planner.hardware import Chip
+    from longctx.spec.hardware import Chip
     from longctx.training.run import Run
 
 TAKES_TRAINING_KEYS = True

@@ -15,8 +15,9 @@ from benchmarks.process_group import ROOT
 from benchmarks.report import save_figure, short
 from benchmarks.words import training_run
 from longctx.config.fields import key
-from longctx.planner import fitting, hardware
+from longctx.planner import fitting
 from longctx.planner.overview import longest_step
+from longctx.spec import hardware
 
 RESULTS = ROOT / "results"
 PANELS = {

@@ -34,14 +34,15 @@ from benchmarks.report import machine, write_json
 from benchmarks.words import training_run
 from longctx.config.doors import ObjectiveConfig
 from longctx.config.fields import key
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB
+from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
 from longctx.runs import metrics_file
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
 if TYPE_CHECKING:
-    from longctx.planner.workload import Workload
+    from longctx.spec.step import Workload
     from longctx.training.dry_run import DryRun
     from longctx.training.run import Run
 

@@ -32,9 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from longctx.attention import kernels_run
 from longctx.attention.communication import Laps
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.export import architecture
 from longctx.parallel.devices import is_out_of_memory, within_memory
+from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.training.dry_run import OUT_OF_MEMORY
 from longctx.training.memory import measured
 from longctx.training.module import TrainingModule, clip_gradients

@@ -37,7 +37,7 @@ from longctx.parallel.devices import (
     this_machine,
     within_memory,
 )
-from longctx.planner.workload import precision_of
+from longctx.spec.step import precision_of
 
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
 # Keys of a line with a chat

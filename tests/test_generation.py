@@ -146,7 +146,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     status = Path("/proc/self/status").read_text()
     used = int(re.findall(r"VmData:\s+(\d+) kB", status)[0]) << 10
     limit = (used + left) // 9 * 10
-    monkeypatch.setattr("longctx.planner.hardware.host_memory", lambda: float(limit))
+    monkeypatch.setattr("longctx.spec.hardware.host_memory", lambda: float(limit))
 
 
 def test_out_of_memory_costs_no_text_that_is_done(folder, tmp_path, monkeypatch, capsys):

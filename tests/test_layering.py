@@ -8,15 +8,16 @@ import pytest
 from tests.processes import ROOT, finished
 
 GROUND = {"files", "hub_snapshot", "untrusted", "tables", "system"}
-GROUND |= {"config", "plugins", "runs"}
+GROUND |= {"config", "spec", "plugins", "runs"}
 PARTS = GROUND | {"planner", "parallel", "model", "attention", "kernels", "data"}
 MAY_IMPORT = {
-    "config": {"config"},
+    "config": {"config", "spec"},
+    "spec": {"config", "spec"},
     "runs": GROUND,
-    "planner": GROUND,
+    "planner": GROUND | {"training"},
     "kernels": GROUND,
     "attention": GROUND | {"kernels"},
-    "transformers": {"attention", "config", "transformers"},
+    "transformers": {"attention", "config", "spec", "transformers"},
     "model": GROUND | {"attention", "kernels", "transformers"},
     "data": GROUND,
     "parallel": GROUND | {"planner", "model", "attention"},

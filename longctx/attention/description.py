@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
-from longctx.config.parts import FP32, Attention
 from longctx.kernels.attention import AMPERE_HEAD_SIZES, HOPPER_HEAD_SIZES, hopper_size
+from longctx.spec.parts import FP32, Attention
 
 # Head size → share of the chip's peak that forward and backward reach on long sequences. A share
 # holds up to its head size, the last one above it too (results/attention.json).

@@ -34,9 +34,9 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.presets import Request, names, with_model
 from longctx.config.train_config import TrainConfig
 from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
-from longctx.planner import hardware
-from longctx.planner.workload import Measured
 from longctx.runs import run_folder
+from longctx.spec import hardware
+from longctx.spec.step import Measured
 
 __all__ = ["compose", "jobs", "main", "names", "split_own", "with_model"]
 

@@ -11,14 +11,14 @@ from longctx import hub_snapshot, plugins
 from longctx.config.doors import TRACKERS
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import shown
-from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, WandbConfig, check_warmup
 from longctx.data import sources
 from longctx.model.families import has_family, read_model
 from longctx.parallel.launch import launched, number_here
-from longctx.planner import hardware
 from longctx.runs import run_folder
+from longctx.spec import hardware
+from longctx.spec.model_config import GPTConfig
 
 
 def check_training(config: TrainConfig) -> None:

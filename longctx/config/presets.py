@@ -14,8 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 
 from longctx.config.fields import Key, keys
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
+from longctx.spec.model_config import GPTConfig
 
 # The folder is a link, so that wheels have the files
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()

@@ -23,8 +23,8 @@ from longctx.config.fields import (
     shown,
 )
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.rope_config import RopeConfig
+from longctx.spec.model_config import GPTConfig, LoraConfig
 
 LONGEST_ROW = 2**24
 SWITCH = ("auto", "true", "false")

@@ -25,7 +25,6 @@ from longctx.attention.description import AUTO, DESCRIPTIONS
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
 from longctx.config.fields import refuse
 from longctx.config.layout_config import POLICIES
-from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.evaluation import passkey, results, ruler
@@ -46,9 +45,10 @@ from longctx.parallel.devices import (
 )
 from longctx.parallel.launch import Launched
 from longctx.parallel.mesh import Layout, Parallel, parallel_of
-from longctx.planner.hardware import Machine
-from longctx.planner.workload import precision_of
 from longctx.runs import evaluations
+from longctx.spec.hardware import Machine
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import precision_of
 
 # Keys that leave the results as they are: they decide the place and the speed of an evaluation.
 INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}

@@ -23,7 +23,6 @@ from torch import nn
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.model_config import GPTConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import Document
 from longctx.model import GPT, huggingface
@@ -31,6 +30,7 @@ from longctx.model.gpt import build
 from longctx.model.restore import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.model_config import GPTConfig
 
 RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
 TOGETHER = 32  # texts that are tokenized at a time, on all cores

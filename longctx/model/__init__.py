@@ -4,7 +4,7 @@ torch.
 
 from typing import TYPE_CHECKING, Any
 
-from longctx.config.model_config import GPTConfig as GPTConfig
+from longctx.spec.model_config import GPTConfig as GPTConfig
 
 if TYPE_CHECKING:
     from longctx.model.gpt import GPT as GPT

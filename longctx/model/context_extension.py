@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import KEYS, ORIGINAL, RopeConfig
+from longctx.spec.model_config import GPTConfig
 
 
 def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfig, str]:

@@ -24,10 +24,10 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.attention.naive import Visible, cached_attention, decode_kernel
 from longctx.config.layout_config import POLICIES
-from longctx.config.model_config import GPTConfig
 from longctx.model.gpt import GPT
 from longctx.model.recompute import in_tiles
 from longctx.model.rope import Angles, Rope
+from longctx.spec.model_config import GPTConfig
 
 
 class KVCache:

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longctx.attention.exchange import Ranks
-from longctx.config import experts
 from longctx.kernels import HAS_TRITON
 from longctx.model.layers import Linear, SwiGLU, fused
 from longctx.model.packed import is_packed, unpacked
+from longctx.spec import experts
 
 if HAS_TRITON:
     from longctx.kernels import swiglu

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.command_config import ExportOptions
-from longctx.config.model_config import GPTConfig, LoraConfig
-from longctx.config.parts import Piece
 from longctx.model import huggingface, lora, packed
 from longctx.model.families import family_of, multimodal, read_model
 from longctx.model.families.family import Family
@@ -32,6 +30,8 @@ from longctx.model.huggingface import inventory, values_of
 from longctx.model.restore import copy_weights, lora_of, mapped_model
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
+from longctx.spec.model_config import GPTConfig, LoraConfig
+from longctx.spec.parts import Piece
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (

@@ -19,8 +19,6 @@ from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
-from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Norm
 from longctx.model import compile_cache
 from longctx.model.experts import Balance, Correction, balancing
 from longctx.model.layers import Block, RMSNorm, SelfAttention, StreamNorm
@@ -28,6 +26,8 @@ from longctx.model.loss import IGNORED, ZLoss, linear_cross_entropy, shaped
 from longctx.model.packed import is_packed
 from longctx.model.recompute import checkpointed_blocks, checkpointed_mlp, forward_in_tiles
 from longctx.model.rope import Angles, Rope, Ropes
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Norm
 
 Draw = Callable[[Tensor, Callable[[Tensor], Any]], None]  # (weight, what fills it at random)
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from longctx import hub_snapshot, untrusted
 from longctx.attention.description import AttentionConfig
-from longctx.config.model_config import GPTConfig
 from longctx.model.families import has_family, multimodal, read_model
 from longctx.model.families.family import EMBEDDING, LM_HEAD
 from longctx.model.gpt import GPT, build
+from longctx.spec.model_config import GPTConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from longctx.attention import Attention, Mask
 from longctx.attention.description import AttentionConfig
-from longctx.config import block, parts
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import Angles, rotate
+from longctx.spec import block, parts
 
 if HAS_TRITON:
     from longctx.kernels import rms_norm, rotary, swiglu

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.config.model_config import LoraConfig
 from longctx.kernels import linear
 from longctx.model import packed
 from longctx.model.experts import Grouped
 from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear
+from longctx.spec.model_config import LoraConfig
 
 
 class LoraLinear(nn.Linear):

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.config.parts import BASES, packed_width
 from longctx.kernels import HAS_TRITON
 from longctx.kernels import linear as plain_linear
+from longctx.spec.parts import BASES, packed_width
 
 if HAS_TRITON:
     from longctx.kernels import quantize

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from longctx.attention.description import AttentionConfig
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model.gpt import GPT, build
 from longctx.model.lora import add as add_lora
 from longctx.model.lora import merged_weights
 from longctx.model.packed import is_packed
 from longctx.runs import checkpoints
+from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
 def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.config import parts
+from longctx.spec import parts
 
 Angles = tuple[Tensor, ...]  # cos, sin and, if queries grow, their factor
 

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from longctx import untrusted
-from longctx.config.model_config import GPTConfig
 from longctx.model.huggingface import inventory, values_of
 from longctx.model.transformers_model import described, empty_model, weights_of
+from longctx.spec.model_config import GPTConfig
 
 
 def read_config(folder: Path) -> GPTConfig:

@@ -25,10 +25,10 @@ from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
-from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.gpt import GPT, Draw, settings_of
 from longctx.model.packed import is_packed
 from longctx.model.transformers_recompute import recompute
+from longctx.spec.model_config import GPTConfig, Multipliers
 from longctx.transformers import (
     NAME,
     TOLERANCE,

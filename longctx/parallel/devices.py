@@ -19,11 +19,12 @@ from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.config import presets
 from longctx.config.eval_config import EvalConfig
 from longctx.config.layout_config import ContextConfig
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import Machine
-from longctx.planner.workload import precision_of, with_vocabulary, workload_of
+from longctx.planner import fitting
+from longctx.spec import hardware
+from longctx.spec.hardware import Machine
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import precision_of, with_vocabulary, workload_of
 
 
 def this_machine() -> Machine:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from longctx import system
 from longctx.parallel.launch import GRACE, OWN, Launched, end_started, ended_early
-from longctx.planner.hardware import Machine
 from longctx.runs.run_folder import checkpoints
+from longctx.spec.hardware import Machine
 
 ARRIVAL_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"
 ARRIVAL = 120.0  # seconds until all have arrived: torch alone takes 30 to import from a cold disk

@@ -34,8 +34,8 @@ from longctx.parallel.devices import dtype_of
 from longctx.parallel.fabric import make_fabric
 from longctx.parallel.launch import EXIT, OWN, Launched, end_started, launched
 from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
-from longctx.planner.hardware import Machine
-from longctx.planner.workload import Workload, precision_of
+from longctx.spec.hardware import Machine
+from longctx.spec.step import Workload, precision_of
 from longctx.system import exit_within
 
 T = TypeVar("T")

@@ -14,12 +14,12 @@ from math import lcm
 
 from longctx.attention.description import AttentionConfig, capturable_backends
 from longctx.config.layout_config import POLICIES, STRATEGIES, StrategyConfig
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import LONGEST_ROW, TrainConfig
 from longctx.planner import step_time
-from longctx.planner.hardware import Chip
 from longctx.planner.peak_memory import Memory, predict
-from longctx.planner.workload import Workload
+from longctx.spec.hardware import Chip
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
 COPY_SHARE = 0.5  # of free host memory: limit of the copy from which a checkpoint is written

@@ -16,12 +16,13 @@ from typing import Any
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware, step_time
-from longctx.planner.hardware import GIB, Chip, is_named
+from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import TERMS, predict
-from longctx.planner.schedule import drawn, schedule_of
-from longctx.planner.workload import Measured, Workload, with_vocabulary, workload_of
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB, Chip, is_named
+from longctx.spec.step import Measured, Workload, with_vocabulary, workload_of
 from longctx.tables import grid
+from longctx.training.schedule import drawn, schedule_of
 
 SIZES = ("GPU GiB", "host GiB", "fits")
 # What flash runs by the chip's generation

@@ -17,10 +17,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from longctx.attention.description import Description
-from longctx.config.block import Block
 from longctx.config.layout_config import kv_copies, tile_size
-from longctx.config.parts import FP32, Pass
-from longctx.planner.workload import MeasuredLayer, Workload
+from longctx.spec.block import Block
+from longctx.spec.parts import FP32, Pass
+from longctx.spec.step import MeasuredLayer, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (

@@ -22,10 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from longctx.config.block import Block
 from longctx.config.layout_config import allgather_group, kv_copies
-from longctx.config.parts import FP32
-from longctx.planner.hardware import Chip
 from longctx.planner.peak_memory import (
     KEPT,
     OPTIMIZER,
@@ -33,7 +30,10 @@ from longctx.planner.peak_memory import (
     predict,
     trained_weights,
 )
-from longctx.planner.workload import Workload
+from longctx.spec.block import Block
+from longctx.spec.hardware import Chip
+from longctx.spec.parts import FP32
+from longctx.spec.step import Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 from longctx.attention import registered
-from longctx.config.model_config import GPTConfig
 from longctx.kernels import loads_in_threads
 from longctx.model import GPT, compile_cache
 from longctx.parallel.devices import dtype_of
-from longctx.planner.workload import Workload
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import Workload
 
 Task = Callable[[], object]
 TOKENS = 128  # of the compiling step: Triton specializes for multiples of 16

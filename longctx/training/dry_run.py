@@ -36,9 +36,9 @@ from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting
-from longctx.planner.hardware import GIB, Chip
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload
+from longctx.spec.hardware import GIB, Chip
+from longctx.spec.step import Workload
 from longctx.training.batches import StepBatch, read_ahead
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of

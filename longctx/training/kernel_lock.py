@@ -25,8 +25,8 @@ from longctx.config.command_config import ShowOptions
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import fingerprint, launch, machine, sources
 from longctx.parallel.devices import dtype_of
-from longctx.planner.workload import Workload
 from longctx.runs import run_folder
+from longctx.spec.step import Workload
 
 Lock = dict[str, Any]
 FILE = "kernel.lock.json"

@@ -27,7 +27,7 @@ from longctx.attention import Mask
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import gpt, lora
 from longctx.parallel.devices import dtype_of
-from longctx.planner.workload import Measured, MeasuredLayer, Workload
+from longctx.spec.step import Measured, MeasuredLayer, Workload
 
 COUNTS = (4096, 65536)  # tokens of the two runs
 ROW = 256  # tokens of a sequence; some models have no more positions

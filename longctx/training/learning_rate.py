@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from longctx.config.doors import SCHEDULES, ScheduleTraits
 
 if TYPE_CHECKING:
-    from longctx.planner.schedule import Schedule
+    from longctx.training.schedule import Schedule
 
 __all__ = ["ScheduleTraits", "register"]
 

@@ -28,8 +28,8 @@ from longctx.parallel.devices import is_out_of_memory, this_machine, within_memo
 from longctx.parallel.launch import Launched, number_here
 from longctx.parallel.meeting import go_on
 from longctx.parallel.mesh import Parallel, parallel_of
-from longctx.planner.hardware import Machine
 from longctx.runs import run_folder
+from longctx.spec.hardware import Machine
 from longctx.system import StopSignal
 from longctx.training import memory
 from longctx.training.batches import DataDiffers, lost_worker

@@ -12,9 +12,9 @@ import torch
 
 from longctx.model.offload import HostBuffers
 from longctx.planner import fitting
-from longctx.planner.hardware import CLEARLY, GIB, Machine
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.planner.workload import Workload
+from longctx.spec.hardware import CLEARLY, GIB, Machine
+from longctx.spec.step import Workload
 from longctx.training.run import Run
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longctx import files, hub_snapshot, untrusted
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.data.sources import mix
 from longctx.model import GPT, huggingface, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.model_config import GPTConfig
 
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open

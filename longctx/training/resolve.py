@@ -17,7 +17,6 @@ from pathlib import Path
 from longctx.attention.context_parallel import padded
 from longctx.attention.description import AUTO
 from longctx.config import presets
-from longctx.config.model_config import GPTConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
 from longctx.data import Data, load, sources
@@ -29,10 +28,12 @@ from longctx.parallel.devices import (
     choose_attention,
 )
 from longctx.parallel.launch import launched
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import Machine
-from longctx.planner.workload import Measured, Workload, with_vocabulary, workload_of
+from longctx.planner import fitting
 from longctx.runs import run_folder
+from longctx.spec import hardware
+from longctx.spec.hardware import Machine
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import Measured, Workload, with_vocabulary, workload_of
 from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
 from longctx.training.batches import data_config
 from longctx.training.layer_memory import measured_layers

@@ -16,10 +16,10 @@ from typing import Any
 from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.model import restore
-from longctx.planner.schedule import Schedule
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import kernel_lock, optimizers
 from longctx.training.run import Run, run_of
+from longctx.training.schedule import Schedule
 
 
 def with_steps_of_run(

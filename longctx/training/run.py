@@ -9,9 +9,9 @@ from typing import Any
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig, default_val_every
 from longctx.data import Data
-from longctx.planner.schedule import Schedule, schedule_of
-from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
+from longctx.spec.step import Workload, workload_of
+from longctx.training.schedule import Schedule, schedule_of
 
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
 

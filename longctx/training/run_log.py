@@ -19,14 +19,14 @@ from longctx import attention, files, plugins, system, tables
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
 from longctx.planner import step_time
-from longctx.planner.hardware import GIB, Machine
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload
 from longctx.runs import metrics, metrics_file
 from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
+from longctx.spec.hardware import GIB, Machine
+from longctx.spec.step import Workload
 from longctx.training.context_check import Finding
 from longctx.training.memory import predicted_gib
 from longctx.training.run import Run

@@ -17,10 +17,11 @@ from torch import Tensor
 from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB
+from longctx.planner import fitting
 from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Saving, Writers
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from longctx.attention.communication import Laps
 from longctx.parallel.mesh import Parallel
-from longctx.planner import hardware
-from longctx.planner.workload import Workload
 from longctx.runs.metrics import BUSY_OF_RANK
+from longctx.spec import hardware
+from longctx.spec.step import Workload
 from longctx.training.batches import StepBatch
 from longctx.training.memory import measured
 

@@ -28,7 +28,7 @@ from longctx.kernels.attention import tiled
 from longctx.planner import fitting
 from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import with_vocabulary, workload_of
+from longctx.spec.step import with_vocabulary, workload_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)

@@ -6,9 +6,9 @@ import torch
 from benchmarks import context
 from benchmarks.words import training_run
 from longctx.parallel import devices
-from longctx.planner import hardware
-from longctx.planner.hardware import GIB
 from longctx.planner.peak_memory import predict
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY, DryRun
 

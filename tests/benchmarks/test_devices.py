@@ -13,9 +13,10 @@ from benchmarks.device_runs import MEASURES, Place, Started
 from benchmarks.devices import compare, free_for
 from benchmarks.process_group import group
 from benchmarks.words import main
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB
-from longctx.planner.workload import Workload
+from longctx.planner import fitting
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload
 
 TINY = ["model=tiny", "model.layers=1", "seq_len=96", "attention=naive", "data.documents=20"]
 TRAINED = [name for name, case in CASES.items() if case.what == "train"]

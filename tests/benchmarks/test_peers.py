@@ -11,8 +11,8 @@ import torch
 from benchmarks import peers, trainers
 from benchmarks.words import main, training_run
 from longctx.parallel import devices
-from longctx.planner import hardware
-from longctx.planner.hardware import GIB
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 from longctx.training import dry_run
 from longctx.training.dry_run import OUT_OF_MEMORY
 

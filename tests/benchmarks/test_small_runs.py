@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.decoding import bytes_of_token
 from benchmarks.words import main
-from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
 from longctx.model.decoder import KVCache
+from longctx.spec.model_config import GPTConfig
 
 # Decoding
 

@@ -9,8 +9,8 @@ import pytest
 from longctx import cli
 from longctx.cli import early_checks
 from longctx.config.doors import TrackerTraits
-from longctx.planner import hardware
 from longctx.runs import run_folder
+from longctx.spec import hardware
 from tests.processes import finished
 from tests.training.sample_run import write_checkpoint
 
@@ -200,7 +200,7 @@ def test_checks_of_a_run_do_not_start_the_driver(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses():
     code = (
-        "import threading; from longctx.planner import hardware; hardware.start_gpu(0);"
+        "import threading; from longctx.spec import hardware; hardware.start_gpu(0);"
         "[t.join() for t in threading.enumerate() if t is not threading.main_thread()];"
         "import torch; assert torch._C._cuda_hasPrimaryContext(0); torch.ones(1, device='cuda')"
     )

@@ -8,8 +8,8 @@ import pytest
 from longctx import cli
 from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
-from longctx.planner.workload import workload_of
 from longctx.runs import run_folder
+from longctx.spec.step import workload_of
 from longctx.training.run import Run, scheduled
 
 

@@ -9,13 +9,13 @@ import torch
 
 import eval as evaluation
 from longctx.attention.description import AttentionConfig
-from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import DataConfig, load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, GPTConfig, lora
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.model_config import LoraConfig
 from tests.eval_script.sample import TEXTS, Evaluate
 from tests.written import write
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.model_config import GPTConfig
 from tests.eval_script.sample import write_tasks
 from tests.processes import ROOT, children, environment, finished
 

@@ -8,7 +8,6 @@ import torch
 
 from longctx.config.eval_config import EvalConfig, PasskeyConfig, RulerConfig
 from longctx.config.layout_config import ContextConfig, StrategyConfig
-from longctx.config.model_config import GPTConfig
 from longctx.evaluation.evaluate import (
     bytes_of_copy,
     choose_strategy,
@@ -16,7 +15,8 @@ from longctx.evaluation.evaluate import (
     largest_forward,
     text_lengths,
 )
-from longctx.planner.hardware import Chip, Machine
+from longctx.spec.hardware import Chip, Machine
+from longctx.spec.model_config import GPTConfig
 
 GIB = 2**30
 LARGE = GPTConfig(  # the shape of Llama 3.1 8B, 15.0 GiB in bf16

@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
-from longctx.config.model_config import GPTConfig
 from longctx.kernels.elementwise import linear
 from longctx.kernels.elementwise.rms_norm import add_and_norm, rms_norm, rms_norm_backward
 from longctx.kernels.elementwise.rotary import rope, rope_backward, rotated
@@ -18,6 +17,7 @@ from longctx.kernels.elementwise.swiglu import gated_down, swiglu, swiglu_backwa
 from longctx.model import GPT
 from longctx.model.layers import Block, Linear, SwiGLU
 from longctx.model.rope import Rope, rotate
+from longctx.spec.model_config import GPTConfig
 from tests.inputs import DEVICE, assert_formula, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")

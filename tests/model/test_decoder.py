@@ -18,10 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longctx.config.model_config import GPTConfig
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
 from longctx.model.huggingface import pretrained
+from longctx.spec.model_config import GPTConfig
 from tests.model.families.parity import ROPES, SIZES, SPECIAL, reference
 
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions

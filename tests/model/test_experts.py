@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from longctx import cli
-from longctx.config.experts import ExpertsConfig
-from longctx.config.parts import Pass
 from longctx.model import GPT, GPTConfig, experts
+from longctx.spec.experts import ExpertsConfig
+from longctx.spec.parts import Pass
 from tests.largest_tensor import LiveMemory
 from tests.model.test_recompute import FEW
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.config.model_config import LORA_TARGETS, LoraConfig
 from longctx.model import GPT, GPTConfig, lora
+from longctx.spec.model_config import LORA_TARGETS, LoraConfig
 from tests.model.test_recompute import FEW
 
 SIZES: dict[str, Any] = dict(vocab_size=61, layers=2, channels=24, heads=6, kv_heads=2, ffn=40)

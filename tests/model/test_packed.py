@@ -12,11 +12,11 @@ from bitsandbytes import functional
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longctx.config.model_config import LoraConfig
-from longctx.config.parts import BASES, packed_width
 from longctx.model import GPT, GPTConfig, huggingface, lora, packed
 from longctx.model.gpt import build
 from longctx.parallel import sharding
+from longctx.spec.model_config import LoraConfig
+from longctx.spec.parts import BASES, packed_width
 from tests.largest_tensor import LiveMemory
 from tests.model.test_recompute import FEW
 

@@ -14,15 +14,15 @@ from longctx import cli
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.experts import ExpertsConfig
-from longctx.config.model_config import LoraConfig, Multipliers
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
 from longctx.model.export import architecture
 from longctx.parallel.devices import check_attention
 from longctx.planner.peak_memory import KEPT, predict
-from longctx.planner.workload import workload_of
+from longctx.spec.experts import ExpertsConfig
+from longctx.spec.model_config import LoraConfig, Multipliers
+from longctx.spec.step import workload_of
 from tests.model.test_recompute import FEW
 
 SMALL = GPTConfig(

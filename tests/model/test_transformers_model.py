@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from benchmarks import models
 from benchmarks.models import LENGTHS, documents, loss_alone, opened
 from benchmarks.shapes import reference, settings_of
-from longctx.config.model_config import LoraConfig
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
@@ -22,6 +21,7 @@ from longctx.model.export import export, export_adapter
 from longctx.model.families import FAMILIES
 from longctx.model.gpt import build
 from longctx.model.transformers_model import TransformersModel, described, prove
+from longctx.spec.model_config import LoraConfig
 from tests.model.families.parity import write_tokenizer
 
 FAST = ("cohere2", "deepseek_v3", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "llama", "qwen3_moe")

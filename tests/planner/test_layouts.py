@@ -7,9 +7,10 @@ import pytest
 
 from longctx import cli
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB
-from longctx.planner.workload import Workload, workload_of
+from longctx.planner import fitting
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 HOST = 1536 * GIB

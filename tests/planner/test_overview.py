@@ -7,9 +7,9 @@ import pytest
 
 from longctx.cli import main
 from longctx.config.command_config import PlanOptions
-from longctx.planner import hardware
 from longctx.planner import overview as plan
-from longctx.planner.hardware import GIB
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
 
 QWEN3_8B = {
     **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"},

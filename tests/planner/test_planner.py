@@ -15,8 +15,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB
+from longctx.planner import fitting
 from longctx.planner.peak_memory import (
     ATTENTION,
     GRADIENTS,
@@ -27,7 +26,9 @@ from longctx.planner.peak_memory import (
     _Step,
     predict,
 )
-from longctx.planner.workload import Workload, workload_of
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload, workload_of
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 ROOT = Path(__file__).parents[2]

@@ -29,7 +29,7 @@ from longctx.data import Data, load
 from longctx.data.rows import IGNORED, Rows
 from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
-from longctx.planner.workload import with_vocabulary, workload_of
+from longctx.spec.step import with_vocabulary, workload_of
 from longctx.training import context_check, module
 from longctx.training.run import Run, scheduled
 from longctx.training.train_step import TrainState

@@ -19,12 +19,12 @@ from longctx import system
 from longctx.attention.description import AttentionConfig
 from longctx.config import layout_config
 from longctx.config.doors import ObjectiveConfig, OptimizerConfig
-from longctx.config.experts import ExpertsConfig
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
+from longctx.spec.experts import ExpertsConfig
+from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.training import context_check
 from longctx.training.batches import micro_batch
 from longctx.training.context_check import Result, Row

@@ -13,9 +13,9 @@ import train
 from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.data.rows import IGNORED, padding_ids
-from longctx.planner.workload import workload_of
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
+from longctx.spec.step import workload_of
 from longctx.training.run import Run, scheduled
 from tests.written import write
 

@@ -12,8 +12,8 @@ import train
 from longctx import cli
 from longctx.data.rows import IGNORED
 from longctx.model import GPT, GPTConfig
-from longctx.planner.workload import Workload, with_vocabulary, workload_of
 from longctx.runs import metrics_file
+from longctx.spec.step import Workload, with_vocabulary, workload_of
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, StepGraphs
 from tests.processes import ROOT, finished

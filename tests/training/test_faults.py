@@ -63,7 +63,7 @@ def test_a_loss_that_is_nan_ends_the_run_with_advice(overrides, tmp_path, capsys
 
 def test_weights_that_are_no_numbers_are_not_saved(overrides, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "longctx.planner.schedule.Schedule.rate",
+        "longctx.training.schedule.Schedule.rate",
         lambda schedule, step: float("nan") if step else 0.1,
     )
     every = {"log_every": 30, "val_every": 30, "checkpoint_every": 3}
@@ -107,9 +107,7 @@ def test_running_out_of_memory_says_what_to_change(overrides, monkeypatch, capsy
 @pytest.mark.slow
 def test_too_much_memory_is_an_error_and_no_kill(overrides, monkeypatch, capsys):
     used = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
-    monkeypatch.setattr(
-        "longctx.planner.hardware.host_memory", lambda: (used + (256 << 20)) // 9 * 10
-    )
+    monkeypatch.setattr("longctx.spec.hardware.host_memory", lambda: (used + (256 << 20)) // 9 * 10)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     assert train.main(overrides(attention="naive", seq_len=2048, max_steps=1)) == 1
     error = capsys.readouterr().err

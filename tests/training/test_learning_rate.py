@@ -8,7 +8,7 @@ from transformers import get_inverse_sqrt_schedule
 
 import train
 from longctx.config.train_config import TrainConfig
-from longctx.planner.schedule import drawn
+from longctx.training.schedule import drawn
 from tests.training.sample_run import check_equal_weights, losses, sample_run, steps
 
 

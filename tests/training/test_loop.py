@@ -17,8 +17,8 @@ import train
 from longctx import cli
 from longctx.data import DataConfig, load
 from longctx.parallel.mesh import Parallel
-from longctx.planner.hardware import Machine
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.hardware import Machine
 from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches

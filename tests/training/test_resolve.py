@@ -15,11 +15,12 @@ import train
 from longctx import cli
 from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting, hardware
-from longctx.planner.hardware import GIB, Machine
+from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
-from longctx.planner.workload import Workload, workload_of
 from longctx.runs import run_folder
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB, Machine
+from longctx.spec.step import Workload, workload_of
 from longctx.training import resolve, resume
 from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_probed
 from longctx.training.memory import check_fits

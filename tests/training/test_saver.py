@@ -16,11 +16,11 @@ import pytest
 
 import train
 from longctx import files, system
-from longctx.config.model_config import GPTConfig
 from longctx.files import FULL_DISK
-from longctx.planner import hardware
 from longctx.runs import checkpoint_index, checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving
+from longctx.spec import hardware
+from longctx.spec.model_config import GPTConfig
 from longctx.system import StopSignal
 from longctx.training import loop, saver
 from tests.training.sample_run import newest, steps

@@ -8,7 +8,7 @@ import torch
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
-from longctx.planner.workload import workload_of
+from longctx.spec.step import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.callbacks import Spikes
 from longctx.training.throughput import Meter

@@ -11,10 +11,10 @@ import pkgutil
 from pathlib import Path
 
 from longctx import untrusted
-from longctx.config.model_config import GPTConfig
 from longctx.model.families import multimodal
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import FAMILIES, Family
+from longctx.spec.model_config import GPTConfig
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

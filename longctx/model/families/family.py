@@ -13,12 +13,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from longctx.config.block import Block
 from longctx.config.fields import keys
-from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Piece
 from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
+from longctx.spec.block import Block
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Piece
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers

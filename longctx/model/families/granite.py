@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from longctx.config.model_config import GPTConfig, Multipliers
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register, windowed_layers
 from longctx.model.families.llama import BIASES
+from longctx.spec.model_config import GPTConfig, Multipliers
 
 
 @register

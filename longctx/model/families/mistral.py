@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from longctx.config.model_config import GPTConfig
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register, write_rope
+from longctx.spec.model_config import GPTConfig
 
 
 @register

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Interleaved, OnePlus, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, TwoRopes, register, windowed_layers
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Interleaved, OnePlus, Piece
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from longctx.config.model_config import GPTConfig
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register, windowed_layers
+from longctx.spec.model_config import GPTConfig
 
 
 class SigmoidExperts(Family):

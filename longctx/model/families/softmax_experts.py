@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longctx.config.experts import STEEPNESS
-from longctx.config.model_config import GPTConfig
-from longctx.config.parts import Fold, Piece
 from longctx.model.families.config_json import ConfigJson
 from longctx.model.families.family import Family, register
+from longctx.spec.experts import STEEPNESS
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Fold, Piece
 
 
 class BalancedExperts(Family):

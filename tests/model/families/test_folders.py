@@ -20,11 +20,11 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.model import lora
 from longctx.model.export import export, export_adapter
 from longctx.model.families import read_model
 from longctx.model.huggingface import pretrained, read_config
+from longctx.spec.model_config import GPTConfig, LoraConfig
 from tests.model.families import test_families as families
 from tests.model.families.parity import OLD, check_computation, reference, write_tokenizer
 from tests.model.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN

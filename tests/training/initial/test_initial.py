@@ -14,13 +14,13 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 import eval as evaluate
 import longctx
 import train
-from longctx.config.model_config import LoraConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
-from longctx.planner.schedule import default_learning_rate
-from longctx.planner.workload import workload_of
 from longctx.runs import metrics_file, run_folder
+from longctx.spec.model_config import LoraConfig
+from longctx.spec.step import workload_of
 from longctx.training.run import scheduled
+from longctx.training.schedule import default_learning_rate
 from tests.data.chat_templates import INST, SPACE, write, write_tokenizer
 from tests.training.sample_run import check_equal_weights, check_resumes_exactly, steps
 from tests.written import to_hub_cache

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import longctx
 from longctx import cli
-from longctx.config.parts import BASES
+from longctx.spec.parts import BASES
 from tests.processes import train_together
 from tests.training.initial.conftest import saved_model
 from tests.training.sample_run import check_resumes_exactly, validations, weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from longctx.config.parts import FP32, Attention, FeedForward, Linear, Norm, Part, Pass
+from longctx.spec.parts import FP32, Attention, FeedForward, Linear, Norm, Part, Pass
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.block import Block
-from longctx.config.experts import Experts, ExpertsConfig
 from longctx.config.fields import Group, build, group, key, positive
 from longctx.config.layout_config import divisors
-from longctx.config.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 from longctx.config.rope_config import check_scaling
+from longctx.spec.block import Block
+from longctx.spec.experts import Experts, ExpertsConfig
+from longctx.spec.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
 
 
 @dataclass

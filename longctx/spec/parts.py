@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from longctx.config.model_config import GPTConfig
+    from longctx.spec.model_config import GPTConfig
 
 FP32 = 4  # bytes of a number
 # Formats of frozen matrices → columns that a scale of theirs covers: a matrix has a multiple of it

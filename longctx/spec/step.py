@@ -9,7 +9,6 @@ from statistics import LinearRegression
 from typing import NamedTuple
 
 from longctx.attention.description import AttentionConfig, Layer, capturable_backends
-from longctx.config.block import Block
 from longctx.config.doors import OptimizerConfig
 from longctx.config.layout_config import (
     STRATEGIES,
@@ -18,8 +17,9 @@ from longctx.config.layout_config import (
     allgather_group,
     ulysses_parts,
 )
-from longctx.config.model_config import GPTConfig, LoraConfig
 from longctx.config.train_config import TrainConfig
+from longctx.spec.block import Block
+from longctx.spec.model_config import GPTConfig, LoraConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}

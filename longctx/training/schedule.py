@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig, check_warmup, default_warmup
-from longctx.planner.workload import Workload
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.step import Workload
 
 MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
 FLOPS_ON_CPU = 8e12  # two slow cores compute so many in 4 to 5 minutes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longctx.config.fields import Group, key, positive
-from longctx.config.parts import FP32, Exact, FeedForward, Linear, Pass, Piece
+from longctx.spec.parts import FP32, Exact, FeedForward, Linear, Pass, Piece
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 INT64 = 8  # bytes of an index
