@@ -77,8 +77,8 @@ class DataConfig(Group):
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(
         None,
-        "share of the text that validates: whole documents by their hash, else the ends of "
-        "texts; null: 0.02, or up to 0.1 of a small corpus; 0: none",
+        "share of the text that validates: whole documents by their hash, else the end of the "
+        "longest; null: 0.02, or up to 0.1 of a small corpus; 0: none",
         between=(0, 1),
         below=1,
     )

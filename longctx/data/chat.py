@@ -34,7 +34,6 @@ from longctx.data.messages import Message, Row, as_templates_expect, is_learned,
 from longctx.data.sources import Document, NamedRows, Span
 
 _VERSION = 7  # raised when the same conversation would become another document
-SYSTEM_ROLES = ("system", "developer")
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
@@ -251,7 +250,7 @@ class Template:
         start = _before_spaces(text, len(_shared(question, text)))
         spans = [(max(first, start), end) for first, end in spans if end > start]
         refuse((not spans, "the completion has no text of the assistant's"))
-        return Document(name, text, spans, opening=_opening(text, whole, messages))
+        return Document(name, text, spans)
 
     def prompt(self, place: str, row: Row) -> str:
         """Write the conversation up to the beginning of the assistant's next message."""
@@ -293,7 +292,7 @@ class Template:
             shortened = self.learned == "auto" and len(spans) < len(answers)
         spans = [(first, end) for first, end in spans if first < end]
         refuse((not spans, "the chat template writes nothing of the assistant's; leave it out"))
-        return Document(name, text, spans, shortened, opening=_opening(text, whole, messages))
+        return Document(name, text, spans, shortened)
 
     def _after(
         self, prompt: str, whole: Rendered, messages: Sequence[Message], asked: int
@@ -385,15 +384,6 @@ class Template:
                 )
             openings += [prompt[first:], _shared(prompt[first:], whole.text[first:end])]
         return sorted(openings, key=len, reverse=True)
-
-
-def _opening(text: str, whole: Rendered, messages: Sequence[Message]) -> int:
-    """Return the characters of `text` before the first message that is not the system's; 0 if it
-    begins otherwise than the `whole` of all messages.
-    """
-    ours = [n for n, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES]
-    start = min((whole.turns[n][0] for n in ours if n in whole.turns), default=0)
-    return start if text.startswith(whole.text[:start]) else 0
 
 
 def _shared(first: str, second: str) -> str:

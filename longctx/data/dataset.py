@@ -30,7 +30,7 @@ from longctx.data.cache import cached, fingerprint
 from longctx.data.packing import Packing, pack
 from longctx.data.preferences import CHOSEN, REJECTED, fitted, sides_of
 from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
-from longctx.data.split import by_bytes
+from longctx.data.split import by_hash
 from longctx.data.store import Store, build, progress
 from longctx.data.tokenizer import Tokenizer, train
 
@@ -169,7 +169,6 @@ class Part:
             "conversations_shortened": self.store.shortened,
             "sources_without_end": int(has_no_end),
             "prompts_cut": int(is_too_long.sum()) if self.store.has_sides else 0,
-            "near_duplicates": len(self.store) - len(np.unique(self.store.groups)),
             "bytes": int(self.store.n_bytes.sum()),
             "tokens": int(self.store.lengths.sum()),
             "vocab_size": self.tokenizer.vocab_size,
@@ -339,10 +338,8 @@ def _tokenizer(
 def _split(
     sources: Mapping[str, DataConfig], tokenizer: Tokenizer, corpora: Mapping[str, Corpus]
 ) -> dict[str, Part]:
-    """Tokenize and split every source so that no text is on both sides.
-
-    Near-duplicates in several sources are on one side; generated documents contain no text that
-    validates.
+    """Tokenize and split every source so that no text is on both sides; generated documents contain
+    none that validates.
     """
     generated = [name for name, source in sources.items() if SOURCES[source.source].generated]
     read = {name: corpus for name, corpus in corpora.items() if name not in generated}
@@ -350,7 +347,7 @@ def _split(
     unseen = {
         key.tobytes()
         for part in parts.values()
-        for key in part.store.content_keys[part.trained < part.store.lengths]
+        for key in part.store.keys[part.trained < part.store.lengths]
     }
     # Their text comes from another source, so they are made once its split is known.
     for name in generated:
@@ -370,7 +367,7 @@ def _parts(
     fractions = {
         f"data.mix.{name}" if name else "data": sources[name].val_fraction for name in stores
     }
-    splits = by_bytes(list(stores.values()), fractions, tokenizer)
+    splits = by_hash(list(stores.values()), fractions)
     return {
         name: Part(sources[name], tokenizer, store, trained)
         for (name, store), trained in zip(stores.items(), splits, strict=True)
@@ -384,6 +381,6 @@ def _tokenized(name: str, config: DataConfig, corpus: Corpus, tokenizer: Tokeniz
         place = f"data.path={config.path}" if config.paths() else f"data={config.source}"
         build(folder, place, corpus, tokenizer, config)
 
-    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint, "signatures 3"])
+    key = fingerprint([_identity(config, corpus), tokenizer.fingerprint])
     with _named(name):
         return Store(cached(config.cache_folder() / "documents" / key, write))

@@ -99,9 +99,8 @@ def conversations(data: Data) -> list[Text]:
 def _overview(data: Data, counts: dict[str, Any]) -> Table:
     lengths = data.lengths
     empty, total = counts["documents_dropped"], counts["tokens"]
-    about = f"{counts['near_duplicates']:,} near-duplicates of others"
-    about += f", {empty:,} {data.config.why_left_out} left out" if empty else ""
-    rows = [["documents", f"{counts['documents']:,} ({about})"]]
+    about = f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""
+    rows = [["documents", f"{counts['documents']:,}{about}"]]
     if others := SOURCES[data.config.source].left_out(data.config):
         rows.append(["files not read", others])
     if counts["conversations_shortened"]:

@@ -1,8 +1,8 @@
 """Tokenized documents in one Arrow file, read through the memory map.
 
 `datasets.Dataset.from_file` opens it too: a row per document with name, input_ids, n_bytes. It is
-written and read through pyarrow because importing datasets takes 1.5 s. The groups of
-near-duplicates and the content hashes are in a file next to it.
+written and read through pyarrow because importing datasets takes 1.5 s. The hashes of the texts are
+in a file next to it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from rich.progress import Progress
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import Corpus, Document, content_key, exact_key
-from longctx.data.split import near_duplicates, signature
+from longctx.data.sources import Corpus, Document, exact_key
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together
@@ -34,9 +33,7 @@ class Store:
     """The tokenized documents in `folder`. Pickled as the folder's name, for worker processes.
 
     lengths: (documents,) tokens of each. n_bytes: (documents,) of the text in UTF-8.
-    groups: (documents,) the first of its near-duplicates. keys: (documents, 16) `exact_key`.
-    content_keys: (documents, 16) `content_key`.
-    signatures: see `split.signature`. dropped: a count of documents with nothing to predict.
+    keys: (documents, 16) `exact_key`. dropped: a count of documents with nothing to predict.
     shortened: a count of conversations that are learned in their last turn alone, because the chat
     template rewrites the turns before. has_answers: documents are conversations, or compared
     answers. has_sides: the latter.
@@ -47,10 +44,7 @@ class Store:
         with pa.memory_map(str(folder / "documents.arrow")) as source:
             self.table = pa.ipc.open_stream(source).read_all()
         with np.load(folder / "documents.npz") as arrays:
-            self.groups: np.ndarray = arrays["groups"]
             self.keys: np.ndarray = arrays["keys"]
-            self.content_keys: np.ndarray = arrays["content_keys"]
-            self.signatures: np.ndarray = arrays["signatures"]
             self.dropped = int(arrays["dropped"])
             self.shortened = int(arrays["shortened"]) if "shortened" in arrays else 0
         chunks = self.table.column("input_ids").chunks
@@ -150,7 +144,7 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
 def build(
     folder: Path, place: str, corpus: Corpus, tokenizer: Tokenizer, config: DataConfig
 ) -> None:
-    """Tokenize every document into `folder`, with its near-duplicate group and content hash.
+    """Tokenize every document into `folder`, with the hash of its text.
 
     Documents without text or without a token to predict are left out and counted. If `config` reads
     conversations or answers, a column `scored` marks their learned tokens and their side. Raises
@@ -162,8 +156,6 @@ def build(
     fields = {"name": pa.string(), "input_ids": pa.list_(token_type), "n_bytes": pa.int64()}
     schema = pa.schema(fields | ({"scored": pa.list_(pa.uint8())} if chat else {}))
     keys: list[bytes] = []
-    content_keys: list[bytes] = []
-    signatures: list[np.ndarray] = []
     documents = tokens = shortened = 0
     # Shorter documents have nothing to predict.
     shortest = 2 if chat else tokenizer.shortest
@@ -179,10 +171,8 @@ def build(
                 for document, (ids, marks) in zip(batch, encoded, strict=True)
                 if document.whole and len(ids) >= shortest
             ]
-            # Groups and hashes come from the text: another tokenizer has the same split.
+            # Of the text: another tokenizer has the same split.
             keys += [exact_key(document.whole) for document, *_ in kept]
-            content_keys += [content_key(document.whole) for document, *_ in kept]
-            signatures += [signature(document.own) for document, *_ in kept]
             columns: list[Any] = [
                 [document.name for document, *_ in kept],
                 [ids for _, ids, _ in kept],
@@ -199,15 +189,11 @@ def build(
     if config.preferences:
         missing = "two different answers; give others"
     refuse((not keys, f"{place}: none of {documents:,} documents has {missing}"))
-    stacked = np.stack(signatures)
     counts: dict[str, Any] = {"shortened": shortened} if chat else {}
     np.savez(
         folder / "documents.npz",
         **counts,
-        groups=near_duplicates(stacked),
-        signatures=stacked,
         keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
-        content_keys=np.frombuffer(b"".join(content_keys), np.uint8).reshape(-1, 16),
         dropped=documents - len(keys),
     )
 

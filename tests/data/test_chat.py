@@ -199,15 +199,6 @@ def test_arguments_that_are_json_text_are_not_quoted_again(folder):
     assert '```json\n{"x": 1}\n```' in answer
 
 
-@pytest.mark.parametrize("template", [CHATML, "qwen3", "deepseekv3_training"])
-def test_near_duplicates_are_found_without_the_system_message(folder, template):
-    document = written(folder, template, [SYSTEM, *PLAIN])
-    pair = Template(folder).answered("name", [SYSTEM, *PLAIN[:3]], PLAIN[3:])
-    for text in (document.own, pair.own):
-        assert "brief" not in text and text.startswith(document.text[document.opening :][:20])
-        assert "q1" in text
-
-
 def test_the_template_gets_the_values_of_its_row(folder):
     write(folder, "{{ mood }}" + CHATML)
     row = {"messages": PLAIN, "chat_template_kwargs": {"mood": "happy", "messages": []}}

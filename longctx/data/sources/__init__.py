@@ -35,7 +35,6 @@ class Document(NamedTuple):
     spans: the parts of a conversation that are learned; None: all of a plain text.
     shortened: a conversation learns its last turn alone, since the template rewrites those before.
     side, others: answers to one prompt that are compared, see `longctx.data.preferences`.
-    opening: characters before the first message that is not the system's; conversations share them.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Document(NamedTuple):
     shortened: bool = False
     side: int = 0
     others: tuple[Document, ...] = ()
-    opening: int = 0
 
     @property
     def sides(self) -> tuple[Document, ...]:
@@ -55,14 +53,6 @@ class Document(NamedTuple):
     def whole(self) -> str:
         """Return the text of all sides."""
         return "".join(document.text for document in self.sides)
-
-    @property
-    def own(self) -> str:
-        """Return the text of all sides by which near-duplicates are found.
-
-        By a long system message, or a list of tools, all conversations would be near-duplicates.
-        """
-        return "".join(document.text[document.opening :] for document in self.sides)
 
 
 class Shard(NamedTuple):
@@ -164,7 +154,7 @@ class Source(ABC):
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         """Find the documents. Raise ValueError or OSError, one line, if that cannot work.
 
-        without: the `content_key` of each text that generated documents must not contain.
+        without: the `exact_key` of each text that generated documents must not contain.
         """
 
 
@@ -268,7 +258,7 @@ def absolute(path: str | None) -> str | None:
 def open_corpus(config: DataConfig, without: Set[bytes] = frozenset()) -> Corpus:
     """Find the documents that `config` names; raise ValueError or OSError, one line, if it fails.
 
-    Generated documents hold no text whose `content_key` is in `without`.
+    Generated documents hold no text whose `exact_key` is in `without`.
     """
     corpus: Corpus = SOURCES[config.source].open(config, without)
     limit = config.documents
@@ -354,11 +344,6 @@ def state_of(name: str, file: str | Path) -> tuple[str, int, int, int]:
 def exact_key(text: str) -> bytes:
     """Return 16 bytes that stand for a text."""
     return hashlib.sha256(text.encode()).digest()[:16]
-
-
-def content_key(text: str) -> bytes:
-    """Return 16 bytes that stand for a text, whatever its white space and case."""
-    return exact_key(" ".join(text.lower().split()))
 
 
 # Each registers itself, with the names above; needles imports `text`.

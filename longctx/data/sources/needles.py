@@ -22,7 +22,7 @@ from longctx.data.sources import (
     Corpus,
     Document,
     Shard,
-    content_key,
+    exact_key,
     register,
 )
 from longctx.data.sources.embedded import Embedded
@@ -82,7 +82,7 @@ class Needles(Text):
 
 def _allowed(shard: Shard, without: Set[bytes]) -> Iterator[Document]:
     for document in shard.documents():
-        if not without or content_key(document.text) not in without:
+        if not without or exact_key(document.text) not in without:
             yield document
 
 
