@@ -373,12 +373,12 @@ def packed_rows(B: int, length: int) -> np.ndarray:
     rest: ordered by visible pairs, the middle of each of B equal parts.
     """
     from longctx.config.data_config import DataConfig
+    from longctx.data import read_documents
     from longctx.data.packing import pack
-    from longctx.data.sources import read_documents
 
     sizes = [len(document.text.encode()) for document in read_documents(DataConfig())]
     packing = pack(np.maximum(np.array(sizes) // BYTES_PER_TOKEN, 1), length)
-    pieces = np.split(packing.length, packing.row_starts[1:-1])
+    pieces = np.split(packing.length, packing.bounds[1:-1])
     pieces.sort(key=lambda row: int((row * (row + 1)).sum()))
     chosen = [pieces[int((i + 0.5) * len(pieces) / B)] for i in range(B)]
     # What is left is padding

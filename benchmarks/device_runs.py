@@ -93,8 +93,7 @@ def last_words(log: Path) -> str:
 
 def make_corpus(folder: Path) -> None:
     """Write a tokenizer and one document of DOCUMENT tokens, less what could make a row more."""
-    from longctx.data import load
-    from longctx.data.sources import read_documents
+    from longctx.data import load, read_documents
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load(DataConfig(val_fraction=0), 4096).tokenizer

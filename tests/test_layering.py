@@ -94,7 +94,7 @@ WITHOUT = {
     "import longctx.report.compare": LARGE | {"numpy"},
     "from longctx.report.dashboard import sections; sections()": LARGE,
     """from longctx.config.data_config import DataConfig
-from longctx.data.sources import check_overrides, read_documents
+from longctx.data.sources.registry import check_overrides, read_documents
 check_overrides(DataConfig(source='text', path='x', chat=True), {})""": LARGE
     | {"numpy", "tokenizers", "jinja2", "fsspec"},
     "assert next(read_documents(DataConfig())).text": LARGE,

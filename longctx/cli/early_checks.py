@@ -13,7 +13,7 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import shown
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, WandbConfig, check_warmup
-from longctx.data import sources
+from longctx.data.sources.registry import check_files
 from longctx.model.families import has_family, read_model
 from longctx.parallel.launch import launched, number_here
 from longctx.runs import run_folder
@@ -60,7 +60,7 @@ def check_training(config: TrainConfig) -> None:
     # A resumed run has its tokenizer in its own folder
     if config.resume is not None and config.init is not None:
         data = replace(data, tokenizer=None)
-    sources.check_files(data)
+    check_files(data)
 
 
 def check_strategy(config: TrainConfig | EvalConfig) -> None:
@@ -94,7 +94,7 @@ def check_evaluation(request: Request[EvalConfig]) -> None:
     check_strategy(config)
     config.checkpoint = with_commit(config.checkpoint or "", config.plugins)
     if request.names_data:
-        sources.check_files(config.data)
+        check_files(config.data)
 
 
 def with_commit(checkpoint: str, named: Sequence[str] | None) -> str:

@@ -29,7 +29,7 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import Key, build, check, closest, keys, shown, typed, unknown
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, keys_of_schedules
-from longctx.data.sources import check_overrides
+from longctx.data.sources.registry import check_overrides
 from longctx.parallel.launch import number_here
 from longctx.runs import run_folder
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from longctx.config.data_config import DataConfig as DataConfig
-from longctx.data.sources import Document as Document
-from longctx.data.sources import read_documents as read_documents
+from longctx.data.documents import Document as Document
+from longctx.data.sources.registry import read_documents as read_documents
 
 if TYPE_CHECKING:
     from longctx.data.dataset import Data as Data

@@ -30,8 +30,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from longctx import untrusted
 from longctx.config.fields import refuse
 from longctx.data.cache import fingerprint
+from longctx.data.documents import Document, NamedRows, Span
 from longctx.data.messages import Message, Row, as_templates_expect, is_learned, read
-from longctx.data.sources import Document, NamedRows, Span
 
 _VERSION = 7  # raised when the same conversation would become another document
 # Training always writes this day, so that the same conversation is always the same text. Llama's

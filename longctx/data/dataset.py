@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from longctx import untrusted
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import cached, fingerprint
+from longctx.data.documents import Corpus
 from longctx.data.packing import Packing, pack
 from longctx.data.preferences import CHOSEN, REJECTED, fitted, sides_of
-from longctx.data.sources import SOURCES, Corpus, check, mix, open_corpus
+from longctx.data.sources import mix
+from longctx.data.sources.registry import check, open_corpus
 from longctx.data.split import by_hash
 from longctx.data.store import Store, build, progress
 from longctx.data.tokenizer import Tokenizer, train
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import ConcatDataset, Sampler
 
-    from longctx.data.rows import Rows
+    from longctx.data.sequences import PackedSequences
 
 # Of the cache; raised when the same documents would become other tokens or sequences.
 _VERSION = 1
@@ -63,7 +65,7 @@ class EncodedDocument(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class SourcePart:
     """The documents of one source in sequences of `seq_len` tokens.
 
     trained: (documents,) int64, the count of tokens of each that are trained on; the rest
@@ -88,7 +90,7 @@ class Part:
             content.append(self.trained[validates].tolist())
         self.fingerprint = fingerprint([_VERSION, *content])
 
-    def packed(self, seq_len: int, together: bool = True) -> Part:
+    def packed(self, seq_len: int, together: bool = True) -> SourcePart:
         """Return a copy in sequences of `seq_len`, with several documents `together` in one."""
 
         def write(folder: Path) -> None:
@@ -102,7 +104,7 @@ class Part:
                 packing = pack(shown, seq_len, documents, starts, together)
                 packing.save(folder / f"{split}.npz")
 
-        key = fingerprint([self.fingerprint, seq_len, *([] if together else ["alone"])])
+        key = fingerprint([self.fingerprint, seq_len, "together" if together else "alone"])
         folder = cached(self.config.cache_folder() / "packings" / key, write)
         other = copy(self)
         other.seq_len = seq_len
@@ -127,12 +129,14 @@ class Part:
             return np.zeros_like(trained), trained
         return trained, self.store.lengths[documents]
 
-    def rows(self, split: str) -> Rows:
+    def sequences(self, split: str) -> PackedSequences:
         """Return the sequences of `train` or `val`."""
-        from longctx.data.rows import Rows
+        from longctx.data.sequences import PackedSequences
 
         ends = (self.tokenizer.eos_id, self.tokenizer.bos_id)
-        return Rows(self.store, self.packings[split], self.seq_len, *ends, self.reference)
+        return PackedSequences(
+            self.store, self.packings[split], self.seq_len, *ends, self.reference
+        )
 
     def documents(self, split: str) -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
@@ -178,7 +182,7 @@ class Part:
             starts, stops = self.span(split)
             counts[f"{split}_documents"] = len(self.split[split])
             counts[f"{split}_tokens"] = int((stops - starts).sum())
-            counts[f"{split}_rows"] = packing.rows
+            counts[f"{split}_sequences"] = packing.sequences
             counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
         # Documents with a trained beginning and a validating end
         counts["val_ends"] = int(np.count_nonzero(self.trained[self.split["val"]]))
@@ -242,23 +246,23 @@ class Data:
 
     @property
     def train(self) -> ConcatDataset[dict[str, Tensor]]:
-        return self._rows("train")
+        return self._sequences("train")
 
     @property
     def val(self) -> ConcatDataset[dict[str, Tensor]]:
-        return self._rows("val")
+        return self._sequences("val")
 
-    def _rows(self, split: str) -> ConcatDataset[dict[str, Tensor]]:
+    def _sequences(self, split: str) -> ConcatDataset[dict[str, Tensor]]:
         from torch.utils.data import ConcatDataset
 
-        return ConcatDataset([part.rows(split) for part in self.parts.values()])
+        return ConcatDataset([part.sequences(split) for part in self.parts.values()])
 
     def order(self, seed: int, rank: int, world_size: int, consumed: int) -> Sampler[int]:
         """Return the endless order of the sequences of `train`."""
-        from longctx.data.rows import SampleStream
+        from longctx.data.sequences import SampleStream
 
-        rows = [part.packings["train"].rows for part in self.parts.values()]
-        return SampleStream(rows, self.weights, seed, rank, world_size, consumed)
+        counts = [part.packings["train"].sequences for part in self.parts.values()]
+        return SampleStream(counts, self.weights, seed, rank, world_size, consumed)
 
     def documents(self, split: str = "val") -> Iterator[EncodedDocument]:
         """Read the documents of `train` or `val`, not cut into sequences, in their fixed order."""
@@ -267,7 +271,7 @@ class Data:
                 yield document._replace(name=f"{name}/{document.name}") if name else document
 
     def summary(self) -> dict[str, Any]:
-        """Count over all sources, and under `mix` for each; see `Part.summary`."""
+        """Count over all sources, and under `mix` for each; see `SourcePart.summary`."""
         each = [part.summary() for part in self.parts.values()]
         if not self.config.mix:
             return each[0]
@@ -278,9 +282,9 @@ class Data:
         counts |= {"vocab_size": self.tokenizer.vocab_size, "seq_len": self.seq_len}
         for split in SPLITS:
             # Not by tokens: of prompts that are cut, more are counted than are in the sequences.
-            filled = sum(part[f"{split}_efficiency"] * part[f"{split}_rows"] for part in each)
-            rows = counts[f"{split}_rows"]
-            counts[f"{split}_efficiency"] = round(filled / rows, 6) if rows else 1.0
+            filled = sum(part[f"{split}_efficiency"] * part[f"{split}_sequences"] for part in each)
+            sequences = counts[f"{split}_sequences"]
+            counts[f"{split}_efficiency"] = round(filled / sequences, 6) if sequences else 1.0
         parts = zip(self.parts, self.weights, each, strict=True)
         counts["mix"] = {name: {"weight": weight} | part for name, weight, part in parts}
         return counts
@@ -337,7 +341,7 @@ def _tokenizer(
 
 def _split(
     sources: Mapping[str, DataConfig], tokenizer: Tokenizer, corpora: Mapping[str, Corpus]
-) -> dict[str, Part]:
+) -> dict[str, SourcePart]:
     """Tokenize and split every source so that no text is on both sides; generated documents contain
     none that validates.
     """
@@ -359,7 +363,7 @@ def _split(
 
 def _parts(
     sources: Mapping[str, DataConfig], corpora: Mapping[str, Corpus], tokenizer: Tokenizer
-) -> dict[str, Part]:
+) -> dict[str, SourcePart]:
     """Tokenize and split `corpora` together."""
     stores = {
         name: _tokenized(name, sources[name], corpus, tokenizer) for name, corpus in corpora.items()
@@ -369,7 +373,7 @@ def _parts(
     }
     splits = by_hash(list(stores.values()), fractions)
     return {
-        name: Part(sources[name], tokenizer, store, trained)
+        name: SourcePart(sources[name], tokenizer, store, trained)
         for (name, store), trained in zip(stores.items(), splits, strict=True)
     }
 

@@ -48,8 +48,8 @@ def tables(data: Data) -> list[Table]:
     result = [_overview(data, counts)]
     splits = []
     for split in ("train", "val"):
-        numbers = [counts[f"{split}_{name}"] for name in ("documents", "tokens", "rows")]
-        filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_rows"] else "-"
+        numbers = [counts[f"{split}_{name}"] for name in ("documents", "tokens", "sequences")]
+        filled = f"{counts[f'{split}_efficiency']:.2%}" if counts[f"{split}_sequences"] else "-"
         splits.append([split, *map("{:,}".format, numbers), filled])
     title = f"Sequences of {counts['seq_len']:,} tokens"
     result.append(
@@ -59,7 +59,7 @@ def tables(data: Data) -> list[Table]:
         names = ["name", "weight", "documents", "tokens", "sequences to train on"]
         sources = []
         for name, part in counts["mix"].items():
-            numbers = [part[key] for key in ("documents", "tokens", "train_rows")]
+            numbers = [part[key] for key in ("documents", "tokens", "train_sequences")]
             sources.append([name, f"{part['weight']:g}", *map("{:,}".format, numbers)])
         result.append(text_table("Sources", names, sources))
     bins = histogram(data)

@@ -19,21 +19,21 @@ import numpy as np
 class Packing:
     """The position of each piece of a document in the sequences.
 
-    Sequence n holds the pieces `row_starts[n]` to `row_starts[n + 1] - 1`, in order.
+    Sequence n holds the pieces `bounds[n]` to `bounds[n + 1] - 1`, in order.
     """
 
     document: np.ndarray  # (pieces,) int64: index of the document
     start: np.ndarray  # (pieces,) int64: first token, counted in the document
     length: np.ndarray  # (pieces,) int64
-    row_starts: np.ndarray  # (rows + 1,) int64
+    bounds: np.ndarray  # (sequences + 1,) int64
 
     @property
-    def rows(self) -> int:
-        return len(self.row_starts) - 1
+    def sequences(self) -> int:
+        return len(self.bounds) - 1
 
     def efficiency(self, seq_len: int) -> float:
         """Return the share of positions that hold a document's token rather than padding."""
-        return float(self.length.sum()) / (self.rows * seq_len) if self.rows else 1.0
+        return float(self.length.sum()) / (self.sequences * seq_len) if self.sequences else 1.0
 
     def save(self, path: Path) -> None:
         np.savez(path, **vars(self))
@@ -116,7 +116,7 @@ def pack(
     if together:
         sequence_of, sequences = best_fit_decreasing(length, seq_len)
     order = np.argsort(sequence_of, kind="stable")
-    row_starts = np.searchsorted(sequence_of[order], np.arange(sequences + 1))
+    bounds = np.searchsorted(sequence_of[order], np.arange(sequences + 1))
     if documents is not None:
         document = np.asarray(documents, dtype=np.int64)[document]
-    return Packing(document[order], start[order], length[order], row_starts.astype(np.int64))
+    return Packing(document[order], start[order], length[order], bounds.astype(np.int64))

@@ -27,8 +27,8 @@ import numpy as np
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
+from longctx.data.documents import Document, NamedRows, encodable
 from longctx.data.messages import Row
-from longctx.data.sources import Document, NamedRows, encodable
 from longctx.untrusted import named
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import Corpus, Document, exact_key
+from longctx.data.documents import Corpus, Document, exact_key
 from longctx.data.tokenizer import Tokenizer
 
 _BATCH = 8 << 20  # characters tokenized and written together

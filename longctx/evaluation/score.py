@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from longctx.attention import Mask
-from longctx.data.rows import PADDING_PIECE
+from longctx.data.sequences import PADDING_PIECE
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, continuations, decoder_of
 from longctx.parallel import sharding

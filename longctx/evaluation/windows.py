@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longctx.data.packing import pack
-from longctx.data.rows import IGNORED, padding_ids
+from longctx.data.sequences import IGNORED, padding_ids
 from longctx.evaluation.score import Scorer
 from longctx.model.decoder import reading
 
@@ -153,7 +153,7 @@ def _packed(windows: list[Window], context: int, packs: bool) -> list[list[Windo
     packing = pack(np.array([window.length for window in windows], np.int64), context)
     return [
         [windows[index] for index in packing.document[first:end].tolist()]
-        for first, end in pairwise(packing.row_starts.tolist())
+        for first, end in pairwise(packing.bounds.tolist())
     ]
 
 

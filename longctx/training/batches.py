@@ -32,7 +32,7 @@ from longctx.attention.mask import causal_pairs
 from longctx.config.data_config import DataConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data import Data, load
-from longctx.data.rows import IGNORED, padding_ids
+from longctx.data.sequences import IGNORED, padding_ids
 from longctx.parallel.mesh import Parallel
 from longctx.training.run import Run
 
@@ -200,8 +200,8 @@ def _unpickled(micro: bytes) -> StepBatch:
 def micro_batch(
     sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WINDOW
 ) -> MicroBatch:
-    """Stack sequences (see `longctx.data.rows`) and count their targets, tokens, and the pairs that
-    layers with these `windows` see.
+    """Stack sequences (see `longctx.data.sequences`) and count their targets, tokens, and the pairs
+    that layers with these `windows` see.
     """
     tokens, targets, doc_ids, padding = (
         torch.stack([sequence[key] for sequence in sequences])

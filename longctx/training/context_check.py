@@ -26,7 +26,7 @@ from longctx.attention.context_parallel import padded
 from longctx.attention.description import AttentionConfig
 from longctx.config.doors import ObjectiveConfig
 from longctx.data import Data
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.model import lora
 from longctx.parallel import sharding
 from longctx.parallel.devices import check_attention
@@ -48,7 +48,7 @@ FP32 = 1e-5
 BF16 = 2.0**-6  # from fp32, and more if one rank is as far: twice the spacing of its numbers
 TIMES = 2.0  # as far as one rank
 
-Row = dict[str, Tensor]  # see longctx.data.rows
+Row = dict[str, Tensor]  # see longctx.data.sequences
 Differences = dict[str, float]  # "loss", "gradient norm", "gradient of NAME" → relative difference
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from longctx import attention, plugins, system
 from longctx.attention.communication import Laps
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
 from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel

@@ -19,7 +19,8 @@ from longctx.attention.description import AUTO
 from longctx.config import presets
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
-from longctx.data import Data, load, sources
+from longctx.data import Data, load
+from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
 from longctx.parallel.devices import (
@@ -123,7 +124,7 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
             config = replace(config, context=replace(config.context, method="auto"))
     else:
         # The Hub's commit, so that every process and every resume reads the same documents
-        config = replace(config, data=sources.pinned(data_config(config)))
+        config = replace(config, data=pinned(data_config(config)))
         if config.seq_len == "max":
             config = replace(config, batch_size=config.batch_size or 1)
     if config.init is not None and not config.resume:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.data import Data
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
 from longctx.evaluation.perplexity import Filled, mean_losses, packed_buckets
 from longctx.evaluation.score import Scorer, in_eval_mode

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from longctx.data import DataConfig, Document, Tokenizer, load
 from longctx.data.chat import Template
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.data.tokenizer import train
 from longctx.training.run_log import learned_turns
 from tests.data.chat_templates import CHATML, INST, NEMO, SPACE, shipped, write

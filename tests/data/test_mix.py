@@ -26,7 +26,7 @@ def config(text_config: Make, corpus: Path) -> DataConfig:
 
 def test_a_mix_is_its_sources_in_order(config):
     data = load(config, 64)
-    long, recall = (part.rows("train") for part in data.parts.values())
+    long, recall = (part.sequences("train") for part in data.parts.values())
     assert len(data.train) == len(long) + len(recall)
     cases = ((0, long, 0), (len(long), recall, 0), (len(data.train) - 1, recall, len(recall) - 1))
     for row, part, inner in cases:
@@ -37,7 +37,7 @@ def test_a_mix_is_its_sources_in_order(config):
     summary = data.summary()
     assert len(names) == len(data.split["train"]) == summary["train_documents"]
     assert set(names) == {"long", "recall"}
-    assert len(data.val) == len(data.parts["long"].rows("val"))
+    assert len(data.val) == len(data.parts["long"].sequences("val"))
     assert summary["documents"] == sum(part["documents"] for part in summary["mix"].values())
     assert summary["mix"]["long"]["weight"] == 3
     assert 0 < summary["train_efficiency"] <= 1

@@ -10,7 +10,8 @@ import datasets
 import huggingface_hub
 import pytest
 
-from longctx.data import DataConfig, load, read_documents, sources
+from longctx.data import DataConfig, load, read_documents
+from longctx.data.sources import registry
 from tests.data.conftest import check_refused
 
 
@@ -47,25 +48,25 @@ def test_a_folder_is_a_data_set(files):
     for names in (None, "train.jsonl"):
         assert len(texts(hub(files, path=str(folder), files=names))) == 20
     with pytest.raises(FileNotFoundError, match=r"data\.files=.*folder/b\.jsonl: "):
-        sources.check_files(hub(files, path=str(folder), files=["b.jsonl"]))
+        registry.check_files(hub(files, path=str(folder), files=["b.jsonl"]))
 
 
 def test_pinned_files_are_found_from_every_folder(files, monkeypatch):
     monkeypatch.chdir(files)
     config = hub(files, files=["*.jsonl"])
     mixed = DataConfig("mix", mix={"a": {"source": "hub", "path": "json", "files": "a.jsonl"}})
-    sources.check_files(config)
-    pinned, pinned_mix = sources.pinned(config), sources.pinned(mixed)
+    registry.check_files(config)
+    pinned, pinned_mix = registry.pinned(config), registry.pinned(mixed)
     monkeypatch.chdir(files.parent)
     assert len(texts(pinned)) == 40
-    sources.check_files(pinned_mix)
+    registry.check_files(pinned_mix)
     for missing in (config, mixed):
         with pytest.raises(FileNotFoundError, match=r"^data\.files=.*\.jsonl: "):
-            sources.check_files(missing)
+            registry.check_files(missing)
     # These files are at the Hub, not here.
     on_the_hub = hub(files, path="me/texts", files=["data/a.parquet"], revision="c" * 40)
-    sources.check_files(on_the_hub)
-    assert sources.pinned(on_the_hub).files == ["data/a.parquet"]
+    registry.check_files(on_the_hub)
+    assert registry.pinned(on_the_hub).files == ["data/a.parquet"]
 
 
 @pytest.mark.parametrize("source", ["hub", "text"])

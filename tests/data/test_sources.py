@@ -14,19 +14,13 @@ import pytest
 
 from longctx.config.eval_config import KINDS
 from longctx.data import DataConfig, load
-from longctx.data.sources import (
-    SOURCES,
-    Corpus,
-    Document,
-    Shard,
-    Source,
+from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, needles, register
+from longctx.data.sources.registry import (
     check,
     check_overrides,
-    needles,
     open_corpus,
     pinned,
     read_documents,
-    register,
 )
 from tests.data.conftest import check_refused, prose
 

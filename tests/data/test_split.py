@@ -7,7 +7,7 @@ import pytest
 
 from longctx.config.data_config import DataConfig
 from longctx.data import load
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.data.split import by_hash
 from longctx.data.store import Store
 from tests.data.conftest import check_refused, prose

@@ -9,7 +9,7 @@ import torch
 
 from longctx.attention import Mask
 from longctx.data import DataConfig, Tokenizer, load
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.data.tokenizer import train
 from longctx.evaluation.load import of_run, of_source
 from longctx.evaluation.perplexity import perplexity

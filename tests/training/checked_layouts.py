@@ -26,7 +26,7 @@ from longctx.attention import Mask
 from longctx.attention.registry import Attention
 from longctx.cli import compose
 from longctx.data import Data, load
-from longctx.data.rows import IGNORED, Rows
+from longctx.data.sequences import IGNORED, PackedSequences
 from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
 from longctx.spec.step import with_vocabulary, workload_of
@@ -37,7 +37,7 @@ from tests.training.sample_run import on_all_ranks
 
 begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks
 clip, order = module.clip_gradients, Data.order
-read_row = Rows.__getitem__
+read_row = PackedSequences.__getitem__
 loss_weight, accumulates = Parallel.loss_weight, Parallel.accumulates
 work: Any = None  # of the model that computes now: faults are of several ranks alone
 
@@ -129,7 +129,7 @@ def larger_norm(optimizer: Any, most: Any) -> Tensor:
     return clip(optimizer, most) * work.devices**0.5
 
 
-def tokens_of_each_rank(self: Rows, row: int) -> dict[str, Tensor]:
+def tokens_of_each_rank(self: PackedSequences, row: int) -> dict[str, Tensor]:
     """Row numbers are right; the tokens are those of another tokenizer."""
     values = read_row(self, row)
     return values | {"tokens": values["tokens"] + dist.get_rank()}
@@ -152,7 +152,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "rows of each rank": lambda: patch.object(
         Data, "order", lambda self, seed, *rest: order(self, seed + dist.get_rank(), *rest)
     ),
-    "tokens of each rank": lambda: patch.object(Rows, "__getitem__", tokens_of_each_rank),
+    "tokens of each rank": lambda: patch.object(
+        PackedSequences, "__getitem__", tokens_of_each_rank
+    ),
 }
 
 

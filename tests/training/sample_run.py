@@ -12,7 +12,7 @@ import torch.distributed as dist
 import train
 from longctx import files
 from longctx.config.train_config import TrainConfig
-from longctx.data.rows import IGNORED, padding_ids
+from longctx.data.sequences import IGNORED, padding_ids
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
 from longctx.spec.step import workload_of

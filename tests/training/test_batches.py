@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from longctx.config.train_config import TrainConfig
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.training.batches import (
     _batches,
     collate_step,

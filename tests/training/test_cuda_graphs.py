@@ -10,7 +10,7 @@ from torch import Tensor
 
 import train
 from longctx import cli
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.model import GPT, GPTConfig
 from longctx.runs import metrics_file
 from longctx.spec.step import Workload, with_vocabulary, workload_of

@@ -8,7 +8,7 @@ import torch
 from longctx import cli
 from longctx.config.doors import ObjectiveConfig
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import workload_of
 from longctx.training import dry_run as dry

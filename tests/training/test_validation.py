@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.evaluation.perplexity import error_of_ratio
 from longctx.training.batches import micro_batch
 from longctx.training.validation import (

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longctx.config.data_config import DataConfig
-from longctx.data.sources import Corpus, Document, Shard, Source, register
+from longctx.data.documents import Corpus, Document, Shard
+from longctx.data.sources.registry import Source, register
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "__pycache__"),

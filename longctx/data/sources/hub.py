@@ -24,16 +24,9 @@ from longctx import hub_snapshot, untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.cache import fingerprint
-from longctx.data.sources import (
-    Corpus,
-    Document,
-    Shard,
-    Source,
-    chat_template,
-    documents_in,
-    register,
-    state_of,
-)
+from longctx.data.documents import Corpus, Document, Shard
+from longctx.data.sources.registry import Source, register, state_of
+from longctx.data.sources.rows import chat_template, documents_in
 from longctx.files import one_line, write_text
 
 if TYPE_CHECKING:

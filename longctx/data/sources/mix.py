@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from longctx import untrusted
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.fields import Key, keys, refuse, typed
-from longctx.data.sources import SOURCES, Corpus, Source, check_used, register
+from longctx.data.documents import Corpus
+from longctx.data.sources.registry import Source, check_used, register
 
 # Keys of the mix, not of a member: one model and one objective learn from all sources.
 _ONCE = ("mix", "tokenizer", "vocab_size", "cache", "preferences", "packing")

@@ -18,14 +18,9 @@ from functools import partial
 from typing import NamedTuple
 
 from longctx.config.data_config import DataConfig
-from longctx.data.sources import (
-    Corpus,
-    Document,
-    Shard,
-    exact_key,
-    register,
-)
+from longctx.data.documents import Corpus, Document, Shard, exact_key
 from longctx.data.sources.embedded import Embedded
+from longctx.data.sources.registry import register
 from longctx.data.sources.text import Text
 
 DOCUMENTS = 2000  # if data.documents is null

@@ -29,20 +29,9 @@ from typing import IO, TYPE_CHECKING, Any
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.sources import (
-    Corpus,
-    Document,
-    NamedRows,
-    Shard,
-    Source,
-    absolute,
-    chat_template,
-    documents_in,
-    encodable,
-    register,
-    state_of,
-    text_in,
-)
+from longctx.data.documents import Corpus, Document, NamedRows, Shard, encodable
+from longctx.data.sources.registry import Source, absolute, register, state_of
+from longctx.data.sources.rows import chat_template, documents_in, text_in
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template

@@ -43,9 +43,9 @@ from torch import Tensor
 from longctx import files, untrusted
 from longctx.data import Data
 from longctx.data.cache import cached, contents, fingerprint, is_whole
-from longctx.data.dataset import SPLITS, Part
+from longctx.data.dataset import SPLITS, SourcePart
 from longctx.data.preferences import CHOSEN, REJECTED, SIDES, UNRELATED
-from longctx.data.rows import IGNORED
+from longctx.data.sequences import IGNORED
 from longctx.data.store import progress
 from longctx.model import huggingface, lora
 from longctx.parallel.mesh import Parallel
@@ -269,7 +269,7 @@ def described(run: Run) -> list[Any]:
     ]
 
 
-def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarray:
+def computed(run: Run, part: SourcePart, module: Any, parallel: Parallel) -> np.ndarray:
     """Return log p of all answers of `part`, (documents, SIDES) float32, the same on every rank."""
     table = torch.zeros(len(part.store), SIDES, dtype=torch.float64, device=parallel.device)
     seen = 0
@@ -286,12 +286,12 @@ def computed(run: Run, part: Part, module: Any, parallel: Parallel) -> np.ndarra
 
 
 def log_ps(
-    run: Run, part: Part, split: str, module: Any, parallel: Parallel
+    run: Run, part: SourcePart, split: str, module: Any, parallel: Parallel
 ) -> Iterator[tuple[Tensor, Answers, bool]]:
     """Yield documents (n,) and their answers (n, SIDES) of this rank's sequences, and True if they
     are new, see `dealt`.
     """
-    rows = part.rows(split)
+    rows = part.sequences(split)
     for numbers, is_new in dealt(len(rows), run.workload.batch_size, parallel):
         sequences = [rows[number] for number in numbers]
         batch = collate(sequences, NO_WINDOW).to(parallel.device)
@@ -307,7 +307,7 @@ def log_ps(
 
 
 def compare(
-    run: Run, part: Part, folder: Path, table: np.ndarray, module: Any, parallel: Parallel
+    run: Run, part: SourcePart, folder: Path, table: np.ndarray, module: Any, parallel: Parallel
 ) -> None:
     """Raise ValueError, on every rank, if the first values of the cached `table` are not those of
     the model.

@@ -30,7 +30,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(eq=False)
-class Rows(Dataset[dict[str, torch.Tensor]]):
+class PackedSequences(Dataset[dict[str, torch.Tensor]]):
     """Sequence i -> tokens, targets, doc_ids, each (seq_len,) int64, and padding, a token count.
 
     `targets[t]` is the document's token after `tokens[t]`, even if a sequence ends before the
@@ -48,18 +48,18 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     seq_len: int
     pad_id: int
     bos_id: int | None
-    reference: np.ndarray | None  # (documents, SIDES), see `Part.reference`
+    reference: np.ndarray | None  # (documents, SIDES), see `SourcePart.reference`
 
     def __len__(self) -> int:
-        return self.packing.rows
+        return self.packing.sequences
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        if row >= len(self):
-            raise IndexError(row)
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
         tokens = np.full(self.seq_len, self.pad_id)
         targets = np.full(self.seq_len, IGNORED)
         doc_ids = np.empty(self.seq_len, np.int64)
-        first, last = self.packing.row_starts[row : row + 2].tolist()
+        first, last = self.packing.bounds[index : index + 2].tolist()
         sides = SIDES if self.store.has_sides else 1
         filled = 0
         for number, piece in enumerate(range(first, last)):
@@ -109,9 +109,9 @@ def padding_ids(padding: int) -> torch.Tensor:
     return torch.arange(padding) // PADDING_PIECE
 
 
-def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the sequences of `epoch`, (rows,) int64, sorted by a hash of (seed, epoch, row)."""
-    return np.argsort(hashed([seed, epoch], np.arange(rows, dtype=np.uint64)), kind="stable")
+def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the `count` sequences of `epoch`, int64, sorted by a hash of (seed, epoch, number)."""
+    return np.argsort(hashed([seed, epoch], np.arange(count, dtype=np.uint64)), kind="stable")
 
 
 def hashed(prefix: Sequence[int], numbers: np.ndarray) -> np.ndarray:
@@ -127,13 +127,13 @@ def hashed(prefix: Sequence[int], numbers: np.ndarray) -> np.ndarray:
 class SampleStream(Sampler[int]):
     """Endless stream of the numbers of sequences; each sample's source is drawn by `weights`.
 
-    rows: the sequences of each source, numbered through. Sample g of a source is number
-    `permutation(rows, seed, g // rows)[g % rows]` in it. Rank r of `world_size` takes the samples
-    consumed + r, consumed + r + world_size, ...; `consumed` counts the samples that all ranks
-    together have taken.
+    counts: the sequences of each source, numbered through. Sample g of a source is number
+    `permutation(count, seed, g // count)[g % count]` in it. Rank r of `world_size` takes the
+    samples consumed + r, consumed + r + world_size, ...; `consumed` counts the samples that all
+    ranks together have taken.
     """
 
-    rows: Sequence[int]
+    counts: Sequence[int]
     weights: Sequence[float]
     seed: int
     rank: int = 0
@@ -141,12 +141,12 @@ class SampleStream(Sampler[int]):
     consumed: int = 0
 
     def __post_init__(self) -> None:
-        refuse((min(self.rows) < 1, f"rows={self.rows}: there is nothing to sample from"))
+        refuse((min(self.counts) < 1, f"counts={self.counts}: there is nothing to sample from"))
         # A hash below bounds[i] draws source i. Floats near 2^64 are 2048 apart.
         share = np.cumsum(np.asarray(self.weights, dtype=np.float64) / sum(self.weights))
         self.bounds = np.minimum(share * 2.0**64, float(2**64 - 2048)).astype(np.uint64)
         self.bounds[-1] = np.iinfo(np.uint64).max
-        self.starts = np.cumsum([0, *self.rows])
+        self.starts = np.cumsum([0, *self.counts])
 
     def sources(self, first: int, count: int) -> np.ndarray:
         """Return the sources of `count` samples from `first` on, (count,) int64."""
@@ -155,27 +155,27 @@ class SampleStream(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         used = self._before(self.consumed)
-        orders: list[tuple[int, np.ndarray]] = [(-1, np.zeros(0, np.int64)) for _ in self.rows]
+        orders: list[tuple[int, np.ndarray]] = [(-1, np.zeros(0, np.int64)) for _ in self.counts]
         first = self.consumed
         while True:
             for offset, source in enumerate(self.sources(first, _DRAWN).tolist()):
-                rows = self.rows[source]
-                epoch, position = divmod(used[source], rows)
+                count = self.counts[source]
+                epoch, position = divmod(used[source], count)
                 # Every rank counts all samples, so each knows the others' without asking.
                 used[source] += 1
                 if (first + offset - self.consumed) % self.world_size != self.rank:
                     continue
                 if orders[source][0] != epoch:
                     # With seeds of their own, sources of one size have orders of their own.
-                    orders[source] = (epoch, permutation(rows, self.seed + source, epoch))
+                    orders[source] = (epoch, permutation(count, self.seed + source, epoch))
                 yield int(self.starts[source] + orders[source][1][position])
             first += _DRAWN
 
     def _before(self, end: int) -> list[int]:
         """Count the samples before `end` from each source."""
-        if len(self.rows) == 1:
+        if len(self.counts) == 1:
             return [end]
-        counts = np.zeros(len(self.rows), np.int64)
+        counts = np.zeros(len(self.counts), np.int64)
         for first in range(0, end, _DRAWN):
             drawn = self.sources(first, min(_DRAWN, end - first))
             counts += np.bincount(drawn, minlength=len(counts))

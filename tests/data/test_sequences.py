@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longctx.data import load
-from longctx.data.rows import IGNORED, PADDING_PIECE, SampleStream, permutation
+from longctx.data.sequences import IGNORED, PADDING_PIECE, SampleStream, permutation
 from tests.data.conftest import check_refused
 
 SEQ_LENS = (2, 7, 33, 256)

@@ -1,0 +1,115 @@
+"""Texts and how they are read: a document, the shards of a corpus, and what names a text.
+
+Sources give documents; conversations and compared answers become documents too. The other files of
+this folder build on this one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from longctx.config.data_config import DataConfig
+from longctx.data.messages import Row
+from longctx.untrusted import named
+
+Span = tuple[int, int]  # characters first .. end - 1
+NamedRows = Iterator[tuple[str, str, Row]]  # name of the document, place for messages, row
+
+
+class Document(NamedTuple):
+    """A text and its name: the path of its file, with `:line` or `:row` if the file holds many.
+
+    spans: the parts of a conversation that are learned; None: all of a plain text.
+    shortened: a conversation learns its last turn alone, since the template rewrites those before.
+    side, others: answers to one prompt that are compared, see `longctx.data.preferences`.
+    """
+
+    name: str
+    text: str
+    spans: Sequence[Span] | None = None
+    shortened: bool = False
+    side: int = 0
+    others: tuple[Document, ...] = ()
+
+    @property
+    def sides(self) -> tuple[Document, ...]:
+        """Return this document and the others of its comparison."""
+        return (self, *self.others)
+
+    @property
+    def whole(self) -> str:
+        """Return the text of all sides."""
+        return "".join(document.text for document in self.sides)
+
+
+class Shard(NamedTuple):
+    """A file, or another unit of a corpus; `read` returns its documents from the start."""
+
+    name: str
+    read: Callable[[], Iterator[Document]]
+
+    def documents(self) -> Iterator[Document]:
+        """Read the documents; ValueError for a text that a source of the user's own lacks."""
+        for document in self.read():
+            if not isinstance(document.text, str):
+                kind = type(document.text).__name__
+                raise ValueError(f"{document.name}: its text is a {kind}; give a str")
+            yield document
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards in a fixed order, which can be read again and again.
+
+    identity: a JSON-able value that changes whenever the documents may have changed.
+    total: the number of documents, if it is known before reading.
+    """
+
+    identity: Any
+    shards: list[Shard]
+    total: int | None = None
+
+    def documents(self) -> Iterator[Document]:
+        """Read every document."""
+        for shard in self.shards:
+            yield from shard.documents()
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """Read texts of about `characters` in all, from shards in a shuffled but fixed order.
+
+        No shard gives more than an eighth, unless there are fewer than eight.
+        """
+        # The first shards alone, such as one folder's, would bias the vocabulary.
+        quota = max(characters // len(self.shards), characters // 8)
+        for shard in sorted(self.shards, key=lambda shard: exact_key(shard.name)):
+            left = min(quota, characters)
+            for document in shard.documents():
+                yield document.text[:left]
+                used = min(left, len(document.text))
+                left -= used
+                characters -= used
+                if left <= 0:
+                    break
+            if characters <= 0:
+                return
+
+
+def encodable(text: str, place: str, config: DataConfig) -> str:
+    """Return `text` without halves of surrogate pairs, as data.errors says.
+
+    JSON can write such a half, UTF-8 cannot.
+    """
+    if config.errors == "replace":
+        return text.encode(errors="replace").decode()
+    advice = "mend it, or data.errors=replace"
+    with named(place, f"half of a surrogate pair, which is no character; {advice}"):
+        text.encode()
+    return text
+
+
+def exact_key(text: str) -> bytes:
+    """Return 16 bytes that stand for a text."""
+    return hashlib.sha256(text.encode()).digest()[:16]

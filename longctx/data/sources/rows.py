@@ -1,0 +1,58 @@
+"""Rows of tables, or lines of JSON, as documents: texts, conversations, or compared answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.config.data_config import DataConfig
+from longctx.config.fields import refuse
+from longctx.data.documents import Document, NamedRows, encodable
+from longctx.data.messages import Row, format_of
+
+if TYPE_CHECKING:
+    from longctx.data.chat import Template
+
+
+def chat_template(config: DataConfig) -> Template | None:
+    """Return the template of data.chat=true, in the folder of the tokenizer; None for text."""
+    if not config.chat:
+        return None
+    from longctx.data.chat import Template  # jinja2
+
+    advice = "give its folder with data.tokenizer=, or init="
+    message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
+    refuse((config.tokenizer is None, message))
+    path = Path(config.tokenizer or "").expanduser()
+    return Template(path if path.is_dir() else path.parent, config.turns)
+
+
+def documents_in(
+    rows: NamedRows, config: DataConfig, template: Template | None
+) -> Iterator[Document]:
+    """Read the document of each row: its text, its conversation, or its answers."""
+    if config.preferences:
+        from longctx.data import preferences
+
+        yield from preferences.documents(rows, config, template)
+        return
+    if template is not None:
+        yield from template.conversations(rows)
+        return
+    for name, place, row in rows:
+        yield Document(name, text_in(row, place, config))
+
+
+def text_in(row: Row, place: str, config: DataConfig) -> str:
+    """Return the text of a row, "" for null: such a document is left out and counted."""
+    column, known = config.text_column, format_of(row)
+    found = f"found {', '.join(list(row)[:8])}"
+    advice = f"{known} is read with data.chat=true" if known else "set data.text_column"
+    if {"chosen", "rejected"} <= row.keys():
+        advice = "pairs of answers are read with objective=dpo"
+    refuse((column not in row, f"{place}: no field '{column}' ({found}); {advice}"))
+    text = row[column]
+    problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"
+    refuse((not isinstance(text, str | None), f"{problem}; set data.text_column"))
+    return encodable(text or "", place, config)
