@@ -93,8 +93,8 @@ class Objective(NamedTuple):
     # What data.preferences is to it; None: it reads plain documents
     data: str | None = None
     # Called before the first step, with the weights that training begins with: run, data, module
-    # and ranks
-    prepare: Callable[[Any, Any, Any, Any], None] | None = None
+    # and ranks → plain values that checkpoints hold
+    prepare: Callable[[Any, Any, Any, Any], dict[str, Any]] | None = None
     # The default learning rate, as a share of that of cross entropy
     rate: float = 1.0
 

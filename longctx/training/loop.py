@@ -31,8 +31,9 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     if run.config.context.check or (may_err and run.config.context.check is None):
         log.checked(context_check.compare_with_one(run, data, parallel))
     objective, state = run.config.objective.traits, TrainState(run, parallel)
+    prepared: dict[str, Any] = {}  # checkpoints hold it
     if objective.prepare is not None:
-        objective.prepare(run, data, state.module, parallel)
+        prepared = objective.prepare(run, data, state.module, parallel)
     sequences = Sequences(run, data)
     spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
     meter = Meter(run.workload, parallel, spikes, objective.figures)
@@ -113,6 +114,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             with meter.set_aside():
                 state.require_finite(step, parallel)
                 content = {name: part.state() for name, part in stateful.items()}
+                content["objective"] = prepared
                 saver.save(content, step, ends, early_stopping.kept_step)
         if ends:
             break

@@ -42,7 +42,10 @@ from longctx.training.memory import check_fits
 from longctx.training.run import Run, scheduled
 from longctx.training.validation import check_validation
 
-SOME_LENGTH = 4096  # tokens, to open the data of seq_len=max before the length is known
+# Tokens, before the length of seq_len=max is known: to check the model, and to open the data, where
+# any answers fit
+SOME_LENGTH = 4096
+ANY_LENGTH = 10**12
 Say = Callable[[str], None]
 
 
@@ -173,7 +176,7 @@ def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
         return config.seq_len
     if choice.device != "cuda" or machine.gpu is None:
         raise ValueError(hardware.NO_LONGEST)
-    tokens = open_data(choice, SOME_LENGTH).tokenizer.vocab_size
+    tokens = open_data(choice, ANY_LENGTH).tokenizer.vocab_size
 
     def at(layout: TrainConfig, seq_len: int) -> Workload:
         return choice.workload(layout, seq_len, tokens)

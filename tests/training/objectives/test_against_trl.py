@@ -21,7 +21,7 @@ from longctx.data import load
 from longctx.data.tokenizer import train
 from longctx.model import GPT, huggingface
 from longctx.model.gpt import build
-from longctx.training.objectives.preferences import AnswerBatch, answers, collate
+from longctx.training.objectives.answers import AnswerBatch, answers, collate
 from longctx.training.throughput import means
 from tests.training.objectives.conftest import preferences
 
@@ -134,7 +134,7 @@ def of_trainer(both: Both, trainer_class: Any, config: Any, rows: Any) -> tuple[
 
 def of_formula(both: Both, formula: Callable[[Tensor, Tensor], Any]) -> tuple[Any, ...]:
     """The loss that `formula` makes of each pair's mean log-probabilities, by transformers."""
-    model, losses, rewards = both.theirs("model"), [], []
+    model, losses, rewards, logps = both.theirs("model"), [], [], []
     for row in both.pairs:
         means = []
         for answer in (row["chosen"], row["rejected"]):
@@ -146,10 +146,14 @@ def of_formula(both: Both, formula: Callable[[Tensor, Tensor], Any]) -> tuple[An
         loss, *found = formula(means[0][None], means[1][None])
         losses.append(loss)
         rewards.append([x.item() for x in found])
+        logps.append([x.item() for x in means])  # TRL's logps of these are means over tokens
     total = torch.cat(losses).mean()
     total.backward()
-    chosen, rejected = (sum(x[side] for x in rewards) / ROWS for side in (0, 1))
-    row = {"rewards/chosen": chosen, "rewards/rejected": rejected}
+    row = {
+        f"{name}/{side}": sum(pair[number] for pair in pairs) / ROWS
+        for name, pairs in (("rewards", rewards), ("logps", logps))
+        for number, side in enumerate(("chosen", "rejected"))
+    }
     return total.item(), row, model.model.layers[0].mlp.down_proj.weight.grad
 
 
@@ -185,6 +189,6 @@ def test_loss_gradient_and_metrics_are_those_of_trl(both, name, packed):
     assert loss == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(gradient, want_gradient, rtol=1e-4, atol=1e-6)
     shared = row.keys() & theirs.keys()
-    assert {"rewards/chosen", "rewards/rejected"} <= shared
+    assert {"rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= shared
     for key in shared:
         assert row[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key

@@ -1,20 +1,24 @@
 """Runs that learn preferences: one process and several, resumed, by LoRA, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors import numpy
 
 import train
+from longctx import cli
 from longctx.config.doors import ObjectiveConfig
 from longctx.data.cache import described
 from longctx.evaluation.load import of_run, open_model
-from longctx.training.objectives import preferences
+from longctx.training import resolve
+from longctx.training.objectives import answers, preferences
+from longctx.training.objectives.reference import FILE
 from tests.processes import train_together
 from tests.training.sample_run import (
     Overrides,
@@ -24,13 +28,14 @@ from tests.training.sample_run import (
     steps,
     validations,
 )
+from tests.training.test_resolve import H200
 
 
 def test_a_certain_answer_has_finite_odds(monkeypatch):
     logp = torch.tensor([[0.0, -5.0]], requires_grad=True)
-    known = preferences.Answers(logp, torch.ones(1, 2))
-    monkeypatch.setattr(preferences, "answers", lambda *_: known)
-    monkeypatch.setattr(preferences, "total", lambda *arguments: arguments[-1].sum())
+    known = answers.LogP(logp, torch.ones(1, 2))
+    monkeypatch.setattr(answers, "answers", lambda *_: known)
+    monkeypatch.setattr(answers, "of_pairs", lambda *arguments: arguments[-1].sum())
     loss: Any = preferences.orpo(None, None, ObjectiveConfig("orpo", beta=0.1))  # type: ignore[arg-type]
     loss.backward()
     assert loss.isfinite()
@@ -102,7 +107,34 @@ def test_lora_off_is_the_cached_reference(rows, tuned):
     by_step, cached = tuned("step", **keys), tuned("cached", objective__reference="cached", **keys)
     assert losses(by_step) == pytest.approx(losses(cached), rel=1e-5)
     assert losses(by_step)[-1] < 0.99 * losses(by_step)[0]
-    assert not (by_step / "reference.npz").exists() and (cached / "reference.npz").exists()
+    assert not (by_step / FILE).exists() and (cached / FILE).exists()
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def of_another_run(path: Path) -> None:
+    tables = numpy.load_file(path)
+    numpy.save_file({name: table + 1 for name, table in tables.items()}, path)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def too_large(path: Path) -> None:
+    with path.open("ab") as file:
+        file.truncate(1 << 30)
+
+
+@pytest.mark.parametrize("change", [damaged, of_another_run, a_pipe, too_large, Path.unlink])
+def test_another_reference_is_not_resumed(change, rows, tuned, capsys):
+    run = tuned(**keys_of("dpo", rows) | {"max_steps": 1})
+    change(run / FILE)
+    assert train.main([f"resume={run}", "max_steps=2"]) == 2
+    assert str(run / FILE) in capsys.readouterr().err
 
 
 def test_another_rope_has_another_reference(rows, tuned):
@@ -115,8 +147,9 @@ def test_another_rope_has_another_reference(rows, tuned):
 def test_a_changed_cache_of_the_reference_is_refused(rows, tuned, start, tmp_path, capsys):
     keys = keys_of("dpo", rows) | {"data__cache": tmp_path / "own", "max_steps": 1}
     tuned("first", **keys)
-    (file,) = (tmp_path / "own/references").glob("*/log_p.npy")
-    np.save(file, np.load(file) - 2)  # an answer has about 20 tokens
+    (file,) = (tmp_path / "own/references").glob(f"*/{FILE}")
+    # An answer has about 20 tokens
+    numpy.save_file({"": numpy.load_file(file)[""] - 2}, file)
     complete = file.with_name("complete.json")
     content = json.loads(complete.read_text())
     complete.write_text(json.dumps(content | {file.name: described(file)}))
@@ -140,6 +173,23 @@ def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, start, refused, c
     assert losses(run)[-1] > 0
     # The tokens are in the cache by now, so the error is the only line
     refused(train.main(start(**keys | {"seq_len": 24})), "take")
+
+
+@pytest.mark.parametrize("words", [100, 5000])
+def test_the_longest_length_holds_long_answers(words, tmp_path, start, monkeypatch):
+    row = {"prompt": "a", "chosen": "b " * words, "rejected": "c " * words}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row))
+    monkeypatch.setattr("longctx.training.dry_run.longest_of", lambda *_: 65536)
+    words = start(
+        objective="orpo",
+        data__path=tmp_path / "long.jsonl",
+        data__val_fraction=0,
+        seq_len="max",
+        attention="naive",
+    )
+    request = cli.compose("train", words)
+    choice = resolve.choose_model(request, "cuda", H200, print)
+    assert resolve.choose_length(choice, H200, print) == 65536
 
 
 def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tmp_path, capsys):
