@@ -65,10 +65,12 @@ def write_for_key(key: str, path: Path, text: str) -> None:
         raise OSError(f"{key}={path}: cannot be written: {error.strerror}") from error
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it exists."""
+def remove(path: Path, strict: bool = False) -> None:
+    """Remove a file, a link or a folder with all that is in it, if it exists; `strict` raises
+    OSError if something of the folder stays.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=not strict)
     else:
         path.unlink(missing_ok=True)
 

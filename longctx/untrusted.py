@@ -45,6 +45,24 @@ def named(
         raise ValueError(f"{prefix}: {problem.replace('{}', reason)}") from error
 
 
+@contextmanager
+def opened(path: Path, *names: object) -> Iterator[None]:
+    """Turn whatever the content of `path`, such as a checkpoint, raises in the block into one line
+    that names it; mistakes that name it, or one of `names`, stay as they are.
+
+    Its checksums may be right, and its values still of another type, or of any size.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        is_named = any(str(name) in str(error) for name in (path, *names))
+        if is_memory or (isinstance(error, ValueError | OSError) and is_named):
+            raise
+        reason = " ".join(str(error)[:500].split())
+        raise ValueError(f"{path}: cannot be used ({type(error).__name__}: {reason})") from error
+
+
 def open_file(path: Path, limit: int | None = None, within: Path | None = None) -> BinaryIO:
     """Open a regular file of at most `limit` bytes (None: any size) that really is in `within`.
 

@@ -1,20 +1,28 @@
 """Checkpoints and folders of the Hub that tests write, and a limit of what they write."""
 
 import resource
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+from torch import Tensor
 
 from longctx.runs.checkpoint_write import Saving
 
 
-def write(saving: Saving) -> None:
+def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
     """Write a checkpoint and wait until it is on disk; all its ranks call it."""
-    saving.begin()
-    saving.end()
+    with ThreadPoolExecutor(1) as thread:
+        saving.begin(thread, memory)
+    saving.written.result()
+    if saving.writers.rank == 0:
+        while not saving.is_written():
+            time.sleep(0.01)
+        saving.complete()
 
 
 def to_hub_cache(folder: Path, commit: str, monkeypatch: pytest.MonkeyPatch) -> Path:

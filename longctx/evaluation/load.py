@@ -22,6 +22,7 @@ from torch import nn
 
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
+from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import Document
@@ -31,6 +32,7 @@ from longctx.model.restore import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig
+from longctx.untrusted import opened
 
 RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
 TOGETHER = 32  # texts that are tokenized at a time, on all cores
@@ -79,8 +81,9 @@ def open_model(checkpoint: str) -> TrainedModel:
     path = Path(checkpoint) if hub is None else huggingface.with_weights(checkpoint, "checkpoint")
     if not run_folder.is_hugging_face(path):
         file, folder, run = open_run(path)
-        model = GPTConfig.of_saved(run["model"])
-        return TrainedModel(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
+        with opened(file, folder):
+            model = GPTConfig.of_saved(run["model"])
+            return TrainedModel(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
     model = huggingface.read_config(path)
     huggingface.check_weights(model, path)
     tokenizer, seq_len = Tokenizer.load(path), model.context or 1
@@ -95,7 +98,8 @@ def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
     """
     file = run_folder.checkpoint_of(path)
     checkpoints.verify(file)
-    config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
+    with opened(file):
+        config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
     if file == path:  # or a link to one
         file = path.resolve()
     folder = file.parent.parent
@@ -125,14 +129,16 @@ def build_model(
     if is_hugging_face:
         config = huggingface.read_config(file)
     else:
-        config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
+        with opened(file):
+            config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
     model = skeleton(config, attention, dtype)
     shard(model)
     model.to_empty(device=device)
     if is_hugging_face:
         huggingface.load_weights(model, file, sharding.write)
     else:
-        copy_weights(model, file, checkpoint, sharding.write_rows_of)
+        with opened(file):
+            copy_weights(model, file, checkpoint, sharding.write_rows_of)
     return model
 
 
@@ -167,8 +173,9 @@ def of_run(
 
     A line on stderr warns if they are no longer those of `fingerprint`, from the run's beginning.
     """
-    config = replace(DataConfig(**run["data"]), tokenizer=str(folder))
-    data = load(config, run["seq_len"])
+    with opened(folder):
+        config = replace(fields.build(DataConfig, run["data"]), tokenizer=str(folder))
+        data = load(config, run["seq_len"])
     if not len(data.split[split]):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "

@@ -247,10 +247,11 @@ def run(options: ExportOptions) -> None:
     check_out(out)
     file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
-    checkpoint = read(file)
-    config = checkpoint["longctx"]["config"]
-    model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
-    seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
+    with untrusted.opened(file):
+        checkpoint = read(file)
+        config = checkpoint["longctx"]["config"]
+        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
+        seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
     if options.adapter:
         run_adapter(model, file, checkpoint, added, seq_len, out)
         return

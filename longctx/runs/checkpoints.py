@@ -21,18 +21,18 @@ from torch import Tensor
 from longctx import files
 from longctx.files import by_step
 from longctx.runs import checkpoint_index, run_folder
-from longctx.runs.checkpoint_index import INDEX
+from longctx.runs.checkpoint_index import FORMAT, INDEX
 from longctx.runs.checkpoint_index import Damaged as Damaged
 from longctx.runs.checkpoint_index import verify as verify
 from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
+from longctx.untrusted import opened
 
-FORMAT = 2  # of the content of a checkpoint; checkpoint_index.FORMAT is that of the folder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE = frozenset(DTYPES.values())  # dtypes of weights and moments in files
 DTYPES["uint8"] = torch.uint8  # of packed weights
 
 
-class Rows:
+class SlicedTensor:
     """A tensor in files, cut by rows; tensor[first:last] reads only those."""
 
     def __init__(self, folder: Path, name: str, entry: Mapping[str, Any]) -> None:
@@ -75,7 +75,6 @@ def describe(
 ) -> dict[str, Any]:
     """Return the metadata of the run that writes a checkpoint, its part `longctx`."""
     return {
-        "format": FORMAT,
         "config": run_folder.plain(config),
         "data": data_fingerprint,
         "world_size": world_size,
@@ -120,36 +119,36 @@ def saving(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the checkpoint at `path`, with `Rows` for tensors; ValueError if it is missing,
-    damaged or of another version.
+    """Return the checkpoint at `path`, with `SlicedTensor` for tensors; ValueError if it is
+    missing, damaged or of another version.
     """
     if not path.exists():
         raise ValueError(f"{path}: no such checkpoint")
     content = checkpoint_index.read(path)
-    formats = content["format"], content["longctx"].get("format")
-    if formats != (checkpoint_index.FORMAT, FORMAT):
+    if content.get("format") != FORMAT:
         raise ValueError(
-            f"{path}: written in format {formats} by another version of longctx; this one reads "
-            f"{(checkpoint_index.FORMAT, FORMAT)}"
+            f"{path}: written in format {content.get('format')} by another version of longctx; "
+            f"this one reads {FORMAT}"
         )
-    states: dict[int, dict[str, Any]] = {
-        int(number): {key: torch.tensor(value) for key, value in values.items()}
-        for number, values in content.pop("optimizer_scalars").items()
-    }
-    weights = {}
-    for name, entry in content.pop("tensors").items():
-        tensor = Rows(path, name, entry)
-        if name.startswith("optimizer."):
-            _, number, key = name.split(".")
-            states.setdefault(int(number), {})[key] = tensor
-        else:
-            weights[name] = tensor
-    optimizer = {"state": states, "param_groups": content.pop("param_groups")}
-    return content | {"state_dict": weights, "optimizer_states": [optimizer]}
+    with opened(path):
+        states: dict[int, dict[str, Any]] = {
+            int(number): {key: torch.tensor(value) for key, value in values.items()}
+            for number, values in content.pop("optimizer_scalars").items()
+        }
+        weights = {}
+        for name, entry in content.pop("tensors").items():
+            tensor = SlicedTensor(path, name, entry)
+            if name.startswith("optimizer."):
+                _, number, key = name.split(".")
+                states.setdefault(int(number), {})[key] = tensor
+            else:
+                weights[name] = tensor
+        optimizer = {"state": states, "param_groups": content.pop("param_groups")}
+        return content | {"state_dict": weights, "optimizer_states": [optimizer]}
 
 
 def flaw(
-    tensor: Rows | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
+    tensor: SlicedTensor | Tensor, shape: Iterable[int], dtypes: Collection[torch.dtype] = READABLE
 ) -> str | None:
     """Return why a checkpoint's tensor cannot be read into one of `shape`, in one of `dtypes`; None
     if it can. torch's fused kernels write out of bounds if a state has another shape.
@@ -211,7 +210,7 @@ def is_finite(tensor: Tensor) -> Tensor:
 def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     """Point last.ckpt at the checkpoint after `step` and best.ckpt at the one after `best_step`, if
     it is there; hide all but these and the newest `keep`. Return the hidden ones and the leftovers
-    of killed processes, for `checkpoint_index.delete`.
+    of killed processes, to delete.
 
     Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """

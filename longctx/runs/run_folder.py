@@ -291,9 +291,9 @@ def _is_checkpoint(path: Path) -> bool:
         return False
     try:
         steps = checkpoint_index.read(path).get("steps_done")
-    except ValueError:  # damaged, which its reader reports
+        return steps is None or path.name == f"step-{steps:08d}.ckpt"
+    except (ValueError, TypeError):  # damaged, which its reader reports
         return True
-    return steps is None or path.name == f"step-{steps:08d}.ckpt"
 
 
 def write_config(folder: Path, settings: Any) -> None:

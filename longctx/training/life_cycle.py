@@ -2,7 +2,6 @@
 
 STARTING  ranks meet, rank 0 decides. A signal ends the command; a new run leaves no folder.
 TRAINING  A signal waits for the step and its checkpoint. A second one ends the run unsaved.
-SAVED     The last checkpoint is on disk. A signal only ends the deletion of older ones.
 OVER      Nothing is left that a signal could cost.
 """
 
@@ -53,7 +52,6 @@ class Phase(enum.Enum):
 
     STARTING = enum.auto()
     TRAINING = enum.auto()
-    SAVED = enum.auto()
     OVER = enum.auto()
 
 
@@ -124,7 +122,7 @@ class LifeCycle:
         return run
 
     def train(self, run: Run, machine: Machine) -> int:
-        """Run the loop, print how the run ended, delete old checkpoints; return the exit code."""
+        """Run the loop, print how the run ended; return the exit code."""
         parallel, code = self.parallel, 1
         problem: str | None = None
         is_refused = False
@@ -141,7 +139,6 @@ class LifeCycle:
             code = self.stop.code if has_stopped else 0
         except KeyboardInterrupt:
             parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
-            saver.cancel_removal()
             code = self.stop.code
             raise
         except Exception as error:
@@ -169,8 +166,8 @@ class LifeCycle:
             if parallel.is_first:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
             parallel.fail(problem, code)
-        # Last: the report waits for no deletion
-        self._delete_old_checkpoints(log, saver)
+        if self.phase is Phase.TRAINING:
+            self.enter(Phase.OVER)
         return code
 
     def begin_steps(self) -> None:
@@ -221,18 +218,6 @@ class LifeCycle:
             return f"a process of the run does not answer ({reason}); {go_on(log.run.folder)}"
         worker = lost_worker(error)
         return None if worker is None else f"{worker}; {go_on(log.run.folder)}"
-
-    def _delete_old_checkpoints(self, log: RunLog, saver: Saver) -> None:
-        """Wait until the checkpoints that the last one replaced are deleted, or a signal comes."""
-        has_begun = self.phase is Phase.TRAINING
-        try:
-            self.enter(Phase.SAVED)
-            saver.end_removal()
-        except KeyboardInterrupt:
-            saver.cancel_removal()
-            log.say("stopped    deleting older checkpoints; the next resume deletes the rest")
-        finally:
-            self.enter(Phase.OVER if has_begun else Phase.STARTING)
 
     def _interrupted(self) -> None:
         """Part from the other processes after a signal; remove the folder of an untrained run."""

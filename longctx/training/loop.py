@@ -18,6 +18,7 @@ from longctx.training.saver import Saver
 from longctx.training.throughput import Meter, StepSplit
 from longctx.training.train_step import TrainState, optimizer_step, require_finite
 from longctx.training.validation import pass_keys_found, validate
+from longctx.untrusted import opened
 
 if TYPE_CHECKING:
     from longctx.training.life_cycle import LifeCycle
@@ -47,11 +48,12 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         "callbacks": callbacks,
     }
     if run.checkpoint is not None:
-        content = checkpoints.read(run.checkpoint)
-        state.restore(content)
-        for name, part in stateful.items():
-            part.restore(content.get(name, {}))
-        checkpoints.restore_random_state(content["random"])
+        with opened(run.checkpoint):
+            content = checkpoints.read(run.checkpoint)
+            state.restore(content)
+            for name, part in stateful.items():
+                part.restore(content.get(name, {}))
+            checkpoints.restore_random_state(content["random"])
     predicted = memory.predicted_gib(run)
 
     def validated(step: int) -> None:

@@ -22,6 +22,7 @@ from longctx.model import GPT, huggingface, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig
+from longctx.untrusted import opened
 
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
@@ -129,10 +130,10 @@ def read_run(init: str, folder: Path, vocab_size: int | None) -> tuple[Path, GPT
         )
     file = run_folder.checkpoint_of(folder, "init")
     checkpoints.verify(file)
-    saved = checkpoints.read(file)["longctx"]["config"]
-    model = GPTConfig.of_saved(saved["model"])
-    model = replace(model, context=max(saved["seq_len"], model.context or 0))
-    return file, model
+    with opened(file):
+        saved = checkpoints.read(file)["longctx"]["config"]
+        model = GPTConfig.of_saved(saved["model"])
+        return file, replace(model, context=max(saved["seq_len"], model.context or 0))
 
 
 def copy_into(model: GPT, name: str) -> None:
@@ -143,7 +144,8 @@ def copy_into(model: GPT, name: str) -> None:
     if not run_folder.is_run(init):
         huggingface.load_weights(model, init, sharding.write)
         return
-    restore.copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
+    with opened(init):
+        restore.copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:

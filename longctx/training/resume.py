@@ -20,6 +20,7 @@ from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.training import kernel_lock, optimizers
 from longctx.training.run import Run, run_of
 from longctx.training.schedule import Schedule
+from longctx.untrusted import opened
 
 
 def with_steps_of_run(
@@ -61,22 +62,23 @@ def continued(run: Run) -> Run:
     """
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_intact(run, folder)
-    about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
-    validations = checkpoint["best"]["since"]
-    if config.patience is not None and validations >= config.patience:
-        raise ValueError(
-            f"resume={folder}: the run has ended after {validations} validations without a lower "
-            "loss; to go on, give a larger patience=, or patience=null"
-        )
-    if steps_done >= run.max_steps:
-        raise ValueError(
-            f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a larger "
-            "max_steps="
-        )
-    before = run_of(about["config"], run.workload.device).schedule
-    rate_note = changed_rate(run, before, steps_done)
     now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
-    lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
+    with opened(path, folder):
+        about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
+        validations = checkpoint["best"]["since"]
+        if config.patience is not None and validations >= config.patience:
+            raise ValueError(
+                f"resume={folder}: the run has ended after {validations} validations without a "
+                "lower loss; to go on, give a larger patience=, or patience=null"
+            )
+        if steps_done >= run.max_steps:
+            raise ValueError(
+                f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a "
+                "larger max_steps="
+            )
+        before = run_of(about["config"], run.workload.device).schedule
+        rate_note = changed_rate(run, before, steps_done)
+        lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
     return replace(
         run,
         folder=folder,
@@ -128,15 +130,16 @@ def intact_checkpoint(run: Run, folder: Path, path: Path) -> dict[str, Any]:
     """Return the checkpoint at `path`, every part of it checked against `run`."""
     checkpoints.verify(path)
     checkpoint = checkpoints.read(path)
-    about = checkpoint["longctx"]
     assert run.data is not None
-    if run.data.fingerprint != about["data"]:
-        raise ValueError(
-            f"resume={folder}: the documents, their split or the tokenizer are no longer those "
-            "that the run began with"
-        )
-    run_folder.check_unedited(folder, about["config"], run.settings())
-    check_state(run, path, checkpoint)
+    with opened(path, folder):
+        about = checkpoint["longctx"]
+        if run.data.fingerprint != about["data"]:
+            raise ValueError(
+                f"resume={folder}: the documents, their split or the tokenizer are no longer those "
+                "that the run began with"
+            )
+        run_folder.check_unedited(folder, about["config"], run.settings())
+        check_state(run, path, checkpoint)
     return checkpoint
 
 

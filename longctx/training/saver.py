@@ -7,13 +7,14 @@ checkpoint. One checkpoint is written at a time, and a failure is raised at the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from concurrent.futures import wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
-from rich.filesize import decimal
 from torch import Tensor
 
+from longctx import files
 from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
@@ -26,7 +27,7 @@ from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.train_step import TrainState
 
-REPORTED_AFTER = 1.0  # seconds of deleting at the end of a run before a line reports it
+OTHERS = 10.0  # seconds that rank 0 of a run that fails waits for the files of other ranks
 
 
 class Saver:
@@ -41,30 +42,35 @@ class Saver:
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
         self.is_sharded = parallel.strategy.shards_weights
-        self.writers = ALONE
-        if self.is_sharded:
-            self.writers = Writers(parallel.rank, parallel.ranks, parallel.barrier)
-        self.memory: list[Tensor] = []  # on the host, for a copy of each part
+        self.writers = Writers(parallel.rank, parallel.ranks) if self.is_sharded else ALONE
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.memory: list[Tensor] = []  # on the host, for a copy of each file
         self.no_copy = ""  # why there is no memory for it
         self.step = 0  # of the newest checkpoint
-        self.saving: Saving | None = None  # this rank's share of it
-        self.is_agreed = True  # all ranks know that it is written
-        self.is_logged = True
+        self.is_under_way = False  # on all ranks, until `finish`
+        self.saving: Saving | None = None  # this rank's share of it, until it is logged
+        self.completed: Future[None] | None = None  # the folder, on rank 0
         self.warning: str | None = None  # the last one that was logged
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is None or self.saving is None or self.is_agreed:
+        self.thread.shutdown(wait=False)
+        saving = self.saving
+        if kind is None or saving is None or issubclass(kind, KeyboardInterrupt):
             return
-        if issubclass(kind, KeyboardInterrupt):
-            self.saving.cancel()
-        elif problem := self.saving.problem:
-            if problem != str(error):  # else the command ends with it
-                self.log.say(problem)
-        else:
-            self._log()
+        try:
+            saving.written.result()
+            deadline = time.monotonic() + OTHERS
+            while not saving.is_written() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if self.parallel.is_first and (self.completed is not None or saving.is_written()):
+                self._complete(saving)
+        except OSError as problem:
+            files.remove(saving.partial)  # the disk may be full
+            if str(problem) != str(error):  # else the command ends with it
+                self.log.say(str(problem))
 
     def begin(self, state: TrainState, fingerprint: str) -> None:
         """Set what is to be saved: `state`, and which data it was trained on."""
@@ -75,62 +81,61 @@ class Saver:
     ) -> None:
         """Begin to write the checkpoint after `step`, with `content` next to the weights and the
         optimizer's state; all ranks call it. Raises OSError if it, or the one before, cannot be
-        written. Older ones go, except that of `best_step`.
+        written. Older ones are deleted, except that of `best_step`.
 
         After the `last` one, which `finish` waits for, the state must not change any more.
         """
+        # The disk then holds one checkpoint more than are kept, never two
         self.finish()
-        if self.saving is not None:
-            # The disk then holds one checkpoint more than are kept, never two
-            wait([self.saving.deleted])
-            self._log_warning()
-        self.step, self.saving = step, None
-        has_copy = True
+        self.step, has_copy = step, True
         if self.is_sharded or self.parallel.is_first:
             content = {"steps_done": step, **content, "random": checkpoints.random_state()}
             saving = self._saving(content, best_step)
             has_copy = self._has_copy(saving, last)
-            saving.begin(self.memory if has_copy else None)
+            saving.begin(self.thread, self.memory if has_copy else None)
             self.saving = saving
-        self.is_agreed = self.is_logged = False
+        self.is_under_way = True
         if not last and not all(self.parallel.all_gather_objects(has_copy)):
             self.finish()
 
     def check(self) -> None:
-        """Log the checkpoint under way when it is written; OSError if it cannot be."""
-        if self.saving is not None and self.saving.written.done() and not self.is_agreed:
-            self.saving.check()
-            self._log()
-        self._log_warning()
+        """Complete the checkpoint under way when all ranks have written, and log it; OSError if it
+        cannot be.
+        """
+        saving = self.saving
+        if saving is None or not saving.written.done():
+            return
+        saving.written.result()
+        if self.parallel.is_first and self.completed is None and saving.is_written():
+            self.completed = self.thread.submit(saving.complete)
+        if self.completed is not None and self.completed.done():
+            self._complete(saving)
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on disk; all ranks call it. OSError if it cannot
         be written.
         """
-        if self.is_agreed:
+        if not self.is_under_way:
             return
         if self.saving is not None:
-            self.saving.end()
-        self.is_agreed = True
-        self._log()
+            self.saving.written.result()
         self.parallel.barrier()
+        if self.saving is not None and self.parallel.is_first:
+            self._complete(self.saving)
+        self.parallel.barrier()
+        self.is_under_way, self.saving = False, None
 
-    def end_removal(self) -> None:
-        """Wait until the checkpoints that the last one replaces are deleted; log it if that takes
-        long.
-        """
-        if self.saving is None:
-            return
-        if wait([self.saving.deleted], REPORTED_AFTER).not_done:
-            size = decimal(self.saving.deleted_bytes)
-            self.log.say(f"deleting   {size} of older checkpoints")
-            wait([self.saving.deleted])
-        self._log_warning()
-
-    def cancel_removal(self) -> None:
-        """Leave checkpoints that are not deleted yet to the next run in the folder."""
-        if self.saving is not None:
-            self.saving.cancel()
+    def _complete(self, saving: Saving) -> None:
+        """Wait until the folder of `saving` is whole, on rank 0, and log it."""
+        if self.completed is None:
+            saving.complete()
+        else:
+            self.completed.result()
+        self.saving = self.completed = None
+        self.log.saved(saving.path, self.step, saving.bytes, saving.seconds)
+        if saving.warning not in (None, self.warning):
+            self.log.say(f"warning: {saving.warning}")
+            self.warning = saving.warning
 
     def _saving(self, content: dict[str, object], best_step: int) -> Saving:
         run, state, optimizer = self.run, self.state, self.state.optimizer
@@ -159,7 +164,6 @@ class Saver:
             return False
         processes = self.parallel.launched.local_ranks if self.is_sharded else 1
         needed, free = processes * sum(saving.sizes), hardware.available_memory()
-        copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory"
         is_cuda = self.parallel.device.type == "cuda"
         try:
             # Data workers and the cache of files need the rest
@@ -170,17 +174,7 @@ class Saver:
                 for size in saving.sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            self.no_copy = f"{copy}: {' '.join(str(error).split())}"
-            self.log.say(f"saving     training waits for each checkpoint: {self.no_copy}")
+            self.no_copy = " ".join(str(error).split())
+            copy = f"a copy to write from takes {needed / GIB:.1f} GiB of memory: {self.no_copy}"
+            self.log.say(f"saving     training waits for each checkpoint: {copy}")
         return not self.no_copy
-
-    def _log(self) -> None:
-        if not self.is_logged and self.saving is not None and self.parallel.is_first:
-            self.log.saved(self.saving.path, self.step, self.saving.bytes, self.saving.seconds)
-        self.is_logged = True
-
-    def _log_warning(self) -> None:
-        warning = None if self.saving is None else self.saving.warning
-        if warning is not None and warning != self.warning:
-            self.log.say(f"warning: {warning}")
-            self.warning = warning

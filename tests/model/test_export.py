@@ -40,7 +40,7 @@ def save(weights: dict[str, torch.Tensor], config: dict[str, Any], path: Path) -
     """Write a checkpoint of `weights` alone."""
     tensors = {name: Sharded.whole(x) for name, x in weights.items()}
     state = {"random": checkpoints.random_state(), "steps_done": 7}
-    about = {"format": checkpoints.FORMAT, "config": config}
+    about = {"config": config}
     write(checkpoints.saving(path, about, state, tensors))
 
 

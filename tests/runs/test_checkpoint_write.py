@@ -1,7 +1,7 @@
 """Checkpoints are written whole or not at all, also while training changes the tensors."""
 
 import threading
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import files
 from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
 from longctx.runs.checkpoint_write import Saving, Sharded, Writers
 from tests.processes import killed_at
-from tests.runs.ranks import RANKS, Barrier, on_all_ranks, rows_of_ranks
+from tests.runs.ranks import RANKS, rows_of_ranks
 from tests.written import files_below, write
 
 
@@ -38,23 +37,26 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Sharded]:
     return {name: Sharded.whole(x) for name, x in tensors.items()}
 
 
-def read(path: Path) -> dict[str, checkpoints.Rows]:
+def read(path: Path) -> dict[str, checkpoints.SlicedTensor]:
     """The tensors of a checkpoint."""
     entries = checkpoint_index.read(path)["tensors"]
-    return {name: checkpoints.Rows(path, name, entry) for name, entry in entries.items()}
+    return {name: checkpoints.SlicedTensor(path, name, entry) for name, entry in entries.items()}
 
 
 class Held(Saving):
     """A checkpoint that is not written before it is `released`."""
 
-    released: threading.Event
-
     def hold(self) -> None:
         self.released = threading.Event()
-        self.begin(memory_for(self))
+        self.thread = ThreadPoolExecutor(1)
+        self.begin(self.thread, memory_for(self))
 
     def _wait_for_copy(self) -> None:
         assert self.released.wait(300)
+
+    def release(self) -> None:
+        self.released.set()
+        self.written.result()
 
 
 def test_files_equal_those_of_safetensors(tmp_path):
@@ -74,8 +76,8 @@ def test_changes_after_the_copy_are_not_written(tmp_path):
         x.zero_()
     about["lr"].append(2.0)
     assert not saving.written.done() and not saving.path.exists()
-    saving.released.set()
-    saving.end()
+    saving.release()
+    saving.complete()
     assert checkpoint_index.read(tmp_path / "behind") == checkpoint_index.read(tmp_path / "waited")
     found = read(tmp_path / "behind")
     for name, x in before.items():
@@ -84,13 +86,12 @@ def test_changes_after_the_copy_are_not_written(tmp_path):
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_large_shares_are_several_files(behind, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_write, "PART", 100)
+    monkeypatch.setattr(checkpoint_write, "SHARD", 100)
     monkeypatch.setattr(checkpoint_write, "CHUNK", 7)
     path = tmp_path / "step-00000001.ckpt"
     weights = {f"x{n}": torch.randn(n, 3) for n in range(1, 25)}
     saving = Saving(path, {}, whole(weights))
-    saving.begin(memory_for(saving) if behind else None)
-    saving.end()
+    write(saving, memory_for(saving) if behind else None)
     files = list(path.glob("*.safetensors"))
     assert 15 <= len(files) <= 24
     assert saving.bytes == sum(file.stat().st_size for file in files)
@@ -99,76 +100,38 @@ def test_large_shares_are_several_files(behind, tmp_path, monkeypatch):
     assert all(torch.equal(found[name][:], x) for name, x in weights.items())
 
 
-def shares(rank: int, sizes: list[int]) -> dict[str, Sharded]:
-    """What `rank` has of a tensor of which the ranks have so many rows."""
+def test_a_rank_that_cannot_write_leaves_nothing(tmp_path):
+    sizes = [2, 9_000, 2]  # the rows of rank 1 do not fit
     stops = torch.tensor(sizes).cumsum(0).tolist()
     rows = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-    return {"x": Sharded(torch.ones(sizes[rank], 10), torch.Size([sum(sizes), 10]), rows)}
 
-
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_rank_that_cannot_write_leaves_nothing(behind, tmp_path):
-    sizes = [2, 9_000, 2]  # the second rank's rows do not fit
-
-    def save(rank: int, barrier: Barrier) -> None:
-        saving = Saving(tmp_path / "x", {}, shares(rank, sizes), Writers(rank, RANKS, barrier))
-        saving.begin(memory_for(saving) if behind else None)
-        if rank != 0:
-            wait([saving.written])
-        barrier()
-        if rank == 0:  # which waits, until the second rank ends the run
-            assert not saving.written.done()
-            saving.cancel()
-        else:
-            saving.end()
+    def save(rank: int) -> Saving:
+        share = {"x": Sharded(torch.ones(sizes[rank], 10), torch.Size([sum(sizes), 10]), rows)}
+        saving = Saving(tmp_path / "x", {}, share, Writers(rank, RANKS))
+        with ThreadPoolExecutor(1) as thread:
+            saving.begin(thread)
+        return saving
 
     with files_below(100_000):
-        outcomes = on_all_ranks(save)
-    assert "File too large" in str(outcomes[1]) and outcomes[::2] == [None, None]
-    assert not list(tmp_path.iterdir())
+        savings = [save(rank) for rank in range(RANKS)]
+    problems = [str(saving.written.exception()) for saving in savings]
+    assert "File too large" in problems[1] and problems[::2] == ["None", "None"]
+    assert not savings[0].is_written() and not (tmp_path / "x").exists()
 
 
 def test_rank_0_names_the_folder_last(tmp_path):
     x, path = torch.randn(7, 4), tmp_path / "x"
-
-    def save(rank: int, barrier: Barrier) -> None:
-        cut = rows_of_ranks(x)
+    cut, savings = rows_of_ranks(x), []
+    for rank in range(RANKS):
         share = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
-        saving = Held(path, {}, share, Writers(rank, RANKS, barrier))
-        saving.hold()
-        if rank != 2:
-            saving.released.set()
-        assert not path.exists()
-        barrier()
-        saving.released.set()
-        wait([saving.written])
-        if rank == 0:  # which needs no other rank to complete it
-            checkpoint_index.verify(path)
-        saving.end()
-
-    assert on_all_ranks(save) == [None] * RANKS
-    assert torch.equal(read(path)["x"][:], x)
-
-
-def test_a_save_cancelled_at_its_end_is_whole(tmp_path, monkeypatch):
-    """The thread completes the folder, and `cancel` waits for it."""
-    is_written, may_complete, to_disk = threading.Event(), threading.Event(), files.to_disk
-
-    def wait_before_the_name(path: Path) -> None:
-        if path.suffix == ".partial":
-            is_written.set()
-            assert may_complete.wait(300)
-        to_disk(path)
-
-    monkeypatch.setattr(files, "to_disk", wait_before_the_name)
-    saving = Saving(tmp_path / "x", {}, whole(odd()))
-    saving.begin()
-    assert is_written.wait(300)
-    threading.Timer(0.1, may_complete.set).start()
-    saving.cancel()
-    assert may_complete.is_set() and saving.deleted.done()
-    checkpoint_index.verify(tmp_path / "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+        savings.append(Held(path, {}, share, Writers(rank, RANKS)))
+        savings[-1].hold()
+    for saving in savings:
+        assert not savings[0].is_written() and not path.exists()
+        saving.release()
+    savings[0].complete()
+    checkpoint_index.verify(path)
+    assert torch.equal(read(path)["x"][:], x) and list(tmp_path.iterdir()) == [path]
 
 
 KILLED = """
@@ -189,7 +152,7 @@ def test_a_kill_in_the_write_leaves_the_checkpoint_before_it(tmp_path):
     partial = tmp_path / ".step-00000002.ckpt.partial"
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001.ckpt", partial.name}
     checkpoint_index.verify(tmp_path / "step-00000001.ckpt")
-    (partial / "shard-00000-000.safetensors").touch()  # had it come so far
+    (partial / "shard-00000-000.safetensors").write_bytes(b"x" * 9000)  # had it come so far
     write(Saving(tmp_path / "step-00000002.ckpt", {}, whole(odd())))
     checkpoint_index.verify(tmp_path / "step-00000002.ckpt")
     assert not partial.exists()
