@@ -24,31 +24,9 @@ import yaml
 
 from longctx import files, untrusted
 from longctx.config import other_names
-from longctx.config.eval_config import PasskeyConfig
-from longctx.config.layout_config import MemoryConfig
-from longctx.config.train_config import WandbConfig
+from longctx.config.fields import declared_as
+from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoint_index
-
-GROUPS = {"memory": MemoryConfig, "passkey": PasskeyConfig, "wandb": WandbConfig}
-KEYS = """
-    max_steps max_tokens log_every tracker workers device devices compile graphs kernel.lock plugins
-    val_every val_rows patience checkpoint_every keep_checkpoints keep_best dry_run
-    sample_every sample_prompt batch_size accumulate memory
-    strategy strategy.name context.degree context.method context.check
-"""
-SCHEDULE = "lr_schedule min_lr_ratio lr_decay_share lr_decay_from lr_decay_shape"
-# resume= may change devices, layout, length, logging and saving. A new length or schedule changes
-# the learning rate of the steps to come, memory.optimizer_state=bf16 rounds the optimizer's state;
-# the others change the order of sums at most.
-RESUMABLE = {*KEYS.split(), *SCHEDULE.split()} | {
-    f"{group}.{item.name}"
-    for group, config in GROUPS.items()
-    for item in dataclasses.fields(config)
-}
-# Groups of keys that decide what is computed; data has its fingerprint
-DECISIVE = {"attention", "model", "lora", "rope", "objective", "optimizer"}
-NOT_IN_NAMES = RESUMABLE | {"model", "attention", "seq_len", "data", "name", "runs", "init"}
-NOT_IN_NAMES -= set(SCHEDULE.split())
 
 
 def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
@@ -63,7 +41,7 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
         parts.append(choices["data"])
     for key, value in changed.items():
         is_left_out = value == "auto" or (is_own and key in shape)
-        if not (is_left_out or key in NOT_IN_NAMES or key.startswith("data.")):
+        if not is_left_out and declared_as(TrainConfig, key).names:
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
 
@@ -236,7 +214,7 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
 def check_resumable(folder: Path, keys: Iterable[str]) -> None:
     """Raise ValueError for the first of `keys` that must not change when a run is resumed."""
     for key in keys:
-        if key not in RESUMABLE:
+        if not declared_as(TrainConfig, key).resume:
             raise ValueError(
                 f"{key} cannot change when {folder} is resumed, which keeps its config.yaml; "
                 "leave it out, or start a new run"
@@ -247,21 +225,22 @@ def check_unedited(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> 
     """Raise ValueError if `now`, read from config.yaml, computes something else than the config
     `saved` in a checkpoint.
     """
-    free = {"name", "runs", "resume", "init", *RESUMABLE}
-    if rows_per_step(flat(saved)) != rows_per_step(flat(now)):
-        free -= {"batch_size", "accumulate"}
-    for name in sorted(saved.keys() & now.keys() - free):
-        old, new, prefix = saved[name], now[name], f"{name}."
-        if not isinstance(old, dict):
-            old, new, prefix = {name: old}, {name: new}, ""
-        elif name not in DECISIVE:
+    before, after = flat(saved), flat(now)
+    of_step = (
+        {"batch_size", "accumulate"} if rows_per_step(before) != rows_per_step(after) else set()
+    )
+    for key in sorted(before.keys() | after.keys()):
+        declared = declared_as(TrainConfig, key)
+        is_free = declared.resume or not declared.compared or key == "init"
+        # The data has its fingerprint
+        if key not in of_step and (is_free or key.startswith("data.")):
             continue
-        for key in old:
-            if key in new and old[key] != new[key]:
-                raise ValueError(
-                    f"{folder / 'config.yaml'}: {prefix}{key}={new[key]}, but the run began with "
-                    f"{old[key]}; it cannot change when the run is resumed, so put it back"
-                )
+        is_known = declared.is_open or (key in before and key in after)
+        if is_known and before.get(key) != after.get(key):
+            raise ValueError(
+                f"{folder / 'config.yaml'}: {key}={after.get(key)}, but the run began with "
+                f"{before.get(key)}; it cannot change when the run is resumed, so put it back"
+            )
 
 
 def rows_per_step(settings: dict[str, Any]) -> int:
