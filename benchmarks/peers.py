@@ -257,7 +257,7 @@ def of_longctx(
             run, config=replace(run.config, **chosen), workload=replace(run.workload, **chosen)
         )
     check_attention(run.config, run.workload.model, run.workload.device)
-    run.config.check_fp8(run.workload.model)
+    run.config.check_model(run.workload.model)
     run = decided(run)
     work = run.workload
     warm, timed = steps_of(run, options)

@@ -220,7 +220,5 @@ def checked(overrides: list[str]) -> None:
     config = cli.compose("train", overrides).config
     if config.transformers == "always":
         config.for_transformers()
-    config.check_experts(config.model)
-    config.check_fp8(config.model)
-    config.lora.check_model(config.model)
+    config.check_model(config.model)
     workload_of(config, "cuda", 4096, config.model).check_graphs()

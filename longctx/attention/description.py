@@ -11,7 +11,7 @@ channels, e bytes of an activation.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -308,9 +308,10 @@ class AttentionConfig(Group):
         """The description of the backend."""
         return CHOICES.get(self.backend, UNKNOWN)
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for an option that the backend does not have."""
         check_options(self.backend, self.options)
+        yield from ()
 
     def check_without_gpu(self) -> None:
         """Raise ValueError, with a remedy, if the backend or its options need a GPU."""

@@ -43,7 +43,7 @@ __all__ = ["compose", "jobs", "main", "names", "split_own", "with_model"]
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
 PLANNED = ("naive", "sdpa", "flash")  # backends of `plan`, unless attention= names one
-EVERYTHING = 10**6  # a range that ends above this is shown as open
+EVERYTHING = 10**6  # a range that ends above this is shown as open, its counts with units
 
 
 class Command(NamedTuple):
@@ -133,8 +133,9 @@ def answer(
             if number_here():
                 time.sleep(GRACE)
                 return files.exit_code(error)
-            line = files.printable(" ".join(str(error).split()))
-            print(f"error: {line}", file=sys.stderr)
+            lines = str(error).splitlines() if isinstance(error, fields.Mistakes) else [str(error)]
+            for line in lines:
+                print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
             return files.exit_code(error)
 
 
@@ -207,10 +208,10 @@ def meaning_of(declared: fields.Key) -> str:
     meaning = declared.meaning
     if not all(choice in meaning for choice in declared.choices):
         meaning += f" ({' | '.join(declared.choices)})"
-    if declared.thousand is not None:
-        meaning += f"; 4k is {4 * declared.thousand:,}"
     if declared.between is not None:
         minimum, maximum = declared.between
+        if declared.parse is not None and maximum > EVERYTHING:
+            meaning += f"; 4k is {declared.parse('4k'):,}"
         meaning += (
             f" ({minimum:g} to {maximum:,g})" if maximum < EVERYTHING else f" (≥ {minimum:,g})"
         )

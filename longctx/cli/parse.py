@@ -26,7 +26,17 @@ from longctx.config.command_config import DescribeConfig
 from longctx.config.data_config import DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import Key, build, check, closest, keys, shown, typed, unknown
+from longctx.config.fields import (
+    Key,
+    build,
+    check,
+    closest,
+    keys,
+    refuse_all,
+    shown,
+    typed,
+    unknown,
+)
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources.registry import check_overrides
@@ -270,8 +280,7 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
         group = full.rpartition(".")[0]
         is_preset = group in presets.GROUPS and full == short_key(schema, group)
         full_names[name] = group if is_preset else full
-    if messages:
-        raise ValueError("; ".join(messages))
+    refuse_all(messages)
     return full_names
 
 
@@ -283,7 +292,7 @@ def short_key(schema: type, name: str) -> str:
 
 def alternatives(declared: Key | None, text: str) -> list[str]:
     """Split a value at its commas, other than those in quotes or brackets."""
-    if declared is not None and declared.literal:
+    if declared is not None and declared.is_literal:
         return [text]
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
@@ -301,7 +310,7 @@ def value_of(text: str, declared: Key | None) -> Any:
     """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     is_text = declared is not None and (
-        declared.is_group or declared.literal or (declared.type in (str, Path) and not is_quoted)
+        declared.is_group or declared.is_literal or (declared.type in (str, Path) and not is_quoted)
     )
     if is_text:
         return None if text.lower() == "null" else text

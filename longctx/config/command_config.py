@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.data_config import DataConfig
 from longctx.config.doors import OBJECTIVES
-from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
+from longctx.config.fields import PLUGINS, Group, counted, group, key, positive
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
@@ -24,7 +25,7 @@ class DescribeConfig(Group):
     longctx data examples/conversations.yaml
     """
 
-    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), thousand=1024)
+    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), parse=counted())
     plugins: list[str] | None = key(None, PLUGINS)
     objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
     init: str | None = key(
@@ -32,17 +33,17 @@ class DescribeConfig(Group):
     )
     data: DataConfig = group(DataConfig)
 
-    def check_together(self) -> None:
-        """Raise ValueError for answers of another objective, and for a vocabulary beside init=."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for answers of another objective, and for a vocabulary beside init=."""
         vocab_size = self.data.vocab_size
         if self.init is not None and vocab_size != DataConfig().vocab_size:
-            raise ValueError(
+            yield (
                 f"data.vocab_size={vocab_size}: init={self.init} brings a tokenizer; leave one out"
             )
         own, given = OBJECTIVES[self.objective].data, self.data.preferences
         if own is not None and given not in (None, own):
             setting = f"objective={self.objective}"
-            raise ValueError(f"data.preferences={given}: {setting} sets it; leave it out")
+            yield f"data.preferences={given}: {setting} sets it; leave it out"
 
 
 @dataclass
@@ -96,7 +97,7 @@ class ChatConfig(SampleConfig):
     longctx chat runs/NAME system='Answer in one sentence.' temperature=0
     """
 
-    system: str | None = key(None, "message of the system, before yours", literal=True)
+    system: str | None = key(None, "message of the system, before yours", parse=str)
 
 
 @dataclass
@@ -110,7 +111,7 @@ class GenerateConfig(SampleConfig):
     """
 
     prompt: str | None = key(
-        None, "text to continue, as it is typed; null: what a document begins with", literal=True
+        None, "text to continue, as it is typed; null: what a document begins with", parse=str
     )
     prompts: str | None = key(
         None,
@@ -122,33 +123,24 @@ class GenerateConfig(SampleConfig):
     batch_size: int = positive(8, "prompts at a time", limit=2**20)
     out: str | None = key(None, "write prompts and texts to this .jsonl too")
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other."""
         out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
-        refuse(
-            (
-                self.chat and self.prompt is None and self.prompts is None,
-                "chat=true: give the message, as in prompt='Who are you?'",
-            ),
-            (out.suffix != ".jsonl", f"out={out}: a file that ends in .jsonl"),
-            (
-                not out.absolute().parent.is_dir(),
-                f"out={out}: the folder {out.parent} is not there",
-            ),
-            (
-                self.out is not None and out.resolve() == file.resolve(),
-                f"out={out}: the answers would replace the prompts; give another file",
-            ),
-            (
-                self.prompts is not None and self.prompt is not None,
-                f"prompts={file}: prompt= is given too; leave one of them out",
-            ),
-            (
-                self.prompts is not None
-                and (file.suffix not in PROMPT_FILES or not file.is_file()),
-                f"prompts={file}: no such file; give one that ends in {' or '.join(PROMPT_FILES)}",
-            ),
-        )
+        if self.chat and self.prompt is None and self.prompts is None:
+            yield "chat=true: give the message, as in prompt='Who are you?'"
+        if out.suffix != ".jsonl":
+            yield f"out={out}: a file that ends in .jsonl"
+        if not out.absolute().parent.is_dir():
+            yield f"out={out}: the folder {out.parent} is not there"
+        if self.out is not None and out.resolve() == file.resolve():
+            yield f"out={out}: the answers would replace the prompts; give another file"
+        if self.prompts is None:
+            return
+        if self.prompt is not None:
+            yield f"prompts={file}: prompt= is given too; leave one of them out"
+        if file.suffix not in PROMPT_FILES or not file.is_file():
+            endings = " or ".join(PROMPT_FILES)
+            yield f"prompts={file}: no such file; give one that ends in {endings}"
 
 
 @dataclass
@@ -197,12 +189,12 @@ class CompareOptions(Group):
     price: float | None = key(None, PRICE, between=(1e-6, 1e6))
     table: Path | None = key(None, "write a row for each run too: .csv or .json")
 
-    def check_together(self) -> None:
-        """Raise ValueError for a page or a table of another format."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a page or a table of another format."""
         if self.out.suffix != ".html":
-            raise ValueError(f"out={self.out}: a file that ends in .html")
+            yield f"out={self.out}: a file that ends in .html"
         if self.table is not None and self.table.suffix not in (".csv", ".json"):
-            raise ValueError(f"table={self.table}: a file that ends in .csv or .json")
+            yield f"table={self.table}: a file that ends in .csv or .json"
 
 
 @dataclass
@@ -266,14 +258,12 @@ class ExportOptions(Group):
     )
     plugins: list[str] | None = key(None, PLUGINS)
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that an adapter has no use for."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that an adapter has no use for."""
         for name, usual in {"dtype": None, "shard_gb": 5.0}.items():
             value = getattr(self, name)
             if self.adapter and value != usual:
-                raise ValueError(
-                    f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out"
-                )
+                yield (f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out")
 
 
 @dataclass
@@ -290,7 +280,7 @@ class ShowOptions:
         choices=("auto", "portable", "ampere", "hopper"),
     )
     head_size: int = key(64, "size of a head", between=(16, 256))
-    seq_len: int = key(4096, "tokens in a sequence", between=SIZES, thousand=1024)
+    seq_len: int = key(4096, "tokens in a sequence", between=SIZES, parse=counted())
     dtype: str = key(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",

@@ -6,7 +6,7 @@ No import of torch, datasets or tokenizers: the command line reads this file for
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,12 @@ class DataConfig(Group):
         compared=False,
     )
 
-    def check_together(self) -> None:
-        """Raise ValueError for the first key that is wrong for every source; read nothing."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a key that is wrong for every source; read nothing."""
         self.paths()
         self.data_files()
         if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
-            raise ValueError(
+            yield (
                 f"data.vocab_size={self.vocab_size}: not a vocabulary that can be trained; "
                 "give from 257 tokens (all bytes and an end) to 1,048,576"
             )

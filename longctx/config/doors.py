@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from longctx.config.fields import Group, check_declared, check_own, key, positive
+from longctx.config.fields import Group, foreign_keys, key, positive, undeclared
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -159,12 +159,12 @@ class NamedGroup(Group, Generic[Traits]):
         traits: Traits = self.door[self.name]
         return traits
 
-    def check_together(self) -> None:
-        """Raise ValueError for a key that other names have."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a key that other names have."""
         choice = f"{self.prefix.rstrip('.')}={self.name}"
-        check_declared(self.traits.keys, self, choice)
+        yield from undeclared(self.traits.keys, self, choice)
         own = {f"{self.prefix}{key}": value for key, value in vars(self).items() if key != "name"}
-        check_own(own, self.traits.keys, choice)
+        yield from foreign_keys(own, self.traits.keys, choice)
 
     def filled(self) -> Self:
         """Return a copy with the defaults of its name in place of nulls."""
@@ -186,15 +186,15 @@ class OptimizerConfig(NamedGroup[OptimizerTraits]):
     )
     iterations: int | None = positive(None, "muon: of Newton-Schulz; null: 5", limit=99)
 
-    def check_beside(self, optimizer_state: str | None, lora_rank: int | None) -> None:
-        """Raise ValueError if this optimizer cannot keep its state so, or cannot train LoRA."""
+    def problems_beside(self, optimizer_state: str | None, lora_rank: int | None) -> Iterator[str]:
+        """Yield a message if this optimizer cannot keep its state so, or cannot train LoRA."""
         if (optimizer_state or "fp32") not in self.traits.states:
-            raise ValueError(
+            yield (
                 f"memory.optimizer_state={optimizer_state} with optimizer={self.name}: "
                 f"its state can be {', '.join(self.traits.states)}"
             )
         if lora_rank is not None and not self.traits.lora:
-            raise ValueError(
+            yield (
                 f"optimizer={self.name} with lora.rank={lora_rank}: does not train the thin "
                 "matrices of LoRA; use optimizer=adamw"
             )

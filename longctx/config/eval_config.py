@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, Group, group, key, positive, refuse
+from longctx.config.fields import PLUGINS, Group, counted, group, key, positive
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
@@ -35,7 +35,7 @@ class PasskeyConfig:
         "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
         between=(SHORTEST, float("inf")),
-        thousand=1024,
+        parse=counted(),
         distinct=True,
     )
     depths: list[float] | None = key(
@@ -60,7 +60,7 @@ class RulerConfig(Group):
         None,
         "tokens of a text with its answer; null: 4,096, 8,192 … seq_len",
         between=(SHORTEST, float("inf")),
-        thousand=1024,
+        parse=counted(),
         distinct=True,
     )
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
@@ -88,17 +88,17 @@ class RulerConfig(Group):
         file: str | None = getattr(self, QUESTIONS[task])
         return file
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other."""
         for task, name in QUESTIONS.items():
             file = getattr(self, name)
             if file is not None and task not in self.chosen:
-                raise ValueError(
+                yield (
                     f"ruler.{name}={file}: its questions are those of {task}, which is not among "
                     "ruler.tasks; leave one of them out"
                 )
             if file is not None and not Path(file).is_file():
-                raise ValueError(f"ruler.{name}={file}: no such file")
+                yield (f"ruler.{name}={file}: no such file")
 
 
 @dataclass
@@ -121,13 +121,13 @@ class EvalConfig(Group):
         None,
         "tokens that the model sees at most; null: the length that the run trained at",
         limit=10**12,
-        thousand=1024,
+        parse=counted(),
     )
     stride: int | None = positive(
         None,
         "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
         limit=10**12,
-        thousand=1024,
+        parse=counted(),
     )
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
@@ -136,7 +136,7 @@ class EvalConfig(Group):
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
         "about an eighth; []: none",
         between=(2, float("inf")),
-        thousand=1024,
+        parse=counted(),
     )
     batch_size: int | None = positive(
         None,
@@ -181,39 +181,31 @@ class EvalConfig(Group):
     strategy: StrategyConfig = group(StrategyConfig, compared=False)
     context: ContextConfig = group(ContextConfig, compared=False)
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other in any evaluation."""
-        refuse(
-            (
-                self.context.degree == "auto",
-                "context=auto: is chosen for training; give eval.py a number",
-            ),
-            (
-                self.context.check,
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other in any evaluation."""
+        if self.context.degree == "auto":
+            yield "context=auto: is chosen for training; give eval.py a number"
+        if self.context.check:
+            yield (
                 "context.check=true: compares a step of training; give it to train.py, or leave "
-                "it out",
-            ),
-            (
-                self.tasks and find_spec("lm_eval") is None,
-                f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval",
-            ),
-        )
+                "it out"
+            )
+        if self.tasks and find_spec("lm_eval") is None:
+            yield f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval"
         if self.devices > 1:  # else a launcher may have started more
             self.context.check_degree(self.devices)
-        self._check_kind()
+        yield from self._problems_of_kind()
 
     def _tasks(self) -> str:
         return f"tasks=[{','.join(self.tasks)}]"
 
-    def _check_kind(self) -> None:
-        """Raise ValueError for a second kind of evaluation, and for a key that this one ignores."""
+    def _problems_of_kind(self) -> Iterator[str]:
+        """Yield a message for a second kind of evaluation, and for a key that this one ignores."""
         kinds = {self._tasks(): bool(self.tasks)}
         kinds |= {"passkey=true": self.passkey.enabled, "ruler=true": self.ruler.enabled}
         chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
         if len(chosen) > 1:
-            raise ValueError(
-                f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
-            )
+            yield (f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each")
         if not chosen:
             return
         unused: dict[str, Any] = {"contexts": self.contexts}
@@ -225,10 +217,10 @@ class EvalConfig(Group):
         for name, value in unused.items():
             if value is not None:
                 shown = str(value).lower() if isinstance(value, bool) else value
-                raise ValueError(f"{name}={shown}: does nothing with {chosen[0]}; leave {name} out")
+                yield (f"{name}={shown}: does nothing with {chosen[0]}; leave {name} out")
         for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
             if texts.enabled and texts.lengths is not None and self.seq_len is not None:
-                raise ValueError(
+                yield (
                     f"seq_len={self.seq_len}: {name}.lengths gives the lengths of the texts; "
                     "leave one of them out"
                 )

@@ -13,9 +13,8 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +25,7 @@ PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; 
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES = {
     int: "a whole number",
+    int | str: "a whole number or a word",
     float: "a number",
     bool: "true or false",
     str: "text",
@@ -40,14 +40,13 @@ class Key(NamedTuple):
         without any bound must be above 0.
     above, below: the number is beyond this bound, which itself is not allowed.
     choices: the names allowed, of each item if the field is a list. A registry may grow later.
-    word: the only word that may replace the number, as in seq_len=max.
+    distinct: the list is not empty, and has no value twice.
     needs: the key of the same group without which this one does nothing, or its value, as in
         "spike=skip"; `enabled` if the group has it.
+    parse: reads what is given before it gets the type, such as `counted`. With `str` the command
+        line's text is the value, whatever characters it has.
     positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
-    literal: the command line's text is the value, whatever characters it has.
-    distinct: the list is not empty, and has no value twice.
-    thousand: the value of k in 4k, such as 1,024; M and B are powers of it.
     resume: resume= may change it.
     names: a value that was given is part of a new run's name; None: unless `resume`.
     compared: it may change results, so comparisons show it.
@@ -59,13 +58,11 @@ class Key(NamedTuple):
     above: float | None = None
     below: float | None = None
     choices: Collection[str] = ()
-    word: str | None = None
+    distinct: bool = False
     needs: str | None = None
+    parse: Callable[[Any], Any] | None = None
     positional: bool = False
     short: bool = False
-    literal: bool = False
-    distinct: bool = False
-    thousand: int | None = None
     resume: bool = False
     names: bool | None = None
     compared: bool = True
@@ -88,22 +85,24 @@ class Key(NamedTuple):
         """Return True if the value is a list."""
         return typing.get_origin(self.type) in (list, tuple)
 
+    @property
+    def is_literal(self) -> bool:
+        """Return True if the command line's text is the value as it stands."""
+        return self.parse is str
+
     def expected(self) -> str:
         """Describe the values allowed, for a message."""
         if self.choices and not self.is_list:
             return f"one of {', '.join(self.choices)}"
-        if self.word:
-            return f"a whole number, or {self.word}"
         if self.is_open:
             return "keys with values, such as {key: value}"
-        if self.is_list:
-            item, *others = typing.get_args(self.type)
-            if typing.get_origin(item) is list:
-                return f"a list of lists of {ITEMS[typing.get_args(item)[0]]}, as in [[1,2]]"
-            if item in others:
-                return f"{1 + len(others)} {ITEMS[item]}, as in {shown(self.default)}"
-            return f"a list of {ITEMS[item]}, as in {'[a,b]' if item is str else '[1,2]'}"
-        return TYPES.get(self.type, "another value")
+        if not self.is_list:
+            return TYPES.get(self.type, "another value")
+        item, *others = typing.get_args(self.type)
+        if item in others:
+            return f"{1 + len(others)} {ITEMS[item]}, as in {shown(self.default)}"
+        example = {list[int]: "[[1,2]]", str: "[a,b]"}.get(item, "[1,2]")
+        return f"a list of {ITEMS.get(item, 'lists')}, as in {example}"
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
@@ -127,6 +126,27 @@ def group(schema: type, **rules: Any) -> Any:
     return dataclasses.field(default_factory=schema, metadata={"key": Key(**rules), "all": rules})
 
 
+def counted(thousand: int = 1024, word: str | None = None) -> Callable[[Any], Any]:
+    """Return the `parse` of whole numbers such as 4k, 1.5M or 1B, with `thousand` for k, also as
+    items of a list. A `word` may stand for the number, as in seq_len=max.
+    """
+
+    def parse(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [parse(item) for item in value]
+        if word is not None and value == word:
+            return value
+        if match := COUNT.fullmatch(str(value)):
+            number = float(match[1]) * thousand ** ("kmb".index(match[2].lower()) + 1)
+            value = int(number) if number.is_integer() else value
+        try:
+            return value if word is None else _converted(value, int)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"must be a whole number, or {word}") from None
+
+    return parse
+
+
 @functools.cache
 def keys(schema: Any) -> dict[str, Key]:
     """Return every key of `schema` by its dotted name, the groups themselves too."""
@@ -140,9 +160,8 @@ def keys(schema: Any) -> dict[str, Key]:
         # All keys of passkey= and ruler= do nothing while these are off
         if "enabled" in hints and item.name != "enabled":
             rules = rules._replace(needs="enabled")
-        if rules.names is None:
-            rules = rules._replace(names=not rules.resume)
         result[item.name] = rules._replace(
+            names=not rules.resume if rules.names is None else rules.names,
             default=item.default_factory() if callable(item.default_factory) else item.default,
             type=declared[0] if len(declared) == 1 else hint,
             optional=len(declared) < len(types_allowed) or hint is Any,
@@ -163,33 +182,65 @@ def declared_as(schema: Any, name: str) -> Key:
     return known.get(name, Key(names=True))
 
 
+# Plain values become a configuration
+
+
+class Mistakes(ValueError):
+    """Several mistakes, one a line."""
+
+
+def refuse_all(messages: Iterable[str]) -> None:
+    """Raise ValueError with the `messages`, if there are any."""
+    messages = list(messages)
+    if messages:
+        raise Mistakes("\n".join(messages)) if messages[1:] else ValueError(messages[0])
+
+
+def refuse_first(messages: Iterable[str]) -> None:
+    """Raise ValueError with the first of the `messages`, if there are any."""
+    for message in messages:
+        raise ValueError(message)
+
+
+def refuse(*mistakes: tuple[object, str]) -> None:
+    """Raise ValueError with the message of the first condition that is true."""
+    for is_wrong, message in mistakes:
+        if is_wrong:
+            raise ValueError(message)
+
+
 def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """Make the dataclass `schema` of nested plain `values`, each with its declared type.
 
-    ValueError names the first key that does not exist, or has a value of another type.
+    ValueError has a line for each key that does not exist, or has a value of another type.
     """
-    known = keys(schema)
-    filled = {}
+    known, filled, messages = keys(schema), dict[str, Any](), list[str]()
     for name, value in values.items():
-        if name not in known:
-            raise ValueError(f"{prefix}{unknown(name, known)}")
-        if not known[name].is_group:
-            filled[name] = typed(f"{prefix}{name}", value, known[name])
-        elif isinstance(value, Mapping):
-            filled[name] = build(known[name].type, value, f"{prefix}{name}.")
-        else:
-            raise ValueError(f"{prefix}{name}={str(value)[:60]}: a group of keys belongs there")
+        try:
+            if name not in known:
+                raise ValueError(f"{prefix}{unknown(name, known)}")
+            if not known[name].is_group:
+                filled[name] = typed(f"{prefix}{name}", value, known[name])
+            elif isinstance(value, Mapping):
+                filled[name] = build(known[name].type, value, f"{prefix}{name}.")
+            else:
+                raise ValueError(f"{prefix}{name}={str(value)[:60]}: a group of keys belongs there")
+        except ValueError as error:
+            messages += str(error).splitlines()
+    refuse_all(messages)
     return schema(**filled)
 
 
 def typed(name: str, value: Any, declared: Key) -> Any:
     """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
-    if declared.thousand is not None:
-        value = counted(value, declared.thousand)
-    if (value is None and declared.optional) or (declared.word and value == declared.word):
+    if value is None and declared.optional:
         return value
     try:
-        result = _converted(value, int if declared.word else declared.type)
+        parsed = value if declared.parse is None else declared.parse(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={shown(value)}: {error}") from None
+    try:
+        result = _converted(parsed, declared.type)
         # true and false may have any capitals, also if the key has other choices besides
         if "true" in declared.choices:
             result = result.lower()
@@ -197,47 +248,39 @@ def typed(name: str, value: Any, declared: Key) -> Any:
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
     # Nothing is ever filled in from the environment, so a user who expects it must hear of it
-    if "${" in str(result) and not declared.literal:
+    if "${" in str(result) and not declared.is_literal:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
     return result
-
-
-def counted(value: Any, thousand: int) -> Any:
-    """Return the whole number that 4k, 1.5M or 1B means, of each item of a list; others as is."""
-    if isinstance(value, list | tuple):
-        return [counted(item, thousand) for item in value]
-    match = COUNT.fullmatch(str(value))
-    if match is None:
-        return value
-    number = float(match[1]) * thousand ** ("kmb".index(match[2].lower()) + 1)
-    return int(number) if number.is_integer() else value
 
 
 def _converted(value: Any, target: Any) -> Any:
     """Return `value` as the type `target`; raise TypeError or ValueError if it is no such value."""
     origin, items = typing.get_origin(target), typing.get_args(target)
-    # YAML reads {a:1}, without a space, as a key "a:1" that has no value
-    is_dictionary = isinstance(value, Mapping) and not any(":" in str(name) for name in value)
-    if target is Any or (origin is dict and is_dictionary):
+    # A union is what `parse` has returned
+    if target is Any or isinstance(target, types.UnionType):
         return value
+    # YAML reads {a:1}, without a space, as a key "a:1" that has no value
+    if (
+        origin is dict
+        and isinstance(value, Mapping)
+        and not any(":" in str(name) for name in value)
+    ):
+        return value
+    if target == list[str] and isinstance(value, str):
+        return [value]
     is_list = isinstance(value, list | tuple)
     has_length = origin is list or ... in items or (is_list and len(value) == len(items))
     if origin in (list, tuple) and is_list and has_length:
         return origin(_converted(item, items[0]) for item in value)
-    if target == list[str] and isinstance(value, str):
-        return [value]
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
         return target(str(value).lower() if isinstance(value, bool) else str(value))
-    # YAML takes 1e9, which has no point, for text
-    if target is int and isinstance(value, str) and "e" in value.lower():
-        value = float(value)
-    # Python counts True as 1, and rounds 4.5 to 4; 1e9 is a float, but a whole number
-    is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
-    is_broken = isinstance(value, float) and not value.is_integer()
-    if is_number and (target is float or (target is int and not is_broken)):
-        return target(value)
+    # YAML takes 1e9, which has no point, for text; Python counts True as 1, and rounds 4.5 to 4
+    if target in (int, float) and type(value) in (str, int, float):
+        number = float(value) if isinstance(value, str) and "e" in value.lower() else value
+        if target is float or not isinstance(number, float) or number.is_integer():
+            return target(number)
     raise TypeError
 
 
@@ -250,113 +293,111 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# Checks
+
+
 class Group:
     """A dataclass of keys that are checked alone, by their declarations, and then together."""
 
     prefix: ClassVar[str] = ""  # of its keys on the command line, such as "model."
 
     def validate(self) -> None:
-        """Raise ValueError for the first key that cannot be right, on any machine."""
+        """Raise ValueError for keys that cannot be right, on any machine."""
         check(self, self.prefix)
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other; the first one is raised."""
+        return iter(())
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first key of `config` outside its declared range or choices, then
-    for keys that contradict each other. None is always in range.
+    """Raise ValueError with a line for each key of `config` outside its declared range or choices,
+    else for the first keys that contradict each other. None is always in range.
     """
-    schema: Any = type(config)
-    groups = [config]
-    for name, declared in keys(schema).items():
-        value = attrgetter(name)(config)
-        if declared.is_group:
-            groups.append(value)
-        else:
-            _check_key(f"{prefix}{name}", value, declared)
-            # config.yaml of a run holds every key of the model, most with their default
-            if declared.needs is not None and value != declared.default:
-                _check_needed(config, name, declared.needs, prefix)
+    refuse_all(_outside(config, prefix))
+    _check_together(config)
+
+
+def _check_together(config: Any) -> None:
     # Inner groups first: the outer ones may rely on them
-    for each in reversed(groups):
-        if isinstance(each, Group):
-            each.check_together()
+    for item in dataclasses.fields(config):
+        if dataclasses.is_dataclass(value := getattr(config, item.name)):
+            _check_together(value)
+    if isinstance(config, Group):
+        refuse_first(config.problems())
 
 
-def _check_key(name: str, value: Any, declared: Key) -> None:
-    items = typing.get_args(declared.type)
+def _outside(config: Any, prefix: str) -> Iterator[str]:
+    """Yield a message for each key of `config` that is wrong by itself."""
+    known = keys(type(config))
+    for name in [item.name for item in dataclasses.fields(config)]:
+        if known[name].is_group:
+            yield from _outside(getattr(config, name), f"{prefix}{name}.")
+        elif message := _mistake(config, name, known[name], prefix):
+            yield f"{prefix}{name}{message}"
+
+
+def _mistake(config: Any, name: str, declared: Key, prefix: str) -> str:
+    """Return the value of a key and what is wrong with it; nothing if it is right."""
+    value = getattr(config, name)
     # The config.json of a model comes here without `build`, which knows the item's type
-    is_flat = declared.is_list and typing.get_origin(items[0]) is not list
+    is_flat = declared.is_list and typing.get_args(declared.type)[0] != list[int]
     for item in value if isinstance(value, list | tuple) else [value]:
         if is_flat and isinstance(item, list | tuple | dict):
-            raise ValueError(f"{name}={value}: a list without lists in it, as in [1,2]")
-        if item is not None:
-            _check_value(name, item, declared)
+            return f"={value}: a list without lists in it, as in [1,2]"
+        if item is not None and (allowed := _allowed(item, declared)):
+            return f"={item}: {allowed}"
     if declared.distinct and value == []:
-        raise ValueError(f"{name}=[]: an empty list; give a value, or leave it out")
+        return "=[]: an empty list; give a value, or leave it out"
     if declared.distinct and value is not None and len(set(value)) < len(value):
-        raise ValueError(f"{name}={value}: a value is there twice; give each once")
+        return f"={value}: a value is there twice; give each once"
+    # config.yaml of a run holds every key of the model, most with their default
+    if declared.needs is None or value == declared.default:
+        return ""
+    switch, _, wanted = declared.needs.partition("=")
+    now = getattr(config, switch)
+    if now == wanted if wanted else bool(now) and now != "none":
+        return ""
+    wanted, switch = "true" if now is False else wanted, f"{prefix}{switch}"
+    remedy = f"{switch}={wanted}" if wanted else f"another {switch}"
+    return f"={shown(value)}: does nothing with {switch}={shown(now)}; give {remedy}"
 
 
-def _check_needed(config: Any, name: str, needs: str, prefix: str) -> None:
-    """Raise ValueError if the key `name` of `config` does nothing, because another is not set."""
-    switch, _, wanted = needs.partition("=")
-    switch = f"{name.rpartition('.')[0]}.{switch}".lstrip(".")
-    now = attrgetter(switch)(config)
-    is_met = now == wanted if wanted else bool(now) and now != "none"
-    if not is_met:
-        wanted = "true" if now is False else wanted
-        remedy = f"{prefix}{switch}={wanted}" if wanted else f"another {prefix}{switch}"
-        raise ValueError(
-            f"{prefix}{name}={shown(attrgetter(name)(config))}: does nothing with "
-            f"{prefix}{switch}={shown(now)}; give {remedy}"
-        )
-
-
-def _check_value(name: str, value: Any, declared: Key) -> None:
-    """Raise ValueError for a value that is not `declared`, such as NaN for any number."""
+def _allowed(value: Any, declared: Key) -> str:
+    """Return the values allowed if `value` is not, such as NaN for any number, else nothing."""
     if declared.choices and value not in declared.choices:
-        names = ", ".join(declared.choices)
-        raise ValueError(f"{name}={value}: one of {names}{closest(str(value), declared.choices)}")
+        return f"one of {', '.join(declared.choices)}{closest(str(value), declared.choices)}"
     if not isinstance(value, int | float) or isinstance(value, bool):
-        return
+        return ""
     minimum, maximum = declared.between or (float("-inf"), float("inf"))
     above, below = declared.above, declared.below
     if (declared.between, above, below) == (None, None, None):
         above = 0
     is_within = minimum <= value <= maximum and (below is None or value < below)
     if is_within and (above is None or above < value < float("inf")):
-        return
+        return ""
     lowest = f"from {minimum:,}" if above is None else f"above {above:,}"
     highest = f"to {maximum:,}" if below is None else f"to below {below:,}"
     if maximum == float("inf"):
         highest = "up" if above is None else ""
-    raise ValueError(f"{name}={value}: a number {lowest} {highest}".rstrip())
+    return f"a number {lowest} {highest}".rstrip()
 
 
-def refuse(*mistakes: tuple[object, str]) -> None:
-    """Raise ValueError with the message of the first condition that is true."""
-    for is_wrong, message in mistakes:
-        if is_wrong:
-            raise ValueError(message)
-
-
-def check_own(values: Mapping[str, Any], own: Collection[str], choice: str) -> None:
-    """Raise ValueError for the first of `values` that is set though `choice`, such as
-    optimizer=adamw, has no key of its name among its `own`.
+def foreign_keys(values: Mapping[str, Any], own: Collection[str], choice: str) -> Iterator[str]:
+    """Yield a message for each of `values` that is set though `choice`, such as optimizer=adamw,
+    has no key of its name among its `own`.
     """
     for name, value in values.items():
         if value is not None and name.rpartition(".")[2] not in own:
             has = ", ".join(own) or "none"
-            raise ValueError(f"{name}={shown(value)}: not a key of {choice}; it has: {has}")
+            yield f"{name}={shown(value)}: not a key of {choice}; it has: {has}"
 
 
-def check_declared(own: Iterable[str], group: Any, choice: str) -> None:
-    """Raise ValueError if `choice`, maybe of a plugin, has an own key that `group` does not."""
+def undeclared(own: Iterable[str], group: Any, choice: str) -> Iterator[str]:
+    """Yield a message if `choice`, maybe of a plugin, has an own key that `group` does not."""
     for name in own:
         if name not in vars(group):
-            raise ValueError(f"{choice}: its key {name} does not exist; --help lists them")
+            yield f"{choice}: its key {name} does not exist; --help lists them"
 
 
 def unknown(name: str, known: Collection[str]) -> str:

@@ -7,10 +7,11 @@ A layout changes speed and memory, never the gradients beyond the order of sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, key, positive
+from longctx.config.fields import Group, counted, key, positive
 
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
@@ -84,9 +85,10 @@ class MemoryConfig(Group):
         choices=("fp32", "bf16", "host"),
     )
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other."""
         self.policies()
+        yield from ()
 
     def __str__(self) -> str:
         """Return the policy, and the given values that differ from it, for a run's first lines."""
@@ -186,7 +188,7 @@ class ContextConfig:
         "set by context=N: devices that each hold a part of every sequence; auto: as many as make "
         "the run fit and fastest, by prediction",
         limit=4096,
-        word="auto",
+        parse=counted(word="auto"),
         short=True,
     )
     method: str = key(

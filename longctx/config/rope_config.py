@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.config.fields import Group, check_own, key
+from longctx.config.fields import Group, foreign_keys, key
 
 WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
@@ -48,18 +48,20 @@ class RopeConfig(Group):
     )
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other."""
         stretch = () if self.type in ("keep", "abf", "auto") else ("factor", "original")
         name = f"rope={self.type}"
-        check_own({"rope.factor": self.factor, "rope.original": self.original}, stretch, name)
+        yield from foreign_keys(
+            {"rope.factor": self.factor, "rope.original": self.original}, stretch, name
+        )
         needed, optional = KEYS.get(self.type, ((), ()))
         own = [option for option in (*needed, *optional) if option not in ("factor", ORIGINAL)]
-        check_own({f"rope.options.{key}": self.options[key] for key in self.options}, own, name)
+        yield from foreign_keys(
+            {f"rope.options.{key}": self.options[key] for key in self.options}, own, name
+        )
         if self.type == "abf" and self.theta is None:
-            raise ValueError(
-                "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
-            )
+            yield "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
 
 
 def check_scaling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +15,14 @@ from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import (
     PLUGINS,
     Group,
-    check_declared,
-    check_own,
+    counted,
+    foreign_keys,
     group,
     key,
     positive,
-    refuse,
+    refuse_first,
     shown,
+    undeclared,
 )
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
@@ -82,8 +84,7 @@ class TrainConfig(Group):
         4096,
         "tokens per sequence: the model's context in training; max: the longest that fits the GPU",
         between=(2, LONGEST_ROW),
-        word="max",
-        thousand=1024,
+        parse=counted(word="max"),
         names=False,
     )
     seq_len_schedule: list[list[int]] | None = key(
@@ -109,7 +110,7 @@ class TrainConfig(Group):
         "stop after about this many tokens, padding included (tokens_seen counts none), instead of "
         "max_steps",
         limit=10**15,
-        thousand=1000,
+        parse=counted(1000),
         resume=True,
     )
     lr: float | None = key(
@@ -252,7 +253,7 @@ class TrainConfig(Group):
     sample_prompt: str | None = key(
         None,
         "what a sample continues; null: the beginning of a document that validates",
-        literal=True,
+        parse=str,
         needs="sample_every",
         resume=True,
     )
@@ -296,53 +297,50 @@ class TrainConfig(Group):
     context: ContextConfig = group(ContextConfig, resume=True, names=False)
     wandb: WandbConfig = group(WandbConfig, resume=True, names=False)
 
-    def check_together(self) -> None:
-        """Raise ValueError for keys that contradict each other on any machine, with any data."""
-        self._check_schedules()
-        self._check_objective()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other on any machine, with any data."""
+        yield from self._problems_of_schedules()
+        yield from self._problems_of_objective()
         # Else the model is known when init is read
         if self.init is None:
-            self.check_experts(self.model)
+            yield from self._problems_of_experts(self.model)
         # With one a launcher may have started more
         if self.devices > 1:
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
-        self.optimizer.check_beside(state, self.lora.rank)
-        # Two documents of two tokens each, on two ranks
-        is_short = isinstance(self.seq_len, int) and self.seq_len < 8
-        refuse(
-            (
-                self.max_tokens is not None and self.max_steps is not None,
+        yield from self.optimizer.problems_beside(state, self.lora.rank)
+        if self.max_tokens is not None and self.max_steps is not None:
+            yield (
                 f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
-                "give one",
-            ),
-            (
-                self.name is not None and not FOLDER_NAME.fullmatch(self.name),
+                "give one"
+            )
+        if self.name is not None and not FOLDER_NAME.fullmatch(self.name):
+            yield (
                 f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
-                "the first a letter or digit",
-            ),
-            (
-                self.context.check and is_short,
+                "the first a letter or digit"
+            )
+        # Two documents of two tokens each, on two ranks
+        if self.context.check and isinstance(self.seq_len, int) and self.seq_len < 8:
+            yield (
                 f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
-                "documents into each sequence; give 8 or more, or leave the check out",
-            ),
-            (
-                self.model.transformers and self.init is None,
+                "documents into each sequence; give 8 or more, or leave the check out"
+            )
+        if self.model.transformers and self.init is None:
+            yield (
                 "model.transformers: a run writes it for a model of init=; give init=, or leave it "
-                "out",
-            ),
-            (
-                self.rope.type != "keep" and self.init is None,
+                "out"
+            )
+        if self.rope.type != "keep" and self.init is None:
+            yield (
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; "
-                "leave rope out",
-            ),
-            (
-                # 16 bits lose a change of less than 1/256, so the average would stand still.
-                self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98,
+                "leave rope out"
+            )
+        # 16 bits lose a change of less than 1/256, so the average would stand still
+        if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
+            yield (
                 f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: too close to 1 for 16 "
-                "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host",
-            ),
-        )
+                "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host"
+            )
 
     def schedule_keys(self) -> dict[str, Any]:
         """Return the keys that lr_schedule has, with its defaults in place of nulls."""
@@ -350,156 +348,151 @@ class TrainConfig(Group):
         given = {name: getattr(self, name) for name in defaults}
         return {key: defaults[key] if value is None else value for key, value in given.items()}
 
-    def _check_objective(self) -> None:
-        """Raise ValueError for what the objective does not go with."""
+    def _problems_of_objective(self) -> Iterator[str]:
+        """Yield a message for what the objective does not go with."""
         traits, setting = self.objective.traits, f"objective={self.objective.name}"
         preferences = self.data.preferences
         if preferences not in (None, traits.data):
-            raise ValueError(f"data.preferences={preferences}: {setting} sets it; leave it out")
+            yield f"data.preferences={preferences}: {setting} sets it; leave it out"
         if traits.data is None:
             return
-        reads = SOURCES[self.data.source].keys_of(self.data)
-        begins = "begins with trained weights, and init= names none; give init="
-        is_step = self.objective.reference == "step"
-        refuse(
-            (
-                "preferences" not in reads,
+        if "preferences" not in SOURCES[self.data.source].keys_of(self.data):
+            yield (
                 f"{setting}: data={self.data.source} has no answers that are preferred; use "
-                "data=text or data=hub",
-            ),
-            ("reference" in traits.keys and self.init is None, f"{setting}: {begins}"),
-            (
-                is_step and self.lora.rank is None,
+                "data=text or data=hub"
+            )
+        if "reference" in traits.keys and self.init is None:
+            yield f"{setting}: begins with trained weights, and init= names none; give init="
+        if self.objective.reference == "step" and self.lora.rank is None:
+            yield (
                 "objective.reference=step: only LoRA can be switched off; use lora.rank=, or "
-                "objective.reference=cached",
-            ),
-            (
-                not self.data.packing,
+                "objective.reference=cached"
+            )
+        if not self.data.packing:
+            yield (
                 f"{setting} with data.packing=false: the answers to a prompt share a sequence; "
-                "use data.packing=true",
-            ),
-            (
-                bool(self.seq_len_schedule),
+                "use data.packing=true"
+            )
+        if self.seq_len_schedule:
+            yield (
                 f"{setting} with seq_len_schedule: longer answers would not fit the first "
-                "sequences; leave it out",
-            ),
-            (
-                self.graphs.lower() == "true",
-                f"{setting} with graphs=true: its sums are no graph; use graphs=auto",
-            ),
-        )
+                "sequences; leave it out"
+            )
+        if self.graphs.lower() == "true":
+            yield f"{setting} with graphs=true: its sums are no graph; use graphs=auto"
 
-    def _check_schedules(self) -> None:
-        """Raise ValueError for wrong lengths, and for keys of another schedule than lr_schedule."""
-        self._check_lengths()
-        check_declared(keys_of_schedules(), self, "lr_schedule")
+    def _problems_of_schedules(self) -> Iterator[str]:
+        """Yield a message for wrong lengths, and for keys of another schedule than lr_schedule."""
+        yield from self._problems_of_lengths()
+        yield from undeclared(keys_of_schedules(), self, "lr_schedule")
         values = {name: getattr(self, name) for name in keys_of_schedules()}
         own = SCHEDULES[self.lr_schedule].keys
-        check_own(values, own, f"lr_schedule={self.lr_schedule}")
+        yield from foreign_keys(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
-            raise ValueError(
+            yield (
                 f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from} both "
                 "begin the decay; give one"
             )
 
-    def _check_lengths(self) -> None:
-        """Raise ValueError unless the lengths of seq_len_schedule grow and divide seq_len."""
+    def _problems_of_lengths(self) -> Iterator[str]:
+        """Yield a message unless the lengths of seq_len_schedule grow and divide seq_len."""
         setting, before = f"seq_len_schedule={self.seq_len_schedule}", 1
         if self.seq_len_schedule and self.seq_len == "max":
-            raise ValueError(f"{setting}: its lengths divide seq_len; give a number, not max")
+            yield f"{setting}: its lengths divide seq_len; give a number, not max"
         for stage in self.seq_len_schedule or []:
             if len(stage) != 2 or stage[1] < 1:
-                raise ValueError(
+                yield (
                     f"{setting}: pairs of sequence length and steps, such as [[2048,100],[8192,50]]"
                 )
             length, last = stage[0], int(self.seq_len)
             if not before < length < last or last % length:
-                raise ValueError(
+                yield (
                     f"{setting}: growing lengths that divide seq_len={self.seq_len}, which comes "
                     "last"
                 )
             before = length
 
-    def check_experts(self, model: GPTConfig) -> None:
-        """Raise ValueError for what the experts of `model` cannot be trained with."""
+    def check_model(self, model: GPTConfig) -> None:
+        """Raise ValueError for keys with which `model` cannot be trained."""
+        refuse_first(self._problems_of_experts(model))
+        refuse_first(self._problems_of_fp8(model))
+        self.lora.check_model(model)
+
+    def _problems_of_experts(self, model: GPTConfig) -> Iterator[str]:
+        """Yield a message for what the experts of `model` do not go with."""
         count, balance = model.experts.count, model.experts.balance
         dense = model.experts.dense_layers
-        refuse(
-            (
-                count is not None and len(dense) == model.layers,
-                f"model.experts.dense_layers={dense}: leaves no layer with experts; leave "
-                "model.experts out",
-            ),
-            (
-                balance and count is None,
-                f"model.experts.balance={balance}: the model has no experts of ours; leave it out",
-            ),
-            (
-                balance and self.objective.traits.data is not None,
+        if balance and count is None:
+            yield f"model.experts.balance={balance}: the model has no experts of ours; leave it out"
+        if balance and self.objective.traits.data is not None:
+            yield (
                 f"model.experts.balance={balance}: objective={self.objective.name} does not train "
-                "it; give model.experts.balance=0",
-            ),
-            (
-                count is not None and self.precision == "fp8",
+                "it; give model.experts.balance=0"
+            )
+        if count is None:
+            return
+        if len(dense) == model.layers:
+            yield (
+                f"model.experts.dense_layers={dense}: leaves no layer with experts; leave "
+                "model.experts out"
+            )
+        if self.precision == "fp8":
+            yield (
                 f"precision=fp8: the products of model.experts.count={count} have no FP8; use "
-                "precision=bf16",
-            ),
-            (
-                count is not None and self.lora.rank and {"gate_up", "down"} & {*self.lora.targets},
+                "precision=bf16"
+            )
+        if self.lora.rank and {"gate_up", "down"} & {*self.lora.targets}:
+            yield (
                 f"lora.targets={shown(self.lora.targets)}: experts take no LoRA; use "
-                "lora.targets=[qkv,out]",
-            ),
-        )
+                "lora.targets=[qkv,out]"
+            )
 
-    def check_fp8(self, model: GPTConfig) -> None:
-        """Raise ValueError if the matrices of `model` have no FP8 products as asked for."""
+    def _problems_of_fp8(self, model: GPTConfig) -> Iterator[str]:
+        """Yield a message if the matrices of `model` have no FP8 products as asked for."""
         if self.precision != "fp8":
             return
         # torch._scaled_mm takes no other sizes; all layers are alike in them
         for name, linear in model.block(0).linears.items():
             if linear.outputs % 16 or linear.columns % 16:
-                raise ValueError(
+                yield (
                     f"precision=fp8: the matrix of {name} is {linear.outputs} × {linear.columns}, "
                     "and FP8 products need multiples of 16; change model, or use precision=bf16"
                 )
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
-        distinct = len({layer % layers for layer in self.bf16_layers})
-        refuse(
-            (
-                self.lora.base is not None,
+        if self.lora.base is not None:
+            yield (
                 f"precision=fp8: rounds 16-bit weights, and lora.base={self.lora.base} leaves "
-                "none; use precision=bf16",
-            ),
-            (
-                any(not -layers <= layer < layers for layer in self.bf16_layers),
-                f"{setting}: layers from 0 to {layers - 1}, or from the last, -1",
-            ),
-            (distinct == layers, f"{setting}: leaves no layer in FP8; use precision=bf16"),
-        )
+                "none; use precision=bf16"
+            )
+        if any(not -layers <= layer < layers for layer in self.bf16_layers):
+            yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
+        if len({layer % layers for layer in self.bf16_layers}) == layers:
+            yield f"{setting}: leaves no layer in FP8; use precision=bf16"
 
     def for_transformers(self) -> TrainConfig:
         """Return the request for a model that transformers computes: with the memory policies that
         it has. Raises ValueError for keys of a GPT of ours.
         """
         memory, theirs = self.memory, "transformers computes this model"
-        refuse(
-            (self.precision == "fp8", f"precision=fp8: {theirs}; use precision=bf16"),
-            (self.compile.lower() == "true", f"compile=true: {theirs}; use compile=auto"),
-            (self.graphs.lower() == "true", f"graphs=true: {theirs}; use graphs=auto"),
-            (
+        remedies = {
+            "precision=fp8": (self.precision == "fp8", "use precision=bf16"),
+            "compile=true": (self.compile.lower() == "true", "use compile=auto"),
+            "graphs=true": (self.graphs.lower() == "true", "use graphs=auto"),
+            f"optimizer={self.optimizer.name}": (
                 self.optimizer.traits.orthogonalizes,
-                f"optimizer={self.optimizer.name}: {theirs}, and its matrices are not known; "
-                "use optimizer=adamw",
+                "its matrices are not known; use optimizer=adamw",
             ),
-            (self.rope.type != "keep", f"rope={self.rope.type}: {theirs}; use rope=keep"),
-            (
+            f"rope={self.rope.type}": (self.rope.type != "keep", "use rope=keep"),
+            "memory.recompute=mlp": (
                 memory.recompute == "mlp",
-                f"memory.recompute=mlp: {theirs}; use memory.recompute=none or block",
+                "use memory.recompute=none or block",
             ),
-            *(
-                (getattr(memory, name) not in (None, unused), f"memory.{name}: {theirs}; leave it")
-                for name, unused in WHOLE_LAYERS.items()
-            ),
+        }
+        for name, unused in WHOLE_LAYERS.items():
+            is_used = getattr(memory, name) not in (None, unused)
+            remedies[f"memory.{name}"] = is_used, "leave it out"
+        refuse_first(
+            f"{key}: {theirs}; {remedy}" for key, (is_wrong, remedy) in remedies.items() if is_wrong
         )
         return replace(self, memory=replace(memory, **WHOLE_LAYERS))
 

@@ -197,8 +197,7 @@ def without_data(request: TrainConfig, device: str) -> Workload:
         raise ValueError("attention=auto: a run chooses that; here name a backend")
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
-    request.check_fp8(request.model)
-    request.lora.check_model(request.model)
+    request.check_model(request.model)
     step = workload_of(request, device, request.seq_len)
     return with_vocabulary(step, request.data.vocab_size)
 

@@ -74,10 +74,10 @@ class ExpertsConfig(Group):
         between=(0, 1e6),
     )
 
-    def check_together(self) -> None:
-        """Raise ValueError for more experts per token than there are."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for more experts per token than there are, and for unequal groups."""
         if self.count is not None and self.per_token > self.count:
-            raise ValueError(
+            yield (
                 f"model.experts.per_token={self.per_token}: there are "
                 f"model.experts.count={self.count}; give at most that"
             )
@@ -85,7 +85,7 @@ class ExpertsConfig(Group):
         each, rest = divmod(self.count or 0, groups)
         is_right = chosen <= groups and not rest and each > 1 and each * chosen >= self.per_token
         if max(groups, chosen) > 1 and not is_right:
-            raise ValueError(
+            yield (
                 f"model.experts.groups={groups}: {self.count} experts must make so many equal "
                 f"groups, of two or more; model.experts.groups_per_token={chosen} of them must "
                 f"have {self.per_token}"

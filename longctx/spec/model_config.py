@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,53 +265,51 @@ class GPTConfig(Group):
         """Return window (None: the whole past) → the number of layers that have it."""
         return dict(Counter(self.window_of(layer) for layer in range(self.layers)))
 
-    def check_together(self) -> None:
-        """Raise ValueError naming `model.<key>` for sizes of which no model can be made."""
+    def problems(self) -> Iterator[str]:
+        """Yield a message for sizes of which no model can be made."""
         if self.heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
                 f"kv_heads can be {', '.join(map(str, divisors(self.heads)))}"
             )
-        self._validate_layers()
+        yield from self._problems_of_layers()
         if self.head_dim is None and self.channels % self.heads:
-            raise ValueError(
+            yield (
                 f"model.channels={self.channels} is not a multiple of model.heads={self.heads}; "
                 "change one of them, or set model.head_dim"
             )
         if self.head_size < 2 or self.head_size % 2:
             name = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
-            raise ValueError(
+            yield (
                 f"{name}={self.head_size} must be an even number of at least 2: rotary embedding "
                 "rotates pairs of channels"
             )
         if self.experts.count is not None:
-            self._validate_experts(self.experts.count)
+            yield from self._problems_of_experts(self.experts.count)
         if self.rotary_size < 2 or self.rotary_size % 2:
-            raise ValueError(
+            yield (
                 f"model.rotary_share={self.rotary_share}: rotates {self.rotary_size} of the "
                 f"{self.head_size} channels of a head; it must be an even number of at least 2"
             )
         if self.query_growth and (len(self.query_growth) != 2 or min(self.query_growth) <= 0):
-            raise ValueError(
-                f"model.query_growth={self.query_growth}: two numbers above 0, [beta,n], or []"
-            )
+            yield (f"model.query_growth={self.query_growth}: two numbers above 0, [beta,n], or []")
         check_scaling("model.rope_scaling", self.rope_scaling, self.rotary_size, self.context)
 
-    def _validate_experts(self, count: int) -> None:
+    def _problems_of_experts(self, count: int) -> Iterator[str]:
         for name, size in (("channels", self.channels), ("experts.ffn", self.expert_ffn)):
             if size % 8:
-                raise ValueError(
+                yield (
                     f"model.{name}={size} is not a multiple of 8, as the grouped products of "
                     "experts need"
                 )
         if self.mlp_bias or self.activation != "silu":
             name = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
-            raise ValueError(
+            yield (
                 f"model.{name}: model.experts.count={count} computes with silu, and its biases are "
                 "model.experts.biased; leave one of them out"
             )
 
-    def _validate_layers(self) -> None:
+    def _problems_of_layers(self) -> Iterator[str]:
         chosen = {
             "nope_layers": self.nope_layers,
             "window_layers": self.window_layers or [],
@@ -319,7 +317,7 @@ class GPTConfig(Group):
         }
         for name, layers in chosen.items():
             if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(self.layers)):
-                raise ValueError(
+                yield (
                     f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, "
                     "each once, in order"
                 )

@@ -145,9 +145,7 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
         # Ranks that share a sequence split documents, so layers must not mix tokens either
         packing = config.data.packing or config.context.degree != 1
         transformers_model.prove(model, device, length, packing)
-    config.check_experts(model)
-    config.check_fp8(model)
-    config.lora.check_model(model)
+    config.check_model(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
     if config.attention.backend == AUTO:

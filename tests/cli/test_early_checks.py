@@ -24,7 +24,8 @@ sys.exit(99 if slow & set(sys.modules) else code)
 NO_GPU = pytest.mark.no_gpu
 # keys and values of other projects, which are answered with ours
 OF_OTHERS = [
-    ("train learning_rate=1e-3 n_layer=2", "here it is lr; n_layer: here it is model.layers"),
+    ("train learning_rate=1e-3", "here it is lr"),
+    ("train n_layer=2", "here it is model.layers"),
     ("train model.n_embd=64", "here it is model.channels"),
     ("train warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
     ("train lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
@@ -119,6 +120,13 @@ def test_a_mistake_is_one_line_that_names_it(words, message, here, refused, monk
     before = sorted(here.rglob("*"))
     refused(cli.main(words), message)
     assert sorted(here.rglob("*")) == before
+
+
+def test_several_mistakes_have_a_line_each(here, capsys):
+    for words in (["learning_rate=1", "n_layer=2"], ["lr=abc", "seq_len=0.5"], ["lr=99", "clip=0"]):
+        assert cli.main(["train", *words]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition("error: ")[2][:3] for line in lines] == [word[:3] for word in words]
 
 
 @pytest.mark.parametrize(

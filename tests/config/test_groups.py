@@ -8,7 +8,7 @@ from longctx import cli
 from longctx.config import presets
 from longctx.config.command_config import GenerateConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import build, check, declared_as, key, keys
+from longctx.config.fields import Mistakes, build, check, counted, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.train_config import TrainConfig
@@ -21,7 +21,7 @@ class Declared:
     share: float = key(0.5, "a share", between=(0, 1), below=1)
     norm: float | None = key(None, "a norm", above=0)
     sizes: list[int] = key([4], "sizes", between=(1, 8))
-    length: int | str = key(2, "a length", between=(2, 9), word="max")
+    length: int | str = key(2, "a length", between=(2, 9), parse=counted(word="max"))
     words: list[str] = key([], "words", choices=("a", "b"))
     pair: tuple[float, float] = key((0.1, 0.2), "a pair")
 
@@ -74,6 +74,17 @@ def test_a_value_outside_its_declaration_is_refused(values, message):
 def test_a_key_says_what_resume_may_change(name, resume, names, compared):
     found = declared_as(TrainConfig, name)
     assert (found.resume, found.names, found.compared) == (resume, names, compared)
+
+
+def test_every_mistake_has_a_line():
+    wrong = {"share": "a", "norm": "b", "other": 1, "sizes": [1]}
+    with pytest.raises(Mistakes) as caught:
+        build(Declared, wrong)
+    assert [line.partition("=")[0][:5] for line in str(caught.value).splitlines()] == [
+        *("share", "norm", "other")
+    ]
+    with pytest.raises(Mistakes, match=r"share=2.*\nnorm=0"):
+        check(Declared(share=2, norm=0))
 
 
 def test_values_get_the_type_of_their_declaration():

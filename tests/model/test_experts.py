@@ -190,8 +190,8 @@ def test_memory_is_predicted(channels, ffn, count, per_token, tokens, clamp, rou
 def test_lora_and_fp8_of_experts_are_refused():
     config = cli.compose("train", ["model=tiny", "init=folder", "lora.rank=2"]).config
     with pytest.raises(ValueError, match=r"lora\.targets=\[qkv,out,gate_up,down\]"):
-        config.check_experts(MODEL)
+        config.check_model(MODEL)
     of_attention = replace(config, lora=replace(config.lora, targets=["qkv"]))
-    of_attention.check_experts(MODEL)
+    of_attention.check_model(MODEL)
     with pytest.raises(ValueError, match=r"precision=fp8: .*model\.experts\.count=8"):
-        replace(of_attention, precision="fp8").check_experts(MODEL)
+        replace(of_attention, precision="fp8").check_model(MODEL)

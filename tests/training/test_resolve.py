@@ -164,7 +164,7 @@ def test_device_is_what_there_is_or_a_mistake(overrides, machine, outcome):
 def test_fp8_is_refused_for_sizes_that_do_not_fit(overrides, message):
     config = cli.compose("train", ["model=tiny", "precision=fp8", *overrides]).config
     with pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext():
-        config.check_fp8(config.model)
+        config.check_model(config.model)
 
 
 def test_model_auto_is_the_preset_of_the_device():
