@@ -245,6 +245,7 @@ def _train(argv: list[str]) -> int:
     # The length "max" is found by processes of their own
     with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
         with libraries():
+            from longctx.evaluation import passkey as passkey  # registers its callback
             from longctx.training.life_cycle import train
         return train(request, processes)
 

@@ -3,27 +3,35 @@
 A text is `length` tokens: filler with the key after `depth` of it, the question, the answer. The
 model sees all but the answer's last token, and is right if each token of the answer is the most
 likely one; greedy decoding would then give the same answer. The hidden sentences are those of
-`longctx.data.sources.needles`.
+`longctx.data.sources.needles`. `PassKeys` asks for them at each validation of a run.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from longctx.config.eval_config import KINDS
-from longctx.data import Tokenizer
+from longctx.data import Data, Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.data.sources.needles import Task, task
-from longctx.evaluation.score import Progress, Scorer, in_eval_mode
+from longctx.evaluation.score import Progress, Scorer
 from longctx.evaluation.windows import Document
+from longctx.parallel.devices import dtype_of
+from longctx.runs.metrics import FACTS_FOUND
+from longctx.training.callbacks import Callback, Parts, register
+from longctx.training.run import Run
+from longctx.training.validation import in_eval_mode
 
 DEPTHS = tuple(tenth / 10 for tenth in range(11))
+DEPTHS_IN_TRAINING = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
 
 
@@ -186,3 +194,44 @@ def content(cells: Sequence[Cell]) -> dict[str, Any]:
             "logprob": [[round(cell.logprob, 6) for cell in row] for row in rows],
         }
     return {"samples": cells[0].samples, "kinds": kinds}
+
+
+class PassKeys(Callback):
+    """Log the share of hidden pass keys that a run finds, for each kind and length: passkey=true.
+
+    Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.run, self.data, self.model = parts.run, parts.data, parts.state.module.model
+
+    @classmethod
+    def check(cls, run: Run, data: Data) -> None:
+        if run.config.passkey.enabled:
+            lengths = run.config.passkey.lengths or [run.workload.seq_len]
+            unseen = unseen_tokens(data, lengths)
+            check_texts(data.tokenizer, unseen, lengths, run.config.passkey.kinds)
+
+    def validated(self, step: int, row: dict[str, Any]) -> None:
+        config, workload = self.run.config.passkey, self.run.workload
+        if not config.enabled:
+            return
+        lengths, depths = config.lengths or [workload.seq_len], config.depths or DEPTHS_IN_TRAINING
+        together = min(workload.batch_size * workload.seq_len, TOKENS_TOGETHER[workload.device])
+        scorer = Scorer(self.model, dtype_of(workload.precision))
+        texts = self.data.tokenizer, unseen_tokens(self.data, lengths), lengths, depths
+        with torch.compiler.set_stance("force_eager"):
+            cells = recall(scorer, *texts, config.samples, config.kinds, together)
+        right: Counter[str] = Counter()
+        for cell in cells:
+            right[f"{FACTS_FOUND}/{cell.kind}/{cell.length}"] += cell.right
+        row |= {key: count / (len(depths) * config.samples) for key, count in right.items()}
+
+
+def unseen_tokens(data: Data, lengths: Sequence[int]) -> np.ndarray:
+    """Return tokens to hide pass keys in: of validation documents, if there are any."""
+    documents = data.documents("val" if len(data.split["val"]) else "train")
+    return filler_of(documents, data.tokenizer, 4 * max(lengths))
+
+
+register("passkey", PassKeys)

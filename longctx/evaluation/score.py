@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -251,17 +250,6 @@ class Scorer:
 def _padded(texts: Sequence[np.ndarray]) -> Tensor:
     """Return (texts, longest) int64, with zeros after shorter texts."""
     return pad_sequence([torch.from_numpy(text.copy()) for text in texts], batch_first=True)
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode inside the block."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 class Progress(Bar):

@@ -49,11 +49,18 @@ class Parts(NamedTuple):
 class Callback:
     """An optional part of a run. All methods do nothing by default."""
 
+    def __init__(self, parts: Parts) -> None:
+        """Take what it needs of a run."""
+
+    @classmethod
+    def check(cls, run: Run, data: Data) -> None:
+        """Raise ValueError, before there is a folder, if it cannot be part of the run."""
+
     def logged(self, row: dict[str, Any]) -> None:
         """Read a row of a step before it is written, or add keys to it."""
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
-        """Read the row of a validation."""
+        """Read the row of a validation before it is written, or add keys to it."""
 
     def stepped(self, step: int) -> None:
         """Do something between two steps; its time is not a step's."""
@@ -73,7 +80,7 @@ class Callback:
         """Continue from `state`."""
 
 
-CALLBACKS: Door[Callable[[Parts], Callback]] = Door("callback", __name__)
+CALLBACKS: Door[type[Callback]] = Door("callback", __name__)
 register = CALLBACKS.register
 
 
@@ -160,7 +167,7 @@ class Spikes(Callback):
 
     With spike=flag this looks at the losses of logged rows, for which no step waits. With
     spike=skip the optimizer step asks `drops` about every step, and leaves out at most
-    `spike_budget` of the last 128. The counts are the same on every rank; the Meter saves them.
+    `spike_budget` of the last 128. The counts are the same on every rank.
     """
 
     def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from longctx.training.run_log import RunLog
 from longctx.training.saver import Saver
 from longctx.training.throughput import Meter, StepSplit
 from longctx.training.train_step import TrainState, optimizer_step, require_finite
-from longctx.training.validation import pass_keys_found, validate
+from longctx.training.validation import validate
 from longctx.untrusted import opened
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         prepared = objective.prepare(run, data, state.module, parallel)
     sequences = Sequences(run, data)
     spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
-    meter = Meter(run.workload, parallel, spikes, objective.figures)
+    meter = Meter(run.workload, parallel, objective.figures)
     callbacks = Callbacks([spikes, early_stopping], Parts(run, data, parallel, state, meter, log))
     drops = spikes.drops if run.config.spike == "skip" else None
 
     # Whatever has a state is registered here, by its name in checkpoints
     stateful: dict[str, Meter | Callback | Callbacks] = {
         "meter": meter,
+        "spikes": spikes,
         "best": early_stopping,
         "callbacks": callbacks,
     }
@@ -61,11 +62,9 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             return
         row: dict[str, Any] = {"step": step, "tokens_seen": meter.tokens_seen}
         row |= validate(state.module, data, run, parallel)
-        if run.config.passkey.enabled:
-            row |= pass_keys_found(state.module, data, run)
+        callbacks.each("validated", step, row)
         log.record(row)
         require_finite("validation loss", row.get("val_loss", 0.0), step, run)
-        callbacks.each("validated", step, row)
 
     saver.begin(state, data.fingerprint)
     log.bar.start()
@@ -80,7 +79,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
         split = StepSplit(parallel.device, measures=run.logs(step))
         batch = batch.to(parallel.device)
         loss = optimizer_step(state, batch, parallel, split.mark, drops)
-        meter.add(batch, loss, state.module.taken_figures())
+        meter.add(batch, loss, state.module.taken_figures(), spikes.lost)
         log.stepped(step)
         if step == run.steps_done + 1:
             memory.freeze_garbage()

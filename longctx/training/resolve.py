@@ -37,6 +37,7 @@ from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import Measured, Workload, with_vocabulary, workload_of
 from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
 from longctx.training.batches import data_config
+from longctx.training.callbacks import CALLBACKS
 from longctx.training.layer_memory import measured_layers
 from longctx.training.memory import check_fits
 from longctx.training.run import Run, scheduled
@@ -99,6 +100,8 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     run = scheduled(choice.config, workload)
     check_schedule(run)
     check_validation(data, run, request.overrides)
+    for callback in CALLBACKS.values():
+        callback.check(run, data)
     wait_for_compilers()
     if machine.gpu is not None and choice.device == "cuda":
         able = able_backends(choice.config, choice.model, "cuda")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +24,21 @@ from longctx.spec.step import Workload
 from longctx.training.batches import StepBatch
 from longctx.training.memory import measured
 
-if TYPE_CHECKING:
-    from longctx.training.callbacks import Spikes
-
 
 class Meter:
     """Sums since the last logged row, on this rank; `row` adds up the ranks and begins again.
 
     The loss stays on the device until then, so that only a logged step waits for it. A checkpoint
-    has the sums, and the state of `spikes` with them, so that rows continue as if never stopped.
+    has the sums, so that rows continue as if never stopped.
     """
 
     def __init__(
         self,
         workload: Workload,
         parallel: Parallel,
-        spikes: Spikes,
         figures: tuple[str, ...] = (),
     ) -> None:
-        self.workload, self.parallel, self.spikes = workload, parallel, spikes
+        self.workload, self.parallel = workload, parallel
         self.names = figures  # of the objective
         self.device = parallel.device
         self.tokens_seen = 0  # over all ranks, since the run began, padding left out
@@ -83,14 +79,15 @@ class Meter:
         """Note that the batch of the next step is here."""
         self.waited += time.perf_counter() - self.idle_since
 
-    def add(self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None) -> None:
+    def add(
+        self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None, lost: bool = False
+    ) -> None:
         """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
         `figures` the sums and counts of the objective's.
 
-        A step that was dropped because it is not finite adds neither loss nor target tokens.
+        A `lost` step, dropped because it is not finite, adds neither loss nor target tokens.
         """
         # NaN would make the mean of the whole window NaN
-        lost = self.spikes.lost
         if not lost:
             self.loss += loss.double()
             if figures is not None:
@@ -186,7 +183,6 @@ class Meter:
             "counts": [int(count) for count in counts],
             "loss": loss,
             "figures": figures,
-            "spikes": self.spikes.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -195,7 +191,6 @@ class Meter:
         self.device_seconds = state.get("device_seconds", self.seconds * self.parallel.ranks)
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
-        self.spikes.restore(state["spikes"])
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
             self.counts = list(state["counts"])

@@ -1,9 +1,4 @@
-"""Validation inside training: the loss of unseen sequences, in all and by position.
-
-Bucket b holds the targets with 2^b .. 2^(b+1) - 1 tokens of their piece before them. All buckets
-are of the same pieces, long enough to fill the last one: else far buckets would be of other texts
-than near ones.
-"""
+"""Validation inside training: the loss of unseen sequences, in all and by position."""
 
 from __future__ import annotations
 
@@ -13,24 +8,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longctx.data import Data
 from longctx.data.sequences import IGNORED
-from longctx.evaluation.passkey import TOKENS_TOGETHER, check_texts, filler_of, recall
-from longctx.evaluation.perplexity import Filled, mean_losses, packed_buckets
-from longctx.evaluation.score import Scorer, in_eval_mode
-from longctx.parallel.devices import dtype_of
 from longctx.parallel.mesh import Parallel
-from longctx.runs.metrics import BY_POSITION, FACTS_FOUND
+from longctx.runs.metrics import BY_POSITION
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
+from longctx.training.positions import Filled, mean_losses, packed_buckets
 from longctx.training.run import Run
 from longctx.training.throughput import means
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
@@ -103,6 +93,17 @@ def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Ten
 
 
 @contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
 def scoring(module: nn.Module, parallel: Parallel) -> Iterator[None]:
     """Compute without gradients inside, in eval mode and in the precision of the run.
 
@@ -130,7 +131,7 @@ def standard_error(sums: Sequence[float], loss: float, scored: float) -> float |
     """Return the standard error of `loss`, the mean over `scored` targets, from `sequence_sums`;
     None for one sequence.
 
-    It equals `longctx.evaluation.perplexity.error_of_ratio`, but from sums that ranks can add.
+    It equals `positions.error_of_ratio`, but from sums that ranks can add.
     """
     squares, products, of_targets, sequences = sums
     if sequences < 2:
@@ -158,47 +159,12 @@ def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float
     return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
 
 
-def pass_keys_found(module: Any, data: Data, run: Run) -> dict[str, float]:
-    """Return the share of hidden pass keys that the model finds, for each sort and length.
-
-    Every rank asks for all of them. A forward takes a micro-batch's tokens at most, as predicted.
-    """
-    config, workload = run.config.passkey, run.workload
-    lengths, depths = config.lengths or [workload.seq_len], config.depths or DEPTHS
-    together = min(workload.batch_size * workload.seq_len, TOKENS_TOGETHER[workload.device])
-    scorer = Scorer(module.model, dtype_of(workload.precision))
-    filler = unseen_tokens(data, lengths)
-    with torch.compiler.set_stance("force_eager"):
-        cells = recall(
-            scorer, data.tokenizer, filler, lengths, depths, config.samples, config.kinds, together
-        )
-    right = dict.fromkeys(((cell.kind, cell.length) for cell in cells), 0)
-    for cell in cells:
-        right[cell.kind, cell.length] += cell.right
-    texts = len(depths) * config.samples
-    return {
-        f"{FACTS_FOUND}/{kind}/{length}": count / texts for (kind, length), count in right.items()
-    }
-
-
-def unseen_tokens(data: Data, lengths: list[int]) -> np.ndarray:
-    """Return tokens to hide pass keys in: of validation documents, if there are any."""
-    documents = data.documents("val" if len(data.split["val"]) else "train")
-    return filler_of(documents, data.tokenizer, 4 * max(lengths))
-
-
 def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
-    """Raise ValueError for pass keys that do not fit the documents, and for an override about
-    validations if no document is left to validate on.
-    """
-    config = run.config
-    if config.passkey.enabled:
-        lengths = config.passkey.lengths or [run.workload.seq_len]
-        check_texts(data.tokenizer, unseen_tokens(data, lengths), lengths, config.passkey.kinds)
+    """Raise ValueError for an override about validations if no document is left to validate on."""
     for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
         value = overrides.get(key, "null")
         if value.lower() not in ("null", "false") and not len(data.val):
             raise ValueError(
                 f"{key}={value}: no document is left to validate on, "
-                f"data.val_fraction={config.data.val_fraction}; raise it"
+                f"data.val_fraction={run.config.data.val_fraction}; raise it"
             )

@@ -13,20 +13,19 @@ from torch import Tensor
 
 from longctx.data.tokenizer import train
 from longctx.evaluation.load import round_matrices
-from longctx.evaluation.perplexity import (
-    FEWEST,
-    Filled,
-    Score,
-    bucket_sums,
-    error_of_ratio,
-    mean_losses,
-    packed_buckets,
-    perplexity,
-)
+from longctx.evaluation.perplexity import Score, perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document, spans
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
+from longctx.training.positions import (
+    FEWEST,
+    Filled,
+    bucket_sums,
+    error_of_ratio,
+    mean_losses,
+    packed_buckets,
+)
 
 V = 53
 SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}

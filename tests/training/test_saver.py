@@ -178,7 +178,7 @@ def test_counters_are_of_the_step_that_is_saved(trained, in_the_write):
         assert path == run_folder.checkpoint_path(folder, step)
         assert content["meter"]["tokens_seen"] == tokens[step]
         assert content["best"]["step"] <= step
-        assert len(content["meter"]["spikes"]["losses"]) == step
+        assert len(content["spikes"]["losses"]) == step
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
 from longctx.spec.step import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
-from longctx.training.callbacks import Spikes
 from longctx.training.throughput import Meter
 from tests.processes import finished
 from tests.training.faulty_run import HOUR
@@ -28,7 +27,7 @@ OF_SEVERAL = {
 def meter_of(model: GPTConfig | None = None) -> Meter:
     config = TrainConfig(model=model or GPTConfig(vocab_size=10))
     parallel = Parallel(config, "cpu")
-    return Meter(workload_of(config, "cpu", 128), parallel, Spikes(config, print))
+    return Meter(workload_of(config, "cpu", 128), parallel)
 
 
 def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:

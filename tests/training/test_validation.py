@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longctx.data.sequences import IGNORED
-from longctx.evaluation.perplexity import error_of_ratio
 from longctx.training.batches import micro_batch
+from longctx.training.positions import error_of_ratio
 from longctx.training.validation import (
     BUCKETS,
     BY_POSITION,
