@@ -30,7 +30,7 @@ class DataConfig(Group):
         "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "
         "builder",
     )
-    text_column: str = key("text", "field of .jsonl and .parquet files and of hub data sets")
+    text_column: str = key("text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets")
     chat: bool = key(
         False,
         "rows are conversations (`messages`, ShareGPT, Alpaca, completions), put into the "

@@ -52,8 +52,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_checkpoint(run, 7)
     (tmp_path / "mamba").mkdir()
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
-    (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
     return tmp_path
 
 
@@ -99,8 +97,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["eval", "runs/done", "strategy=fsdp"], "strategy=fsdp: several devices"),
         (["train", "init=gpt2"], "openai-community/gpt2"),
         (["train", "init=mamba", "transformers=never"], "model_type=mamba is not covered"),
-        (["train", "data=text", "data.path=broken.jsonl"], "broken.jsonl:2: not JSON"),
-        (["train", "data=text", "data.path=other.jsonl"], "other.jsonl:1: no field 'text'"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
         (["eval", "runs/dnoe"], "did you mean runs/done?"),
         (["compare", "runs/done", "out=x.png"], "out=x.png: a file that ends in .html"),

@@ -1,6 +1,7 @@
 """Local files: every format gives the same texts, and every fault one line that names the file."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -8,15 +9,17 @@ import lzma
 import os
 import resource
 import tarfile
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from longctx.data import DataConfig, Document, load, read_documents
+from longctx.data.preferences import CHOSEN, REJECTED
+from longctx.data.sources import SOURCES
+from longctx.data.sources.registry import open_corpus
 
 TEXTS = ["first document\nof two lines", "zweites — mit Ümläuten", "第三个文件 😀"]
 COMPRESS = {
@@ -40,6 +43,17 @@ def jsonl(texts, field="text") -> bytes:
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts).encode()
 
 
+MARKS = {".csv": ",", ".tsv": "\t"}
+
+
+def table(names: list[str], mark: str = ",") -> bytes:
+    """Return a table with TEXTS in its last column."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, delimiter=mark)
+    writer.writerows([names, *([*range(1, len(names)), text] for text in TEXTS)])
+    return file.getvalue().encode()
+
+
 def parquet(columns: list[Any], names: list[str]) -> bytes:
     file = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns, names=names), file)
@@ -47,17 +61,20 @@ def parquet(columns: list[Any], names: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".ndjson", ".parquet"])
+@pytest.mark.parametrize("kind", [".txt", ".md", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"])
 def test_every_format_compressed_or_not(tmp_path, kind, suffix):
     content = {".parquet": parquet([TEXTS, [1, 2, 3]], ["text", "id"]), ".txt": TEXTS[1].encode()}
     content[".md"] = content[".txt"]
+    content |= {ending: table(["id", "text"], mark) for ending, mark in MARKS.items()}
     file = tmp_path / f"file{kind}{suffix}"
     file.write_bytes(COMPRESS[suffix](content.get(kind, jsonl(TEXTS))))
     documents = read(str(file))
     if kind in (".txt", ".md"):
         assert documents == [Document(file.name, TEXTS[1])]
     else:
-        names = [f"{file.name}:{number}" for number in (1, 2, 3)]
+        # The header is line 1, and the first text has two lines
+        numbers = (3, 4, 5) if kind in MARKS else (1, 2, 3)
+        names = [f"{file.name}:{number}" for number in numbers]
         assert documents == list(map(Document, names, TEXTS))
 
 
@@ -75,6 +92,57 @@ def test_a_folder_is_read_in_order(tmp_path):
         assert [document.name for document in read(str(tmp_path / pattern))] == names
 
 
+KINDS = {
+    "a.txt": "plain",
+    "b.jsonl": '{"text": "x"}\n',
+    "c.csv": "id,text\n1,NA\n",
+    "d.tsv": "id\tname\n1\tx\n",
+    "e.jsonl": '{"messages": [{"role": "user", "content": "q"}]}\n',
+    "f.csv": "instruction,input,output\nq,,a\n",
+    "g.jsonl": '{"prompt": "p", "chosen": "a", "rejected": "b"}\n',
+    "h.csv": "prompt,completion,label\np,a,True\np,b,FALSE\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "read", "left_out"),
+    [
+        ({}, "abc", "2 .jsonl, 2 .csv, 1 .tsv, 1 .parquet"),
+        ({"chat": True}, "ef", "2 .jsonl, 2 .csv, 1 .txt, 1 .tsv, 1 .parquet"),
+        ({"preferences": "pairs"}, "g", "3 .csv, 2 .jsonl, 1 .txt, 1 .tsv, 1 .parquet"),
+        ({"preferences": "labels"}, "h", "3 .jsonl, 2 .csv, 1 .txt, 1 .tsv, 1 .parquet"),
+    ],
+)
+def test_a_folder_is_read_by_kind(tmp_path, folder, options, read, left_out):
+    files = tmp_path / "files"
+    files.mkdir()
+    for name, content in KINDS.items():
+        (files / name).write_text(content)
+    (files / "i.parquet").write_bytes(parquet([[1]], ["id"]))
+    config = DataConfig(source="text", path=str(files), tokenizer=str(folder), **options)
+    names = [shard.name for shard in open_corpus(config).shards]
+    assert "".join(name[0] for name in names) == read
+    source = SOURCES["text"]
+    assert source.left_out(config) == left_out
+    # Named, or in a folder of no other files, such a file is refused
+    for path in (files / "d.tsv", files / "i.parquet"):
+        with pytest.raises(ValueError, match=path.name):
+            list(open_corpus(replace(config, path=str(path))).documents())
+
+
+def test_cells_are_answers_and_conversations(tmp_path, folder):
+    for name, content in KINDS.items():
+        (tmp_path / name).write_text(content)
+    values: dict[str, Any] = {"source": "text", "tokenizer": str(folder)}
+    labels = DataConfig(**values, path=str(tmp_path / "h.csv"), preferences="labels")
+    assert [document.side for document in read_documents(labels)] == [CHOSEN, REJECTED]
+    (talk,) = read_documents(DataConfig(**values, path=str(tmp_path / "f.csv"), chat=True))
+    assert [talk.text[first:end] for first, end in talk.spans] == ["a<|im_end|>\n"]
+    assert texts(tmp_path / "c.csv") == ["NA"]
+    (tmp_path / "long.csv").write_text(f"text\n{'x' * 200_000}\n")
+    assert [len(text) for text in texts(tmp_path / "long.csv")] == [200_000]
+
+
 def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
     file = tmp_path / "a.json"
     lines = '{"text": "x"}\n\n{"text": "y"}\n'
@@ -87,7 +155,6 @@ def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
         ('{"id": 1,\n "text": "x"}\n', ["x"]),
         ("[1]", ["[1]"]),
         ("{}", ["{}"]),
-        ('{"text": 1}', ['{"text": 1}']),
     ):
         file.write_text(content)
         assert [document.text for document in read(str(file))] == expected
@@ -153,6 +220,12 @@ def test_text_is_decoded(tmp_path, name, content, options, expected):
         ("a.txt.gz", b"never compressed", "complete"),
         ("a.txt.xz", lzma.compress(b"hello" * 99)[:-1], "complete"),
         ("a.txt.zst", b"never compressed", "complete"),
+        ("a.json", b'{"text": 1}', "row 1: 'text' .*int"),
+        ("a.csv", b"id,text\n1,a,b\n", "a.csv:2: more cells"),
+        ("a.csv", b'id,text\n1,"a\n', "not a table .*end of data"),
+        ("a.csv", b"id,text\n1,\xe9\n", "a.csv:2: not UTF-8"),
+        ("a.csv", b"id;text\n1;a\n", "a.csv:2: no field 'text' .*id;text"),
+        ("a.csv", b"instruction,output\na,b\n", "data.chat=true"),
         ("a.parquet", b"PAR1 but not really PAR1", ".parquet"),
         ("a.parquet", parquet([TEXTS] * 2, ["text"] * 2), "one field 'text' .*text, text"),
         ("a.parquet", parquet([TEXTS], ["body"]), "'text' .*body"),
@@ -163,7 +236,7 @@ def test_text_is_decoded(tmp_path, name, content, options, expected):
 def test_a_broken_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, OSError), match=message) as caught:
-        texts(tmp_path)
+        texts(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -204,7 +277,7 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
     [
         ("missing", "data.path=missing: "),
         ("empty", "data.path=empty: .*no file to read, but 1 .pdf; .*pdf-to-server"),
-        ("hidden", "data.path=hidden: .*no file to read in this folder; "),
+        ("hidden", "data.path=hidden: .*no file to read, but none that is not hidden; "),
         ("empty/*.txt", "data.path=empty/.*txt: "),
         (None, "data.path is not set"),
         (3, "data.path=3"),
@@ -234,21 +307,12 @@ def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
         texts(tmp_path)
 
 
-def bomb(file: Path, kind: str) -> None:
-    """Write a small file that unpacks to more than its readers take."""
-    if kind == "parquet":
-        column = pyarrow.DictionaryArray.from_arrays(np.zeros(1024, np.int32), ["a" * (1 << 20)])
-        file.write_bytes(parquet([column], ["text"]))
-        return
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.parquet.gz"])
+def test_a_bomb_is_refused(tmp_path, name):
+    file = tmp_path / name
     with gzip.open(file, "wb", compresslevel=1) as stream:
         for _ in range(129):
             stream.write(b"a" * (1 << 20))
-
-
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.parquet.gz", "a.parquet"])
-def test_a_bomb_is_refused(tmp_path, name):
-    file = tmp_path / name
-    bomb(file, name.rpartition(".")[2])
     assert file.stat().st_size < 2 << 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="holds more than 134,217,728 bytes"):

@@ -84,7 +84,6 @@ def test_a_registered_source_checks_its_keys(counting):
     ("config", "key", "reason"),
     [
         (DataConfig(source="text", path="a.jsonl", chat=True), "text_column", "data.chat=true"),
-        (DataConfig(source="text", path=__file__), "text_column", "rows"),
         (DataConfig(source="hub", path="a/b", chat=True), "text_column", "data.chat=true"),
         (DataConfig(source="needles"), "errors", "data.path"),
         (DataConfig(source="mix", mix={"a": {"source": "needles"}}), "errors", "mix"),

@@ -21,7 +21,7 @@ from longctx.config.data_config import DataConfig
 from longctx.data.documents import Corpus, Document, Shard, exact_key
 from longctx.data.sources.embedded import Embedded
 from longctx.data.sources.registry import register
-from longctx.data.sources.text import Text
+from longctx.data.sources.text import LocalFiles
 
 DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
@@ -49,7 +49,7 @@ CITIES = _NAMES.split()
 
 
 @register("needles")
-class Needles(Text):
+class Needles(LocalFiles):
     """Facts and questions in the text of data.path, or in the embedded one."""
 
     keys = frozenset({"path", "length", "text_column", "errors"})

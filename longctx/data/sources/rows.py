@@ -44,10 +44,17 @@ def documents_in(
         yield Document(name, text_in(row, place, config))
 
 
+def is_read(row: Row, config: DataConfig) -> bool:
+    """Return True if a row has the fields of the documents that `config` reads."""
+    if config.preferences:
+        return ("chosen" if config.preferences == "pairs" else "completion") in row
+    return format_of(row) is not None if config.chat else config.text_column in row
+
+
 def text_in(row: Row, place: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
     column, known = config.text_column, format_of(row)
-    found = f"found {', '.join(list(row)[:8])}"
+    found = f"found {', '.join(f'{name:.40}' for name in list(row)[:8])}"
     advice = f"{known} is read with data.chat=true" if known else "set data.text_column"
     if {"chosen", "rejected"} <= row.keys():
         advice = "pairs of answers are read with objective=dpo"

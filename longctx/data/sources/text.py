@@ -1,28 +1,24 @@
-"""data=text: local .txt and .md files (one document each), .jsonl (or .ndjson) and .parquet files
-(a document per line or row), compressed or not.
+"""data=text: local .txt and .md files (one document each), .jsonl (or .ndjson), .csv, .tsv and
+.parquet files (a document per line or row), compressed or not.
 
-A folder is searched for files with these endings. A file of any other ending is plain text if the
-user names it or a glob finds it. Links are followed, and every folder and file is
-read once, so loops of links end. (fsspec and glob cannot do that.)
+A folder is searched for files with these endings; a file of rows without the fields that are read
+is left out, and counted with those of other endings. A file of any other ending is plain text if
+the user names it or a glob finds it. Links are followed, and every file is read once, so loops of
+links end. (fsspec and glob cannot do that.)
 """
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
+import csv
 import io
 import json
-import lzma
 import os
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,101 +26,23 @@ from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
 from longctx.data.documents import Corpus, Document, NamedRows, Shard, encodable
+from longctx.data.sources.compressed import opened, split_name
 from longctx.data.sources.registry import Source, absolute, register, state_of
-from longctx.data.sources.rows import chat_template, documents_in, text_in
+from longctx.data.sources.rows import chat_template, documents_in, is_read
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
 
-# A file may hold this many bytes of text, or this many times its own size if that is more: text
-# packs to a third or a tenth of its size, a bomb to a thousandth.
-UNPACKED = 128 << 20
-RATIO = 20
 BATCH = 64  # rows of a Parquet file that are decoded together
+LONGEST_CELL = 1 << 30  # characters; csv's own limit of 131,072 is less than a long document
 OF_LINES = (".jsonl", ".ndjson")
-OF_CHATS = (*OF_LINES, ".json")  # ShareGPT and Alpaca are mostly one array
-OF_ROWS = (*OF_LINES, ".parquet")
-# Read before torch is imported: a broken file is told at once
-FILES_BEFORE, ROWS_BEFORE, BYTES_BEFORE = 8, 100, 1 << 20
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+OF_ROWS = (*OF_LINES, *DELIMITERS, ".parquet")
 FORMATS = (".txt", ".md", *OF_ROWS)
 
 
-class _Streams:
-    """The unpacked bytes of every stream of an .xz or .bz2 file.
-
-    lzma.open stops at padding between streams and drops the rest of the file, bz2.open too.
-    """
-
-    def __init__(self, decompressor: Callable[[], Any], file: IO[bytes]) -> None:
-        self.decompressor = decompressor
-        self.file = file
-        self.stream = decompressor()
-
-    def read(self, size: int) -> Any:
-        while True:
-            packed = b""
-            if self.stream.eof:
-                packed = self.stream.unused_data
-                while not (packed := packed.lstrip(b"\0")):  # padding
-                    packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
-                    if not packed:
-                        return b""
-                self.stream = self.decompressor()
-            elif self.stream.needs_input:
-                packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
-                if not packed:
-                    raise EOFError("its end is missing")
-            if piece := self.stream.decompress(packed, size):
-                return piece
-
-
-def _open_zst(file: IO[bytes]) -> Any:
-    import pyarrow  # 0.3 s
-
-    return pyarrow.input_stream(file, compression="zstd")
-
-
-_COMPRESSIONS: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": partial(_Streams, bz2.BZ2Decompressor),
-    ".xz": partial(_Streams, lzma.LZMADecompressor),
-    ".zst": _open_zst,
-}
-
-
-class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a compressed file; more than its limit are a ValueError."""
-
-    def __init__(self, file: Path, unpacked: Any) -> None:
-        self.file = file
-        self.unpacked = unpacked
-        self.left = _limit(file)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self.unpacked.read(len(buffer))
-        self.left -= len(piece)
-        _check_left(self.file, self.left)
-        buffer[: len(piece)] = piece
-        return len(piece)
-
-
-def _limit(file: Path) -> int:
-    return max(UNPACKED, RATIO * file.stat().st_size)
-
-
-def _check_left(file: Path, left: int) -> None:
-    if left < 0:
-        raise ValueError(
-            f"{file}: holds more than {_limit(file):,} bytes of text, {RATIO} times its size; "
-            "if that is right, unpack it or write it anew"
-        )
-
-
 @register("text")
-class Text(Source):
+class LocalFiles(Source):
     """The files that data.path names."""
 
     keys = frozenset({"path", "text_column", "chat", "preferences", "errors"})
@@ -133,27 +51,11 @@ class Text(Source):
         example = "data=text reads a file, folder or glob, data.path=..."
         refuse((not config.paths(), f"data.path is not set; {example}"))
 
-    def ignored(self, config: DataConfig, name: str) -> str:
-        if name != "text_column" or config.chat or config.preferences:
-            return super().ignored(config, name)
-        # Of a missing path there is no file; `check_files` reports it
-        formats = {_format(file)[0] for path in config.paths() for _, file in _find(path)}
-        has_rows = not formats or not formats.isdisjoint(OF_ROWS)
-        return "" if has_rows else "no file of data.path has rows with fields"
-
     def check_files(self, config: DataConfig) -> None:
-        plain = [(ending, "") for ending in OF_LINES]
-        files = (found for found in _find_all(config) if _format(found[1]) in plain)
-        for name, file in islice(files, FILES_BEFORE):
-            with untrusted.open_file(file) as stream:
-                for _, place, row in islice(_lines(name, file, stream, config), ROWS_BEFORE):
-                    if not (config.chat or config.preferences):
-                        text_in(row, place, config)
-                    if stream.tell() > BYTES_BEFORE:
-                        break
+        _find_all(config)
 
     def left_out(self, config: DataConfig) -> str:
-        return "; ".join(filter(None, map(_left_out, config.paths())))
+        return "; ".join(filter(None, (_left_out(path, config) for path in config.paths())))
 
     def pinned(self, config: DataConfig) -> DataConfig:
         paths = list(map(absolute, config.paths()))
@@ -163,12 +65,11 @@ class Text(Source):
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         files = _find_all(config)
-        has_rows = OF_ROWS if config.preferences else OF_CHATS
-        for file in (file for _, file in files if _format(file)[0] not in has_rows):
-            advice = "give files in which every line is a conversation"
+        for file in (file for _, file in files if split_name(file)[0] not in (*OF_ROWS, ".json")):
+            problem = f"{file}: no rows; give files such as .jsonl"
             refuse(
-                (config.preferences, f"{file} has no rows with answers; give .jsonl or .parquet"),
-                (config.chat, f"data.chat=true: {file} is no .jsonl or .json file; {advice}"),
+                (config.preferences, f"{problem}, in which each is an answer, or a pair"),
+                (config.chat, f"data.chat=true: {problem}, in which each is a conversation"),
             )
         template = chat_template(config)
         states, shards = [], []
@@ -178,7 +79,7 @@ class Text(Source):
         identity: list[Any] = [states, config.text_column, config.errors]
         if template is not None:
             identity.append(template.fingerprint)
-        endings = {_format(file)[0] for _, file in files}
+        endings = {split_name(file)[0] for _, file in files}
         holds_rows = config.chat or not endings.isdisjoint((*OF_ROWS, ".json"))
         return Corpus(identity, shards, None if holds_rows else len(shards))
 
@@ -187,12 +88,11 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
     """Return (name, file) for every file of data.path, each once."""
     files: dict[str, tuple[str, Path]] = {}
     for path in config.paths():
-        found = _find(path)
+        found = _find(path, config)
         if not found:
-            others = _left_out(path)
-            problem = f"no file to read, but {others}" if others else "no such file"
-            if not others and Path(path).expanduser().is_dir():
-                problem = "no file to read in this folder"
+            others = _left_out(path, config) or "none that is not hidden"
+            is_folder = Path(path).expanduser().is_dir()
+            problem = f"no file to read, but {others}" if is_folder else "no such file"
             advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
                 f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
@@ -205,24 +105,35 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
     return list(files.values())
 
 
-def _left_out(path: str) -> str:
+def _left_out(path: str, config: DataConfig) -> str:
     """Count the files of a folder that are not read, by their endings, as in "3 .pdf, 1 .doc"; of
     more than five endings the rest as "7 others".
     """
     folder = Path(path).expanduser()
-    files = _walk(folder) if folder.is_dir() else []
-    counts = Counter(_format(file)[0] or "without an ending" for _, file in files)
-    others = [(ending, count) for ending, count in counts.most_common() if ending not in FORMATS]
-    rest = [("others", sum(count for _, count in others[5:]))] if others[5:] else []
-    return ", ".join(f"{count:,} {ending}" for ending, count in others[:5] + rest)
+    read = set(_find(path, config))
+    files = [file for file in _walk(folder) if file not in read] if folder.is_dir() else []
+    counts = Counter(split_name(file)[0] or "without an ending" for _, file in files).most_common()
+    rest = [("others", sum(count for _, count in counts[5:]))] if counts[5:] else []
+    return ", ".join(f"{count:,} {ending}" for ending, count in counts[:5] + rest)
 
 
-def _find(path: str) -> list[tuple[str, Path]]:
+def _find(path: str, config: DataConfig) -> list[tuple[str, Path]]:
     """Return (name, file) for a file, folder or glob, sorted by name."""
     file = Path(path).expanduser()
     if file.is_dir():
-        return [(name, inner) for name, inner in _walk(file) if _format(inner)[0] in FORMATS]
+        known = [(name, inner) for name, inner in _walk(file) if split_name(inner)[0] in FORMATS]
+        # If no file is of the kind that is read, reading the first one says what it lacks
+        return [found for found in known if _is_of_kind(*found, config)] or known
     return [(file.name, file)] if os.path.lexists(file) else _glob(file)
+
+
+def _is_of_kind(name: str, file: Path, config: DataConfig) -> bool:
+    """Return True if a file has what `config` reads: conversations, answers, or else text."""
+    if split_name(file)[0] not in OF_ROWS:
+        return not (config.chat or config.preferences)
+    with opened(file) as stream:
+        row = next(_rows(name, file, stream, config), None)
+    return row is None or is_read(row[2], config)
 
 
 def _glob(pattern: Path) -> list[tuple[str, Path]]:
@@ -238,87 +149,57 @@ def _glob(pattern: Path) -> list[tuple[str, Path]]:
     # fsspec takes ** for folders only as a part of its own.
     plain = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     translated = re.compile(glob_translate("/".join(plain)))
-    # A pattern such as v*/*.txt may match a folder, and not the link that shows it as latest/
-    files = _walk(root, once=False)
-    return [(name, file) for name, file in files if translated.match(name)]
+    return [(name, file) for name, file in _walk(root) if translated.match(name)]
 
 
-def _walk(root: Path, once: bool = True) -> list[tuple[str, Path]]:
-    """Return (name under root, file) for every file that is not hidden, sorted by name.
-
-    Of a folder that links show in several places only the first is read if `once`, else each. No
-    folder is read inside of itself.
+def _walk(root: Path) -> list[tuple[str, Path]]:
+    """Return (name under root, file) for every file that is not hidden, sorted by name. No folder
+    is read inside of itself, as links may show it.
     """
-
-    def fail(error: OSError) -> None:
-        raise error
-
     files = []
-    entered: set[str] = set()
-    around: dict[str, set[str]] = {}  # path → its folder and those around it, without links
-    # os.walk leaves out a folder that it cannot read, and its documents, unless `onerror` raises.
-    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=fail):
+    folders = [(root, frozenset[str]())]
+    while folders:
+        folder, around = folders.pop()
         real = os.path.realpath(folder)
-        outer = around.get(os.path.dirname(folder), set())
-        if real in (entered if once else outer):
-            subfolders.clear()
+        if real in around:
             continue
-        entered.add(real)
-        around[folder] = outer | {real}
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in names:
-            if not name.startswith("."):
-                file = Path(folder, name)
-                files.append((file.relative_to(root).as_posix(), file))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = folder / entry.name
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    folders.append((path, around | {real}))
+                else:
+                    files.append((path.relative_to(root).as_posix(), path))
     return sorted(files)
-
-
-def _format(file: Path) -> tuple[str, str]:
-    """Return (format, compression): the endings of the name in lower case, "" for none."""
-    compression = file.suffix.lower() if file.suffix.lower() in _COMPRESSIONS else ""
-    return Path(file.name[: len(file.name) - len(compression)]).suffix.lower(), compression
 
 
 def _read(
     name: str, file: Path, config: DataConfig, template: Template | None
 ) -> Iterator[Document]:
-    ending, compression = _format(file)
-    broken = (EOFError, OSError, zlib.error, lzma.LZMAError)
-    with (
-        untrusted.named(file, "cannot be read, or is not complete ({})", broken),
-        untrusted.open_file(file) as stream,
-    ):
-        opened: IO[bytes] = stream
-        if compression:
-            opened = io.BufferedReader(_Unpacked(file, _COMPRESSIONS[compression](stream)), 1 << 20)
-        if ending not in OF_ROWS:
-            whole_file = opened.read().removeprefix(codecs.BOM_UTF8)
-            refuse((whole_file[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
-            opened = io.BytesIO(whole_file)
-            # An array or lines of objects: as text their brackets would be learned
-            if ending == ".json" and re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", whole_file):
-                ending = ".jsonl"
-            elif not (ending == ".json" and (config.chat or _has_rows(whole_file, config))):
-                yield Document(name, _decode(whole_file, str(file), config))
-                return
-        if ending in OF_LINES:
-            rows = _lines(name, file, opened, config)
-        elif ending == ".json":
-            rows = _array(name, file, opened, config)
+    ending = split_name(file)[0]
+    with opened(file) as stream:
+        if ending in OF_ROWS:
+            rows: NamedRows | None = _rows(name, file, stream, config)
         else:
-            # Parquet is read from its end, which only unpacked bytes have.
-            whole = io.BytesIO(opened.read()) if compression else opened
-            rows = _parquet(name, file, whole, config)
+            content = stream.read().removeprefix(codecs.BOM_UTF8)
+            refuse((content[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
+            rows = _of_json(name, file, content, config) if ending == ".json" else None
+            if rows is None:
+                yield Document(name, _decode(content, str(file), config))
+                return
         yield from documents_in(rows, config, template)
 
 
-def _has_rows(content: bytes, config: DataConfig) -> bool:
-    """Return True for an array of objects, or for one object with a text."""
-    if re.match(rb"\s*\{", content):
-        with suppress(ValueError, RecursionError):
-            row = json.loads(content.decode(errors=config.errors))
-            return isinstance(row.get(config.text_column), str)
-    return re.match(rb"\s*\[\s*\{", content) is not None
+def _rows(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+    """Read the rows of a file, each with its fields."""
+    ending, compression = split_name(file)
+    if ending == ".parquet":
+        # It is read from its end, which only unpacked bytes have.
+        stream = io.BytesIO(stream.read()) if compression else stream
+        return _parquet(name, file, stream, config)
+    return (_cells if ending in DELIMITERS else _lines)(name, file, stream, config)
 
 
 def _lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
@@ -336,16 +217,40 @@ def _lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Name
         yield f"{name}:{number}", place, _object(row, place, config)
 
 
-def _array(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
-    """Yield an object, or every object of an array."""
-    text = _decode(stream.read(), str(file), config)
-    with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
-        rows = json.loads(text)
-    rows = [rows] if isinstance(rows, dict) else rows
-    refuse((not isinstance(rows, list), f"{file}: expected an array"))
-    for number, row in enumerate(rows, start=1):
-        place = f"{file}: row {number}"
-        yield f"{name}:{number}", place, _object(row, place, config)
+def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
+    """Yield every row of a table, whose first line names the columns."""
+    csv.field_size_limit(LONGEST_CELL)
+    lines = (_decode(line, f"{file}:{n}", config) for n, line in enumerate(stream, start=1))
+    table = csv.DictReader(lines, delimiter=DELIMITERS[split_name(file)[0]], strict=True)
+    with untrusted.named(file, "not a table ({})", (csv.Error,)):
+        for row in table:
+            place = f"{file}:{table.line_num}"
+            more = f"{place}: more cells than columns; quote those with a delimiter"
+            refuse((None in row, more))
+            # KTO's labels are the only cells that are no text
+            if config.preferences and str(row.get("label")).lower() in ("true", "false"):
+                row["label"] = row["label"].lower() == "true"
+            yield f"{name}:{table.line_num}", place, row
+
+
+def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> NamedRows | None:
+    """Return the rows of a .json file: lines of objects, an array, or one object with a text. None
+    for another, which is plain text; as text the brackets of rows would be learned.
+    """
+    if re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", content):
+        return _lines(name, file, io.BytesIO(content), config)
+    rows: Any = None
+    if config.chat or config.preferences or re.match(rb"\s*(\[\s*)?\{", content):
+        text = _decode(content, str(file), config)
+        with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
+            rows = json.loads(text)
+    if isinstance(rows, dict) and is_read(rows, config):
+        rows = [rows]
+    is_array = isinstance(rows, list)
+    refuse(((config.chat or config.preferences) and not is_array, f"{file}: expected an array"))
+    places = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in enumerate(rows or [], start=1))
+    objects = ((own, place, _object(row, place, config)) for own, place, row in places)
+    return objects if is_array else None
 
 
 def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
@@ -358,23 +263,22 @@ def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
 
 
 def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
-    """Yield every row: its text, or all fields of answers."""
+    """Yield every row: its text, or all fields if it has none or they are read."""
     import pyarrow  # 0.2 s
     import pyarrow.parquet
 
-    column, left, number = config.text_column, _limit(file), 0
     errors = (pyarrow.ArrowException, UnicodeDecodeError)
     with untrusted.named(file, "not a readable .parquet file ({})", errors):
         table = pyarrow.parquet.ParquetFile(stream)
+        column, names = config.text_column, table.schema_arrow.names
+        columns = [column] if column in names and not (config.chat or config.preferences) else None
+        problem = f"{file}: needs one field '{column}' (found {', '.join(names[:8])})"
+        refuse((columns and names.count(column) > 1, f"{problem}; set data.text_column"))
         is_text = False
-        if not config.preferences:
-            names = table.schema_arrow.names
-            found = f"found {', '.join(names[:8])}"
-            problem = f"{file}: needs one field '{column}' ({found}); set data.text_column"
-            refuse((names.count(column) != 1, problem))
+        if columns:
             field_type = table.schema_arrow.field(column).type
             is_text = "string" in str(field_type) and not pyarrow.types.is_nested(field_type)
-        columns = None if config.preferences else [column]
+        number = 0
         for batch in table.iter_batches(batch_size=BATCH, columns=columns, use_threads=False):
             # Arrow does not check that a string is UTF-8, so its bytes are decoded below.
             if is_text:
@@ -384,8 +288,6 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
                 place = f"{file}: row {number}"
                 if columns and isinstance(row[column], bytes):
                     row[column] = _decode(row[column], place, config, "utf-8")
-                left -= len(str(row))
-                _check_left(file, left)
                 yield f"{name}:{number}", place, row
 
 
