@@ -120,17 +120,17 @@ def read_settings(path: Path, limit: int = SETTINGS_SIZE) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """YAML bounded in depth, without aliases, which can stand for one another until they fill the
     memory. A key that is given twice is an error; PyYAML would drop the first value.
 
     Plain values mean what they mean on the command line: PyYAML, which follows YAML 1.1, also reads
-    no as false, 010 as 8, and 1:30 as 90.
+    no as false, 010 as 8, 1:30 as 90, and 1:30.5 as 90.5.
     """
 
     depth = 0
     yaml_implicit_resolvers = {
-        first: [rule for rule in rules if rule[0].rpartition(":")[2] in ("null", "float")]
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] == "null"]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -152,10 +152,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile("(true|false)$", re.IGNORECASE), list("tTfF")
 )
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+][0-9]+)?$|[-+]?\.inf$|\.nan$", re.IGNORECASE),
+    list("-+.0123456789"),
+)
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
 )
 
@@ -165,7 +170,7 @@ def load_yaml(path: Path, within: Path | None = None) -> Any:
     text = read_text(path, YAML_SIZE, within)
     not_yaml = (yaml.YAMLError, *WRONG_VALUE[1:])
     with named(path), named("cannot be read as YAML", errors=not_yaml):
-        return yaml.load(text, _Loader)
+        return yaml.load(text, Loader)
 
 
 def copy_file(source: Path, target: Path, limit: int, within: Path) -> None:

@@ -321,7 +321,7 @@ def value_of(text: str, declared: Key | None) -> Any:
             return number(text)
     if is_quoted or text[0] in "[{":
         # Declared items get their type later: BaseLoader makes text of all, such as of no and 1e-3
-        loader = yaml.SafeLoader if declared is None or declared.is_open else yaml.BaseLoader
+        loader: Any = untrusted.Loader if declared is None or declared.is_open else yaml.BaseLoader
         with suppress(yaml.YAMLError, *untrusted.WRONG_VALUE):
             return yaml.load(text, loader)
     return text

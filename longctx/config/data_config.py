@@ -30,7 +30,9 @@ class DataConfig(Group):
         "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "
         "builder",
     )
-    text_column: str = key("text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets")
+    text_column: str = key(
+        "text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets"
+    )
     chat: bool = key(
         False,
         "rows are conversations (`messages`, ShareGPT, Alpaca, completions), put into the "
@@ -73,6 +75,11 @@ class DataConfig(Group):
     )
     tokenizer: str | None = key(
         None, "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents"
+    )
+    replace_tokenizer: bool = key(
+        False,
+        "with init=: the tokenizer may give other texts to the ids that the weights know",
+        needs="tokenizer",
     )
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(

@@ -193,17 +193,9 @@ class Tokenizer:
 
         Raises FileNotFoundError or ValueError if it is missing or broken, or no token ends a text.
         """
-        path = Path(path).expanduser()
-        file = path / "tokenizer.json" if path.is_dir() else path
-        within = path if path.is_dir() else None
-        if not os.path.lexists(file):
-            raise FileNotFoundError(
-                f"tokenizer {file}: not there; give a tokenizer.json, or a Hugging Face folder"
-            )
-        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+        tokenizer, file = _read(path)
         # The library raises plain Exception.
         with untrusted.named(f"tokenizer {file}", "cannot be used ({})", (Exception,)):
-            tokenizer = tokenizers.Tokenizer.from_str(text)
             # The same text would become other tokens each time.
             dropout = getattr(tokenizer.model, "dropout", None)
             refuse((dropout, "dropout is set; set it to null"))
@@ -226,6 +218,35 @@ class Tokenizer:
         if len(text) <= _SEGMENT or not self._can_split:
             return [text]
         return list(segments(text, _SEGMENT))
+
+
+def _read(path: str | Path) -> tuple[tokenizers.Tokenizer, Path]:
+    """Return a tokenizer and its file; raise as `Tokenizer.load`."""
+    path = Path(path).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    within = path if path.is_dir() else None
+    if not os.path.lexists(file):
+        raise FileNotFoundError(
+            f"tokenizer {file}: not there; give a tokenizer.json, or a Hugging Face folder"
+        )
+    text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, within)
+    with untrusted.named(f"tokenizer {file}", "cannot be used ({})", (Exception,)):
+        return tokenizers.Tokenizer.from_str(text), file
+
+
+def check_same_ids(tokenizer: str, trained: Path) -> None:
+    """Raise ValueError if data.tokenizer=`tokenizer` gives other texts to ids than the tokenizer in
+    the folder `trained`, if there is one. It may have more.
+    """
+    if not os.path.lexists(trained / "tokenizer.json"):
+        return
+    tables = [_read(path)[0].get_vocab(with_added_tokens=True) for path in (tokenizer, trained)]
+    given, known = ({number: text for text, number in table.items()} for table in tables)
+    different = sorted(number for number in given.keys() & known if given[number] != known[number])
+    example = "".join(f"{n} is {given[n]!r}, there {known[n]!r}" for n in different[:1])
+    problem = f"{len(different):,} ids have other texts than in {trained} ({example})"
+    advice = "leave it out, or data.replace_tokenizer=true trains the weights on the other texts"
+    refuse((different, f"data.tokenizer={tokenizer}: {problem}; {advice}"))
 
 
 def overlapping(

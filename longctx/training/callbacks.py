@@ -149,9 +149,13 @@ class EarlyStopping(Callback):
 
     def state(self) -> dict[str, Any]:
         kept = self.kept if self.run.config.keep_best else None
-        return {"loss": self.loss, "step": self.step, "since": self.since, "kept": kept}
+        state = {"loss": self.loss, "step": self.step, "since": self.since, "kept": kept}
+        return state | {"val_rows": self.run.val_rows}
 
     def restore(self, state: dict[str, Any]) -> None:
+        # Losses of other sequences are not compared
+        if state.get("val_rows") != self.run.val_rows:
+            return
         self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
         self.kept = tuple(kept) if (kept := state.get("kept")) else None
 

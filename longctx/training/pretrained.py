@@ -18,6 +18,7 @@ from longctx import files, hub_snapshot, untrusted
 from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.data.sources import mix
+from longctx.data.tokenizer import check_same_ids
 from longctx.model import GPT, huggingface, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
@@ -91,7 +92,10 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         model = replace(model, experts=experts)
     if model.transformers:
         source += f", computed by transformers ({LOST})"
-    data = replace(config.data, tokenizer=config.data.tokenizer or str(tokenizer))
+    given = config.data.tokenizer
+    if given is not None and not config.data.replace_tokenizer:
+        check_same_ids(given, tokenizer)
+    data = replace(config.data, tokenizer=given or str(tokenizer))
     return Pretrained(replace(config, init=init, data=data), model, name, source)
 
 
@@ -155,7 +159,9 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     source = Path(config.data.tokenizer or "").expanduser()
     source = source if source.is_dir() else source.parent
     init = hub_snapshot.folder(config.init, "init") if config.init is not None else None
-    is_of_init = init is not None and source in (init, init.parent.parent)
+    # A checkpoint is in the folder `checkpoints` of its run
+    own = init.parent.parent if init is not None and init.suffix == ".ckpt" else init
+    is_of_init = own is not None and not config.data.replace_tokenizer
     sources = [config.data, *(member.config for member in mix.members(config.data).values())]
     if not is_of_init and not any(data.chat for data in sources):
         return
@@ -163,11 +169,12 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     template = chat.template_in(settings)
     if template is not None:
         files.write_text(folder / "chat_template.jinja", template)
+    # A tokenizer in a folder of its own has no stop tokens there
     for name in KEPT_FILES[1:] if is_of_init else KEPT_FILES[1:2]:
-        if os.path.lexists(source / name):
-            untrusted.copy_file(
-                source / name, folder / name, untrusted.SETTINGS_SIZE, within=source
-            )
+        is_template = name == "chat_template.jinja"
+        there = source if is_template or own is None or os.path.lexists(source / name) else own
+        if os.path.lexists(there / name):
+            untrusted.copy_file(there / name, folder / name, untrusted.SETTINGS_SIZE, within=there)
     named = {name: token for name, token in chat.tokens_in(settings).items() if token}
     written = named | untrusted.read_settings(folder / "tokenizer_config.json")
     files.write_text(folder / "tokenizer_config.json", json.dumps(written, indent=2) + "\n")

@@ -34,7 +34,7 @@ def test_the_command_line_wins_over_a_file(tmp_path):
         "model: 124m\nseq_len: 0512\nattention: sdpa\nmodel.window: 64\nlr: 0.002\n"
         "name: 'null'\nmax_steps: 60\nclip: 1e-3\nval_rows: 1e2\n"
         "data: {source: text, path: ['a b/c.txt', \"it's,[odd].md\"]}\n"
-        "wandb: {tags: [x, 'y z', no, 1:30], notes: 'a: b, {c} [d]'}\n"
+        "wandb: {tags: [x, 'y z', no, 1:30, 1:30.5], notes: 'a: b, {c} [d]'}\n"
     )
     config = config_of(str(file), "lr=0.004", "seed=3", "max_tokens=100000")
     assert (config.seq_len, config.lr, config.seed) == (512, 0.004, 3)
@@ -43,7 +43,8 @@ def test_the_command_line_wins_over_a_file(tmp_path):
     assert (config.model.channels, config.model.window) == (768, 64)
     assert config.attention.backend == "sdpa"
     assert config.data.path == ["a b/c.txt", "it's,[odd].md"]
-    assert (config.wandb.tags, config.wandb.notes) == (["x", "y z", "no", "1:30"], "a: b, {c} [d]")
+    assert config.wandb.tags == ["x", "y z", "no", "1:30", "1:30.5"]
+    assert config.wandb.notes == "a: b, {c} [d]"
     assert config_of("model=tiny", str(file)).model.channels == 128
     # A value of a group leaves the file's others as they are
     config = config_of(str(file), "data.packing=false", "model.tied=false")
@@ -161,3 +162,14 @@ def test_a_saved_run_changes_by_overrides_alone(tmp_path):
     assert saved_in(file, "max_tokens=null").max_steps == 7
     with pytest.raises(ValueError, match=r"^max_steps=0"):
         saved_in(file, "max_steps=0")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1:30.5", None), ("90.5", 90.5), ("1.5e-3", 0.0015)])
+def test_a_number_is_decimal(tmp_path, text, value):
+    (tmp_path / "a.yaml").write_text(f"clip: {text}\n")
+    if value is None:
+        with pytest.raises(ValueError, match=r"clip=1:30\.5: must be a number"):
+            config_of(str(tmp_path / "a.yaml"))
+    else:
+        assert config_of(str(tmp_path / "a.yaml")).clip == value
+    assert parse.value_of(f"{{a: {text}}}", None) == {"a": value or text}

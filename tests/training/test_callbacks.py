@@ -160,12 +160,13 @@ def test_the_best_checkpoint_stays_over_a_resume(trained, val_losses):
     assert evaluation.main([f"checkpoint={best}", "device=cpu", "documents=1"]) == 0
 
 
-def test_a_resume_keeps_the_best_from_then_on(trained, val_losses):
-    """The best so far may have lost its checkpoint."""
+@pytest.mark.parametrize(("before", "changed"), [(False, "keep_best=true"), (True, "val_rows=1")])
+def test_a_resume_keeps_the_best_from_then_on(trained, val_losses, before, changed):
+    """The best so far may have lost its checkpoint, or be of other sequences."""
     val_losses([9, 4, 5])
-    folder = trained(max_steps=2, **EVERY)
+    folder = trained(max_steps=2, keep_best=before, **EVERY)
     val_losses([7, 8])
-    assert train.main([f"resume={folder}", "max_steps=4", "keep_best=true"]) == 0
+    assert train.main([f"resume={folder}", "max_steps=4", changed]) == 0
     assert names(folder) == ["step-00000003", "step-00000004"]
 
 

@@ -181,15 +181,15 @@ def _read(
     ending = split_name(file)[0]
     with opened(file) as stream:
         if ending in OF_ROWS:
-            rows: NamedRows | None = _rows(name, file, stream, config)
+            yield from documents_in(_rows(name, file, stream, config), config, template)
+            return
+        content = stream.read().removeprefix(codecs.BOM_UTF8)
+        refuse((content[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
+        rows = _of_json(name, file, content, config) if ending == ".json" else None
+        if rows is None:
+            yield Document(name, _decode(content, str(file), config))
         else:
-            content = stream.read().removeprefix(codecs.BOM_UTF8)
-            refuse((content[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
-            rows = _of_json(name, file, content, config) if ending == ".json" else None
-            if rows is None:
-                yield Document(name, _decode(content, str(file), config))
-                return
-        yield from documents_in(rows, config, template)
+            yield from documents_in(rows, config, template)
 
 
 def _rows(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import yaml
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -102,15 +103,37 @@ def test_conversations_by_the_template_of_another(start, overrides, folder, tmp_
     tuned.mkdir()
     write_tokenizer(tuned)
     write(tuned, INST)
-    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": TALK})] * 40))
+    lines = (json.dumps({"messages": TALK * n}) for n in range(1, 12))
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
     chat = {"data__path": tmp_path / "talks.jsonl", "data__chat": "true", "max_steps": 2}
     begin = start if with_weights else overrides
-    assert train.main(begin(name="r", data__tokenizer=tuned, data__vocab_size=None, **chat)) == 0
+    chat |= {"data__tokenizer": tuned, "data__vocab_size": None}
+    chat |= {"data__replace_tokenizer": "true"} if with_weights else {}
+    assert train.main(begin(name="r", **chat)) == 0
     assert Template(run).fingerprint == Template(tuned).fingerprint
     if with_weights:
         shutil.rmtree(tuned)
     assert train.main([f"resume={run}", "max_steps=4"]) == 0
     assert evaluate.main([f"checkpoint={run}"]) == 0
+
+
+def test_a_tokenizer_with_other_ids_is_refused(start, folder, tmp_path, refused):
+    """The folder's own in another one, with a token more, is the same; its stop tokens stay."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+    write_tokenizer(tmp_path / "other")
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|new|>"])
+    tokenizer.save(str(tmp_path / "own" / "tokenizer.json"))
+    words = {"data__vocab_size": None, "max_steps": 1}
+    given = start(data__tokenizer=tmp_path / "other", **words)
+    refused(train.main(given), "data.replace_tokenizer=true")
+    for name, more in (("own", {}), ("other", {"data__replace_tokenizer": "true"})):
+        begin = start(name=name, data__tokenizer=tmp_path / name, **words, **more)
+        assert train.main(begin) == 0
+        run = tmp_path / "runs" / name
+        assert (run / "generation_config.json").exists() == (name == "own")
 
 
 def test_rates_of_trained_weights_are_smaller():
