@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
+from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.timing import medians, samples, spread
 from longctx.config.fields import key
+from longctx.tables import grid
 
+Row = dict[str, Any]
 MASKS = ("causal", "full", "documents", "window")
 # → matrix products, in units of the forward's
 PARTS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -41,6 +46,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flex": ("flex", {}),
     **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
 }
+COLUMNS = ["backend", *(f"{p} {of}" for p in PARTS for of in ("ms", "TFLOP/s", "×")), "skipped"]
 BYTES_PER_TOKEN = 4  # of the embedded corpus, about
 
 
@@ -82,80 +88,43 @@ class Clock:
 
 
 def run(options: Options, command: str) -> None:
-    """Measure, print tables, write `out`.json and `out`.png; ValueError where there is no GPU or a
-    name is unknown.
-    """
+    """Measure, print tables, write `out`.json and `out`.png."""
     import torch
-    import torch._functorch.config as functorch_config
 
-    check(options)
-    if not torch.cuda.is_available():
-        raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
-    from benchmarks.report import machine, write_json
-    from longctx.tables import grid
-
-    functorch_config.donated_buffer = False  # lets a compiled backward be timed again and again
-    clock = Clock(options.seconds)
-    ceiling = matmul_tflops()
-    print(f"this chip's bf16 matrix product: {ceiling:.0f} TFLOP/s")
-    about = {
-        "command": command,
-        **machine(),
-        "matmul_tflops": ceiling,
-        "reference": options.reference,
-    }
-    rows: list[dict[str, Any]] = []
-    cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
-    for number, (mask, head_dim, length) in enumerate(cases):
-        measured = measure(
-            options,
-            mask,
-            head_dim,
-            length,
-            clock,
-            clock.left() / (len(cases) - number),
-            "cuda",
-            ceiling,
-        )
-        rows += measured
-        # What is known so far outlives an interruption.
-        write_json(Path(f"{options.out}.json"), about | {"rows": rows})
-        if shown := [row for row in measured if "skipped" not in row]:
-            lines = [readable(row) for row in shown]
-            grid(
-                f"{mask}, head size {head_dim}, {length:,} tokens; × {options.reference}",
-                list(lines[0]),
-                lines,
-            )
-    if any("skipped" not in row for row in rows):
-        for name in (
-            name
-            for name in options.backends
-            if name.startswith("flash") and PEERS[name][0] == "flash"
-        ):
-            if compared := against(rows, name):
-                title = f"{name}: how many times as fast as its peers, forward / backward / both"
-                grid(
-                    title,
-                    list(dict.fromkeys(column for row in compared for column in row)),
-                    compared,
-                )
-        plot(about | {"rows": rows}, Path(f"{options.out}.png"))
-    for reason, names in left_out(rows).items():
-        print(f"left out   {', '.join(names)}: {reason}")
-    seconds = options.seconds - clock.left()
-    print(f"wrote {options.out}.json and {options.out}.png, after {seconds:.0f} s")
-
-
-def check(options: Options) -> None:
-    """Raise ValueError for head counts that do not work out."""
     for size in options.head_sizes:
         if options.channels % (size * options.group):
-            heads = options.channels / size
+            heads = f"{options.channels / size:g} heads of size {size}"
             raise ValueError(
-                f"channels={options.channels}: {heads:g} heads of size {size} are no multiple of "
-                f"group={options.group}"
+                f"channels={options.channels}: {heads} are no multiple of group={options.group}"
             )
+    if not torch.cuda.is_available():
+        raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
+    ceiling = matmul_tflops()
+    print(f"this chip's bf16 matrix product: {ceiling:.0f} TFLOP/s")
+    result = {"command": command, **machine(), "matmul_tflops": ceiling}
+    result |= {"reference": options.reference, "rows": []}
+    for row in rows_of(options, ceiling):
+        result["rows"].append(row)
+        write_json(Path(f"{options.out}.json"), result)  # an interruption loses no row
+    if any("skipped" not in row for row in result["rows"]):
+        plot(result, Path(f"{options.out}.png"))
+    print(f"wrote {options.out}.json and {options.out}.png")
+
+
+def rows_of(options: Options, ceiling: float, device: str = "cuda") -> Iterator[Row]:
+    """Yield the rows of all cases, and print those of each."""
+    import torch._functorch.config as functorch_config
+
+    clock = Clock(options.seconds)
+    cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
+    for number, (mask, head_dim, length) in enumerate(cases):
+        seconds = clock.left() / (len(cases) - number)
+        # Lets a compiled backward be timed again and again
+        with functorch_config.patch(donated_buffer=False):
+            rows = measure(options, mask, head_dim, length, clock, seconds, device, ceiling)
+        lines = [readable(row) for row in rows]
+        grid(f"{mask}, head size {head_dim}, {length:,} tokens", COLUMNS, lines)
+        yield from rows
 
 
 def measure(
@@ -167,39 +136,33 @@ def measure(
     seconds: float,
     device: str,
     ceiling: float,
-) -> list[dict[str, Any]]:
-    """One row per backend: milliseconds, TFLOP/s, share of the `ceiling`, ratio to the reference;
-    or why it was `skipped`.
+) -> list[Row]:
+    """Return a row per backend: milliseconds, TFLOP/s, share of the `ceiling`, ratio to the
+    reference; or why it was `skipped`.
 
     Takes about `seconds`, as long as that is enough for three rounds.
     """
     import torch
 
-    from benchmarks.timing import samples, spread
-
     B, H = max(1, options.row_tokens // length), options.channels // head_dim
-    case = {
-        "mask": mask_name,
-        "head_size": head_dim,
-        "tokens": length,
-        "batch": B,
-        "heads": H,
-        "group": options.group,
-    }
-    rows: dict[str, dict[str, Any]] = {name: case | {"backend": name} for name in options.backends}
+    case = {"mask": mask_name, "head_size": head_dim, "tokens": length, "batch": B, "heads": H}
+    case["group"] = options.group
+    rows: dict[str, Row] = {name: case | {"backend": name} for name in options.backends}
     if clock.left() < 0:
-        for row in rows.values():
-            row["skipped"] = f"{options.seconds} s were over; give more seconds="
-        return list(rows.values())
+        over = f"{options.seconds} s were over; give more seconds="
+        return [row | {"skipped": over} for row in rows.values()]
     mask = build_mask(options, mask_name, B, length)
     flops = 4 * mask.pairs(B, length, length) * H * head_dim
     bound = mask.bind(B, length, length, device)
     generator = torch.Generator(device).manual_seed(length)
-    shapes = [(B, length, h, head_dim) for h in (H, H // options.group, H // options.group, H)]
-    tensors = [
-        torch.randn(s, device=device, dtype=torch.bfloat16, generator=generator) for s in shapes
-    ]
-    q, k, v = (x.requires_grad_() for x in tensors[:3])
+    q, k, v, do = (
+        torch.randn(
+            B, length, h, head_dim, device=device, dtype=torch.bfloat16, generator=generator
+        )
+        for h in (H, H // options.group, H // options.group, H)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     started, ran = time.perf_counter(), ""
     for name, row in rows.items():
@@ -209,13 +172,9 @@ def measure(
             continue
         begun = time.perf_counter()
         try:
-            row["kernel"], forward, backward = prepared(name, q, k, v, tensors[3], bound)
+            row["kernel"], forward, backward = prepared(name, q, k, v, do, bound)
         except Exception as error:  # whatever a peer may raise for what it cannot do
-            row["skipped"] = (
-                " ".join(str(error).split())[:300]
-                if isinstance(error, ValueError)
-                else failure(error)
-            )
+            row["skipped"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             continue
         finally:
             clock.preparing[name] = clock.preparing.get(name, 0.0) + time.perf_counter() - begun
@@ -230,8 +189,8 @@ def measure(
     middle = {call: median(of_call) for call, of_call in times.items()}
     for name in dict.fromkeys(name for name, _ in calls):
         fill(rows[name], middle, options.reference, flops, ceiling)
-        spreads = {f"{part}_spread": spread(times[name, part]) for part in ("forward", "backward")}
-        rows[name] |= {key: round(share, 3) for key, share in spreads.items()}
+        for part in ("forward", "backward"):
+            rows[name][f"{part}_spread"] = round(spread(times[name, part]), 3)
     return list(rows.values())
 
 
@@ -282,14 +241,7 @@ def without_backend(name: str, q: Any, k: Any, v: Any, mask: Any) -> Any:
         return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
-def failure(error: Exception) -> str:
-    """An error that is not ours, in one line."""
-    return f"failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def fill(
-    row: dict[str, Any], times: dict[Any, float], reference: str, flops: float, ceiling: float
-) -> None:
+def fill(row: Row, times: dict[Any, float], reference: str, flops: float, ceiling: float) -> None:
     """The figures of one backend, from the milliseconds of all."""
 
     def ms(name: str, part: str) -> float:
@@ -307,49 +259,16 @@ def fill(
             row[f"{part}_ratio"] = round(ms(reference, part) / own, 3)
 
 
-def against(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """A row per case that `name` was measured in: its speed over each peer's, forward / backward /
-    both.
-    """
-    lines = []
-    for own in (row for row in rows if row["backend"] == name and "skipped" not in row):
-        case = {key: own[key] for key in ("mask", "head_size", "tokens")}
-        line = dict(case)
-        for peer in rows:
-            if peer["backend"] != name and "skipped" not in peer and case.items() <= peer.items():
-                line[peer["backend"]] = " / ".join(
-                    f"{peer[f'{part}_ms'] / own[f'{part}_ms']:.2f}" for part in PARTS
-                )
-        lines.append(line)
-    return lines
-
-
-def readable(row: dict[str, Any]) -> dict[str, str]:
-    """A measured row for the terminal."""
-    line = {"backend": row["backend"]}
+def readable(row: Row) -> Row:
+    """Return a row for the terminal."""
+    line = {"backend": row["backend"], "skipped": row.get("skipped", "")}
+    if "skipped" in row:
+        return line
     for part in PARTS:
         line[f"{part} ms"] = f"{row[f'{part}_ms']:.3f}"
-        line[f"{part} TFLOP/s"] = (
-            f"{row[f'{part}_tflops']:.0f} ({row[f'{part}_share']:.0%} of matmul)"
-        )
+        line[f"{part} TFLOP/s"] = f"{row[f'{part}_tflops']:.0f} ({row[f'{part}_share']:.0%})"
         line[f"{part} ×"] = f"{row[f'{part}_ratio']:.2f}" if f"{part}_ratio" in row else ""
     return line
-
-
-def left_out(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Why some were not measured → which, with the number of cases where it is not all of them."""
-    cases = {
-        name: sum(row["backend"] == name for row in rows)
-        for name in dict.fromkeys(row["backend"] for row in rows)
-    }
-    names: dict[str, list[str]] = {}
-    for reason in dict.fromkeys(row["skipped"] for row in rows if "skipped" in row):
-        for name, all_cases in cases.items():
-            if n := sum(row["backend"] == name and row.get("skipped") == reason for row in rows):
-                names.setdefault(reason, []).append(
-                    name if n == all_cases else f"{name} in {n} of {all_cases} cases"
-                )
-    return names
 
 
 def build_mask(options: Options, name: str, B: int, length: int) -> Any:
@@ -390,63 +309,40 @@ def matmul_tflops(device: str = "cuda", n: int = 8192) -> float:
     """This GPU's rate for a bf16 matrix product of random data, in TFLOP/s."""
     import torch
 
-    from benchmarks.timing import medians
-
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s over length: a panel per mask, head size and direction, a line per backend, the
-    matmul rate drawn in.
+def plot(result: Row, path: Path) -> None:
+    """Draw TFLOP/s over length: a panel per mask, head size and direction, a line per backend, and
+    the matmul rate.
     """
-    from matplotlib.figure import Figure
-
-    from benchmarks.report import save_figure, short
-
     rows = [row for row in result["rows"] if "skipped" not in row]
-    masks, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "head_size"))
-    down, across = (sizes, masks) if len(masks) > 1 else (masks, sizes)
-    lines = list(itertools.product(down, ("forward", "backward")))
-    shape = (4.6 * len(across), 3.3 * len(lines))
+    cases = list(dict.fromkeys((row["mask"], row["head_size"]) for row in rows))
+    shape = (4.6 * len(cases), 6.6)
     figure = Figure(figsize=shape)
-    axes = figure.subplots(len(lines), len(across), sharey=True, squeeze=False)
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    for (line, (outer, part)), (column, inner) in itertools.product(
-        enumerate(lines), enumerate(across)
+    axes = figure.subplots(2, len(cases), sharey=True, squeeze=False)
+    ticks = sorted({row["tokens"] for row in rows})
+    for (line, part), (column, case) in itertools.product(
+        enumerate(("forward", "backward")), enumerate(cases)
     ):
         axis = axes[line][column]
-        mask, head_size = (inner, outer) if down is sizes else (outer, inner)
-        for number, backend in enumerate(backends):
-            own = [
-                r
-                for r in rows
-                if (r["mask"], r["head_size"], r["backend"]) == (mask, head_size, backend)
-            ]
-            ours = backend.startswith("flash") and "attention" not in backend
-            style = {"linewidth": 2.6, "zorder": 3} if ours else {"linewidth": 1.4}
+        for number, backend in enumerate(dict.fromkeys(row["backend"] for row in rows)):
+            own = [r for r in rows if (r["mask"], r["head_size"]) == case]
+            own = [r for r in own if r["backend"] == backend]
             points = [r["tokens"] for r in own], [r[f"{part}_tflops"] for r in own]
-            axis.plot(*points, marker="o", markersize=4, color=f"C{number}", label=backend, **style)
-        axis.axhline(
-            result["matmul_tflops"],
-            color="0.4",
-            linestyle="--",
-            linewidth=1,
-            label="matrix product",
-        )
-        axis.set_title(f"{part}, {mask}, head size {head_size}", fontsize=10)
+            width = 2.6 if PEERS[backend][0] == "flash" else 1.4
+            axis.plot(*points, "o-", linewidth=width, color=f"C{number}", label=backend)
+        axis.axhline(result["matmul_tflops"], color="0.4", linestyle="--", label="matrix product")
+        axis.set_title(f"{part}, {case[0]}, head size {case[1]}", fontsize=10)
         axis.set_xscale("log", base=2)
-        ticks = sorted({r["tokens"] for r in rows})
         axis.set_xticks(ticks, [short(n) for n in ticks])
         axis.grid(alpha=0.3)
-        if line == len(lines) - 1:
-            axis.set_xlabel("tokens in a row")
-        if column == 0:
-            axis.set_ylabel("TFLOP/s of visible pairs")
     axes[0][0].set_ylim(bottom=0)  # shared by all panels, and set last: lines no longer stretch it
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9
-    )
+    axes[0][0].set_ylabel("TFLOP/s of visible pairs")
+    axes[1][0].set_xlabel("tokens of a sequence")
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=9)
     versions = f"torch {result['torch']}, triton {result['triton']}"
     figure.suptitle(f"Attention on one {result['gpu']}, bf16, {versions}", fontsize=11)
     figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))

@@ -1,31 +1,50 @@
 """docs/cards.md: what fits which card by prediction, next to what was measured on real ones.
 
+    python -m benchmarks cards                  the page
+    python -m benchmarks cards measure=true     this card, in five minutes: a file to send in
+    python -m benchmarks cards caps=24,48,80    real steps with no more memory than a card has
+
 Predictions are those of `longctx plan`: the longest sequence with which a step fits, by memory=auto
-and at 128 GiB of host memory, and the speed of sequences of 16,384 tokens. No GPU is needed.
-results/caps.json confirms them, see caps.py; results/cards/ has the files of card.py.
+and at 128 GiB of host memory, and the speed of sequences of 16,384 tokens. No GPU is needed. A
+card's file has attention forward and backward next to torch's FlashAttention-2, and steps of `124m`
+with every backend that runs. Under a cap torch's allocator gets the memory of a card, less what
+CUDA itself takes: a step on packed documents and a batch of validation, as many at a time as fit.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.process_group import ROOT
-from benchmarks.words import training_run
+from benchmarks import attention
+from benchmarks.memory import CONTEXT, DOCUMENT, Room
+from benchmarks.points import Row, decided, expected, off, point, this_gpu, training_run
+from benchmarks.processes import ROOT, in_child
+from benchmarks.report import machine, write_json
+from benchmarks.words import check_unused
 from longctx import files
 from longctx.config.fields import key
 from longctx.planner import fitting, overview, step_time
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
+from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.training.run import Run
 
+TAKES_TRAINING_KEYS = True
+TAKEN = {"seq_len": "use lengths=", "attention": "every backend is tried", "batch_size": "tokens="}
 CARDS = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB on the label → a card
 MODELS = {  # name → overrides; 135m has the shape of SmolLM2-135M
     "135m": "vocab_size=49152 layers=30 channels=576 heads=9 kv_heads=3 ffn=1536",
@@ -38,9 +57,14 @@ WAYS = {  # how it is trained → overrides
     "LoRA on nf4": ["lora.rank=16", "lora.base=nf4"],
 }
 LENGTH = 16384  # at which speeds are compared
+PEERS = ("flash", "sdpa-flash", "sdpa-cudnn", "flex")
+PEERS += tuple(f"flash-attention-{version}" for version in (4, 3, 2))
+# Backends of steps, the ones that matter most first: time may run short
+ORDER = ("flash", "sdpa", "flash_attn", "flex", "naive")
+STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "temperature.gpu")
+OF_CUDA = 0.8  # GiB of a card that torch's allocator never gets: context and libraries
 PAGE = ROOT / "docs" / "cards.md"
 RESULTS = ROOT / "results"
-Row = dict[str, Any]
 
 HEAD = """# What fits your card
 
@@ -58,17 +82,16 @@ Tokens/s of sequences of 16,384 tokens, and the policy:
 CONFIRMED = """
 ## Tried under caps
 
-`python -m benchmarks caps`: real steps in processes that get no more memory from torch than the
-card has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths above. Documents
-have 2,048 tokens: attention takes time by the document, memory by the sequence. Before GPU memory
-came in segments that grow, two steps of `8b` ran out of memory here, with 4 and 9 GiB in gaps:
+`python -m benchmarks cards caps=24,48,80`: real steps in processes that get no more memory from
+torch than the card has ({gpu}, torch {torch}, [caps.json](../results/caps.json)), at the lengths
+above. Documents have 2,048 tokens: attention takes time by the document, memory by the sequence.
 """
 CAME_IN = """
 ## Measured cards
 
-`python -m benchmarks card` takes five minutes and writes `results/cards/NAME.json`. Send it in by a
-pull request with the file and the page that `python -m benchmarks cards` makes of it. Training
-steps of 16,384 tokens of `124m`, in tokens/s, the prediction in parentheses:
+`python -m benchmarks cards measure=true` takes five minutes and writes `results/cards/NAME.json`.
+Send it in by a pull request with the file and the page that `python -m benchmarks cards` makes of
+it. Training steps of 16,384 tokens of `124m`, in tokens/s, the prediction in parentheses:
 """
 ATTENTION = """
 Attention alone, causal with heads of 128 and 16,384 tokens, forward and backward: TFLOP/s, and how
@@ -78,9 +101,16 @@ many times as fast as torch's FlashAttention-2:
 
 @dataclass(frozen=True)
 class Options:
-    """Where to write."""
+    """What to do; keys of train.py may follow and hold for the steps of measure=true."""
 
-    out: str = key(str(PAGE.relative_to(ROOT)), "the page")
+    measure: bool = key(False, "measure this card")
+    caps: tuple[int, ...] = key((), "try steps under the memory of cards of so many GB")
+    models: tuple[str, ...] = key(tuple(MODELS), "of caps", choices=MODELS)
+    lengths: tuple[int, ...] = key((4096, 16384), "tokens of a sequence")
+    tokens: int = key(16384, "of all sequences together, if they are shorter")
+    parallel: int = key(3, "processes at a time under caps, as far as they fit together")
+    minutes: float = key(5.0, "for everything, about; steps not begun by then are left out")
+    out: str = key("", "the page, the folder of the card's file, or the file of caps")
 
 
 class Case(NamedTuple):
@@ -99,10 +129,22 @@ CASES = [Case(model, way) for model in MODELS for way in ("all weights", "LoRA")
 CASES.append(Case("8b", "LoRA on nf4"))
 
 
-def run(options: Options, command: str) -> None:
-    """Write the page."""
-    files.write_text(Path(options.out), page())
-    print(f"wrote {options.out}")
+def run(options: Options, command: str, overrides: list[str]) -> None:
+    """Write the page, or what it is made of."""
+    check_unused(overrides, TAKEN)
+    if unknown := [cap for cap in options.caps if cap not in CARDS]:
+        raise ValueError(f"caps={unknown[0]}: choose from {', '.join(map(str, CARDS))}")
+    if options.measure:
+        measure(options, command, overrides)
+    elif options.caps:
+        try_caps(options, command)
+    else:
+        out = Path(options.out or PAGE)
+        files.write_text(out, page())
+        print(f"wrote {out}")
+
+
+# The page
 
 
 def page() -> str:
@@ -113,22 +155,15 @@ def page() -> str:
     speed = [
         {"trained": case.name} | {of(gb): speed_cell(case, gb) for gb in CARDS} for case in CASES
     ]
+    caps = json.loads((RESULTS / "caps.json").read_text())
     parts = [HEAD, table(longest), SPEED, table(speed)]
-    caps = RESULTS / "caps.json"
-    if caps.exists():
-        result = json.loads(caps.read_text())
-        parts += [CONFIRMED.format(**result), table(map(confirmed, result["rows"]))]
-    results = {path.name: json.loads(path.read_text()) for path in came_in()}
-    parts.append(CAME_IN)
-    parts.append(table(row for name, card in results.items() for row in step_rows(name, card)))
-    if attention := [row for card in results.values() for row in attention_rows(card)]:
-        parts += [ATTENTION, table(attention)]
+    parts += [CONFIRMED.format(**caps), table(map(confirmed, caps["rows"]))]
+    came_in = sorted((RESULTS / "cards").glob("*.json"))
+    cards = {path.name: json.loads(path.read_text()) for path in came_in}
+    steps = (row for name, card in cards.items() for row in step_rows(name, card))
+    parts += [CAME_IN, table(steps)]
+    parts += [ATTENTION, table(row for card in cards.values() for row in attention_rows(card))]
     return "\n".join(parts) + "\n"
-
-
-def came_in() -> list[Path]:
-    """Return the files of measured cards."""
-    return sorted((RESULTS / "cards").glob("*.json"))
 
 
 def of(gb: int) -> str:
@@ -137,10 +172,8 @@ def of(gb: int) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return Markdown of `rows`, or a line if there is none."""
+    """Return Markdown of `rows`."""
     rows = list(rows)
-    if not rows:
-        return "None has come in yet."
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, ["---"] * len(columns)]
     lines += [[str(row.get(name, "")) for name in columns] for row in rows]
@@ -168,7 +201,7 @@ def longest_cell(case: Case, gb: int) -> str:
     if step is None:
         return "none"
     assert step.memory.policy == "long"
-    return f"{step.seq_len:,} ({speed_of(step, gb)})"
+    return f"{step.seq_len:,} ({speed_of(step, hardware.chip(CARDS[gb]))})"
 
 
 def speed_cell(case: Case, gb: int) -> str:
@@ -177,56 +210,164 @@ def speed_cell(case: Case, gb: int) -> str:
     step = fitting.decide(run_of(case).workload, chip, hardware.ASSUMED_HOST, merge=True)
     if not fitting.fits(step, fitting.room(chip), hardware.ASSUMED_HOST):
         return "does not fit"
-    return f"{speed_of(step, gb)} (`{step.memory.policy}`)"
+    return f"{speed_of(step, chip)} (`{step.memory.policy}`)"
 
 
-def speed_of(step: Workload, gb: int) -> str:
+def speed_of(step: Workload, chip: hardware.Chip) -> str:
     """Return its predicted tokens per second."""
-    time = step_time.seconds(step, hardware.chip(CARDS[gb]))
-    assert time is not None
-    return f"{time.tokens / time.total:,.0f}"
+    time = step_time.seconds(step, chip)
+    return "unknown card" if time is None else f"{time.tokens / time.total:,.0f}"
 
 
 def confirmed(row: Row) -> Row:
     """Return a line of the table of steps under a cap."""
-    measured = row["failed"] or f"{row['measured_gib']:.2f}"
-    off = "" if row["error"] is None else f"{row['error']:+.1%}"
     line = {"trained": Case(row["model"], row["way"]).name, "tokens": f"{row['tokens']:,}"}
-    line |= {"card": of(row["cap"]), "`memory=`": row["memory"]}
     return line | {
+        "card": of(row["cap"]),
+        "`memory=`": row["memory"],
         "predicted, GiB": f"{row['predicted_gib']:.2f}",
-        "measured": measured,
-        "off": off,
+        "measured": row["failed"] or f"{row['measured_gib']:.2f}",
+        "off": off(row["error"]),
     }
 
 
 def step_rows(name: str, card: Row) -> list[Row]:
-    """Return a line for each length of a measured card."""
+    """Return a line for each length of a measured card, each speed with its prediction."""
     lines: dict[int, Row] = {}
+    chip = hardware.chip(card["gpu"], card["memory_gib"] * GIB)
     for row in card["steps"]:
         head = {"card": f"[{card['gpu']}](../results/cards/{name})", "torch": card["torch"]}
         line = lines.setdefault(row["tokens"], head | {"tokens": f"{row['tokens']:,}"})
         if row["failed"] is None:
-            shown = f"{row['tokens_per_second']:,.0f}"
-            line[f"`{row['backend']}`"] = f"{shown} ({predicted(card, row)})"
+            given = [f"seq_len={row['tokens']}", f"batch_size={row['batch']}", "accumulate=1"]
+            given += [f"attention={row['backend']}", f"memory={row['memory']}"]
+            step = training_run([*card["overrides"], *given], "cuda").workload
+            cell = f"{row['tokens_per_second']:,.0f} ({speed_of(step, chip)})"
+            line[f"`{row['backend']}`"] = cell
     return list(lines.values())
 
 
-def predicted(card: Row, row: Row) -> str:
-    """Return the tokens per second that are predicted for a measured step."""
-    sizes = [f"seq_len={row['tokens']}", f"batch_size={row['batch']}", "accumulate=1"]
-    given = [*card["overrides"], *sizes, f"attention={row['backend']}", f"memory={row['memory']}"]
-    chip = hardware.chip(card["gpu"], card["memory_gib"] * GIB)
-    time = step_time.seconds(training_run(given, "cuda").workload, chip)
-    return "unknown card" if time is None else f"{time.tokens / time.total:,.0f}"
-
-
-def attention_rows(card: Row) -> list[Row]:
-    """Return one line of attention alone, if the card's file has that case."""
+def attention_rows(card: Row) -> Iterator[Row]:
+    """Yield a line of attention alone, if the card's file has that case."""
     case = {"mask": "causal", "head_size": 128, "tokens": LENGTH}
     found = [x for x in card["attention"] if case.items() <= x.items() and "skipped" not in x]
     cells = {
         f"`{x['backend']}`": f"{x['both_tflops']:.0f} ({x.get('both_ratio', 0):.2f} ×)"
         for x in found
     }
-    return [{"card": card["gpu"], **cells}] if cells else []
+    if cells:
+        yield {"card": card["gpu"], **cells}
+
+
+# This card
+
+
+def measure(options: Options, command: str, overrides: list[str]) -> None:
+    """Measure attention, then steps; write the card's file after each point."""
+    import torch
+
+    from longctx.parallel.devices import able_backends
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    end, about, gpu = time.monotonic() + 60 * options.minutes, machine() | state(), this_gpu()
+    slug = re.sub(r"[^a-z0-9]+", "-", about["gpu"].lower()).strip("-")
+    path = Path(options.out or RESULTS / "cards") / f"{slug}.json"
+    if not any(override.startswith("model=") for override in overrides):
+        overrides = ["model=124m", *overrides]
+    result: Row = {"command": command, **about, "memory_gib": gpu.memory / GIB if gpu else 0.0}
+    result |= {"options": asdict(options), "overrides": overrides, "attention": [], "steps": []}
+    if device == "cuda":  # two fifths of the time; most of the rest is compiling steps
+        seconds = int(24 * options.minutes)
+        chosen = attention.Options(
+            options.lengths, backends=PEERS, row_tokens=options.tokens, seconds=seconds, repeats=20
+        )
+        for case in (("causal",), ("documents", "window")):
+            chosen = replace(chosen, masks=case, seconds=seconds // 2)
+            result["attention"] += attention.rows_of(chosen, attention.matmul_tflops())
+            write_json(path, result)
+    for length in options.lengths:
+        batch_size = max(1, options.tokens // length)
+        given = [*overrides, f"seq_len={length}", f"batch_size={batch_size}", "accumulate=1"]
+        run = training_run(given, device)
+        able = able_backends(run.config, run.workload.model, device)
+        for backend in (name for name in ORDER if name in able):
+            if time.monotonic() > end:
+                print(f"left out: {backend} with {length:,} tokens; give more minutes=")
+                continue
+            run = decided(training_run([*given, f"attention={backend}"], device))
+            row = expected(run)
+            if gpu is not None and row["predicted_gib"] * GIB > gpu.usable:
+                row["failed"] = f"predicted to take {row['predicted_gib']:.0f} GiB"
+            else:
+                row = point(run, 2, 6)
+            result["steps"].append(row | {"batch": batch_size})
+            print(f"{backend}, {length:,} tokens: {row['failed'] or row['tokens_per_second']}")
+            write_json(path, result)
+    shown = ("tokens", "backend", "kernel", "memory", "spread", "tokens_per_second", "failed")
+    grid("Training steps", shown, result["steps"])
+    print(f"wrote {path}")
+
+
+def state() -> dict[str, str]:
+    """Return the driver, clocks and power limit of the card, as far as nvidia-smi tells them."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # AMD, or a CPU
+        return {}
+    return dict(zip(STATE, (value.strip() for value in answer.split(",")), strict=False))
+
+
+# Caps
+
+
+def try_caps(options: Options, command: str) -> None:
+    """Measure every point, print predicted and measured peaks, write the file after each."""
+    gpu = this_gpu()
+    if gpu is None:
+        raise ValueError("caps: measures a GPU's memory, and there is no CUDA GPU here")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
+    rows: list[Row] = []
+    # By a child: torch would take memory of the GPU for this process
+    about = in_child(machine)
+    result: Row = {"command": command, **about, "options": asdict(options), "rows": rows}
+    path = Path(options.out or RESULTS / "caps.json")
+    end, room = time.monotonic() + 60 * options.minutes, Room(gpu.memory)
+
+    def measured(point_of_cap: tuple[Case, int, Workload]) -> Row | None:
+        case, cap, step = point_of_cap
+        gib = hardware.CHIPS[CARDS[cap]].memory / GIB - OF_CUDA
+        with room.reserved(gib * GIB + CONTEXT):
+            if time.monotonic() > end:
+                print(f"left out: {case.name} under {cap} GB; give more minutes=", flush=True)
+                return None
+            training = replace(run_of(case), workload=step, val_rows=1)
+            row = point(training, 0, 1, DOCUMENT, validate=True, gib=gib)
+        print(f"{case.name} under {cap} GB: {off(row['error']) or row['failed']}", flush=True)
+        return row | {"model": case.model, "way": case.way, "cap": cap, "cap_gib": gib}
+
+    with ThreadPoolExecutor(options.parallel) as threads:
+        for row in threads.map(measured, points(options)):
+            rows += [row] if row else []
+            write_json(path, result)
+    shown = ("model", "way", "cap", "tokens", "predicted_gib", "measured_gib", "off", "failed")
+    grid("Steps under caps", shown, [row | {"off": off(row["error"])} for row in rows])
+    print(f"wrote {path}")
+
+
+def points(options: Options) -> list[tuple[Case, int, Workload]]:
+    """Return case, cap and step of every point; those with the last cap, which fill a GPU, last."""
+    of_caps = [list(points_under(cap, options)) for cap in options.caps]
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(*of_caps[:-1]))
+    return [each for each in mixed if each is not None] + of_caps[-1]
+
+
+def points_under(cap: int, options: Options) -> Iterator[tuple[Case, int, Workload]]:
+    """Yield the points of a cap: an 8b model by LoRA, on nf4 under the smallest."""
+    way = "LoRA on nf4" if cap == min(CARDS) else "LoRA"
+    # The models that take longest come first: time may run short
+    for case in reversed(CASES):
+        if case.model not in options.models or (case.model == "8b" and case.way != way):
+            continue
+        if (step := longest_step(case, cap)) is not None:
+            yield case, cap, step

@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.points import training_run
 from benchmarks.report import machine, write_json
-from benchmarks.words import check_unused, training_run
+from benchmarks.words import check_unused
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import key
 from longctx.spec.model_config import GPTConfig

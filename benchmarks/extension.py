@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 11}
     | {"samples": 3, "documents": None},
     "cpu": {"seq_len": 2048, "steps": 8, "lengths": [4096, 16384], "depths": 1}
-    | {"samples": 1, "documents": 400},
+    | {"samples": 1, "documents": 200},
 }
 
 
@@ -71,7 +71,7 @@ class Options:
     )
     depths: int | None = key(None, "of a pass key in each; null: 11, on a CPU 1", between=(1, 100))
     samples: int | None = key(None, "texts of each length and depth; null: 3, on a CPU 1")
-    documents: int | None = key(None, "of text that are read; null: all, on a CPU 400")
+    documents: int | None = key(None, "of text that are read; null: all, on a CPU 200")
     lr: float = key(0.0005, "peak learning rate of LoRA")
     device: str = key("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     precision: str = key("auto", "auto: the faster one | bf16 | fp32")

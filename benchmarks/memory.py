@@ -1,10 +1,10 @@
-"""Predicted peak memory beside the measured, over models, lengths, policies, backends: how far the
+"""Predicted peak memory next to the measured, over models, lengths, policies, backends: how far the
 plan can be trusted.
 
-Every point is two steps on packed documents and a validation batch in a child process
-(`longctx.training.dry_run`). As many points run at a time as are predicted to fit together: unlike
-time, memory does not change with company. The models are the presets with fewer layers. Most of a
-point's time is starting Python and compiling.
+Every point is two steps on packed documents and a validation batch in a process of its own. As many
+points run at a time as are predicted to fit together: unlike time, memory does not change with
+company. The models are the presets with fewer layers. Most of a point's time is starting Python and
+compiling.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from benchmarks.points import Row, off, point, training_run
 from benchmarks.report import machine, write_json
-from benchmarks.words import check_unused, training_run
+from benchmarks.words import check_unused
 from longctx.config.fields import key
 from longctx.planner.peak_memory import predict
 from longctx.spec.hardware import GIB
@@ -37,12 +38,13 @@ TAKEN = {
     "memory": "use policies=",
     "attention": "use backends=",
     "seq_len": "use lengths=, long_lengths= and naive_lengths=",
-    "batch_size": "it is one row",
+    "batch_size": "it is one sequence",
     "lora.rank": "use lora_models=",
 }
 DOCUMENT = 2048  # tokens
-SECONDS = 300.0  # that a point may take
 CONTEXT = 1.5 * GIB  # that a process takes besides its tensors
+SHOWN = ("model", "lora", "memory", "backend", "tokens", "accumulate", "predicted_gib")
+SHOWN += ("measured_gib", "off", "moment", "failed")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Options:
         ("flash", "flash:portable", "sdpa", "naive"),
         "attention backends; BACKEND:KERNEL picks its kernel option",
     )
-    lengths: tuple[int, ...] = key((8192, 65536), "tokens in a row")
+    lengths: tuple[int, ...] = key((8192, 65536), "tokens of a sequence")
     long_lengths: tuple[int, ...] = key((16384, 262144), "those of memory=long")
     naive_lengths: tuple[int, ...] = key((2048, 4096), "those of naive attention")
     lora_models: tuple[str, ...] = key(
@@ -76,68 +78,56 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     if not torch.cuda.is_available():
         raise ValueError("memory: measures a GPU's memory, and there is no CUDA GPU here")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each process
-    points = list(combinations(options, overrides))
-    rows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {
-        "command": command,
-        **machine(),
-        "options": asdict(options),
-        "rows": rows,
-    }
+    end, room = time.monotonic() + 60 * options.minutes, Room(0.95 * torch.cuda.mem_get_info()[0])
+    rows: list[Row] = []
+    result = {"command": command, **machine(), "options": asdict(options), "rows": rows}
+
+    def measured(case: tuple[str, Run]) -> Row | None:
+        model, run = case
+        work, predicted = run.workload, predict(run.workload)
+        with room.reserved(1.05 * predicted.peak + CONTEXT):
+            if time.monotonic() > end:
+                return None
+            row = point(run, 1, 1, DOCUMENT, validate=True, seconds=300)
+        kernel = work.attention.options.get("kernel", "auto")
+        row["backend"] += "" if kernel == "auto" else f":{kernel}"
+        row |= {"model": model, "layers": work.model.layers, "lora": work.lora.rank}
+        row |= {"accumulate": work.accumulate, "moment": predicted.moment}
+        row["terms"] = {term: size / GIB for term, size in predicted.gpu.items()}
+        name = f"{model} {row['memory']} {row['backend']} {work.seq_len}"
+        print(f"{name}: {off(row['error']) or row['failed']}", flush=True)
+        return row
+
     with ThreadPoolExecutor(options.parallel) as pool:
-        end = time.monotonic() + 60 * options.minutes
-        room = Room(0.95 * float(torch.cuda.mem_get_info()[0]))
-        for row in pool.map(lambda one: point(one[0], one[1], end, room), points):
+        for row in pool.map(measured, combinations(options, overrides)):
             rows += [row] if row else []
             write_json(Path(f"{options.out}.json"), result)  # an interruption loses no row
     errors = sorted(abs(row["error"]) for row in rows if row["error"] is not None)
-    shown = (
-        "model",
-        "lora",
-        "memory",
-        "backend",
-        "tokens",
-        "accumulate",
-        "predicted_gib",
-        "measured_gib",
-        "off",
-        "moment",
-        "failed",
-    )
-    grid(
-        "Peak memory, predicted and measured",
-        shown,
-        [row | {"off": off(row["error"])} for row in rows],
-    )
-    within = sum(error <= 0.03 for error in errors)
-    print(f"{within} of {len(errors)} within 3%, the worst {max(errors, default=0.0):.1%}")
-    write_json(Path(f"{options.out}.json"), result | {"within_3_percent": within})
+    shown = [row | {"off": off(row["error"])} for row in rows]
+    grid("Peak memory, predicted and measured", SHOWN, shown)
+    result["within_3_percent"] = sum(error <= 0.03 for error in errors)
+    worst = max(errors, default=0.0)
+    print(f"{result['within_3_percent']} of {len(errors)} within 3%, the worst {worst:.1%}")
+    write_json(Path(f"{options.out}.json"), result)
     print(f"wrote {options.out}.json")
 
 
-def combinations(options: Options, overrides: list[str]) -> list[tuple[str, Run]]:
-    """Model preset and run of every point."""
-    points = []
+def combinations(options: Options, overrides: list[str]) -> Iterator[tuple[str, Run]]:
+    """Yield model preset and run of every point."""
     kinds = [(model, backend, "") for model in options.models for backend in options.backends]
     kinds += [(model, options.backends[0], "lora.rank=16") for model in options.lora_models]
     for (model, backend_and_kernel, lora), policy, accumulate in itertools.product(
         kinds, options.policies, options.accumulate
     ):
         backend, _, kernel = backend_and_kernel.partition(":")
-        chosen = [
-            f"model={model}",
-            f"model.layers={options.layers}",
-            f"memory={policy}",
-            f"attention={backend}",
-        ]
+        chosen = [f"model={model}", f"model.layers={options.layers}", f"memory={policy}"]
+        chosen += [f"attention={backend}", "batch_size=1", f"accumulate={accumulate}"]
         chosen += [f"attention.options.kernel={kernel}"] if kernel else []
         chosen += [lora] if lora else []
         lengths = options.long_lengths if policy == "long" else options.lengths
         for length in options.naive_lengths if backend == "naive" else lengths:
-            rows = [f"seq_len={length}", "batch_size=1", f"accumulate={accumulate}"]
-            run = training_run([*chosen, *rows, *overrides], "cuda")
-            points.append((model, replace(run, val_rows=1)))
-    return points
+            run = training_run([*chosen, f"seq_len={length}", *overrides], "cuda")
+            yield model, replace(run, val_rows=1)
 
 
 class Room:
@@ -148,7 +138,7 @@ class Room:
 
     @contextmanager
     def reserved(self, size: float) -> Iterator[None]:
-        """While `size` bytes, or all of them where it is more, are no one else's."""
+        """Keep `size` bytes, or all of them if it is more, from others."""
         mine = min(size, self.size)
         with self.changed:
             self.changed.wait_for(lambda: self.free >= mine)
@@ -159,46 +149,3 @@ class Room:
             with self.changed:
                 self.free += mine
                 self.changed.notify_all()
-
-
-def point(model: str, run: Run, end: float, room: Room) -> dict[str, Any] | None:
-    """One row: the prediction, the measurement, and how far apart they are; None where the clock is
-    past `end`.
-    """
-    from longctx.training.dry_run import dry_run_in_child
-
-    work = run.workload
-    predicted = predict(work)
-    with room.reserved(1.05 * predicted.peak + CONTEXT):
-        if time.monotonic() > end:
-            return None
-        measured = dry_run_in_child(run, 2, DOCUMENT, True, SECONDS)
-    peak = measured.memory.get("memory_peak_gib")
-    kernel = work.attention.options.get("kernel", "auto")
-    error = None if measured.failed or not peak else predicted.peak / GIB / peak - 1
-    row = {
-        "model": model,
-        "layers": work.model.layers,
-        "lora": work.lora.rank,
-        "memory": work.memory.policy,
-        "backend": work.attention.backend + ("" if kernel == "auto" else f":{kernel}"),
-        "kernel": measured.kernels.get(work.attention.backend),
-        "tokens": work.seq_len,
-        "accumulate": work.accumulate,
-        "predicted_gib": predicted.peak / GIB,
-        "measured_gib": peak,
-        "moment": predicted.moment,
-        "terms": {term: size / GIB for term, size in predicted.gpu.items()},
-        "ms": measured.ms,
-        "failed": measured.failed,
-        "error": error,
-    }
-    lora = " lora" if work.lora.rank else ""
-    name = f"{model}{lora} {row['memory']} {row['backend']} {work.seq_len}"
-    print(f"{name}: {off(error) or measured.failed}", flush=True)
-    return row
-
-
-def off(error: float | None) -> str:
-    """+2.1%: predicted more than measured."""
-    return "" if error is None else f"{error:+.1%}"

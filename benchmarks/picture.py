@@ -11,9 +11,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.process_group import ROOT
+from benchmarks.points import training_run
+from benchmarks.processes import ROOT
 from benchmarks.report import save_figure, short
-from benchmarks.words import training_run
 from longctx.config.fields import key
 from longctx.planner import fitting
 from longctx.planner.overview import longest_step

@@ -1,78 +1,53 @@
-"""Preferences on long documents: DPO beside TRL, DPO of an 8B model by LoRA, LoRA on few bits.
+"""Preferences on long documents: DPO next to TRL, and DPO of an 8B model by LoRA.
 
 A pair is two sides of equal length, random tokens, all of them learned. TRL's DPOTrainer has its
 fused head, gradient checkpointing, weights and averages in bf16, and, as ours, log-probabilities of
 the reference that were computed before. longctx has fp32 weights under autocast, as train.py has.
-All parts run in this process, each with its own result, so a part that fails loses no other:
+Each part has its own result, so a part that fails loses no other:
 
-    speed   gemma-3-1b, tokens/s of whole steps at equal lengths, beside TRL
+    speed   gemma-3-1b, tokens/s of whole steps at equal lengths, next to TRL
     trl     the longest pair of gemma-3-1b by TRL within `gib`, by bisection
     ours    the same by longctx: the prediction, shortened until a step fits
-    lora    Qwen3-8B with `layers` layers: DPO of sides of `side` tokens, beside two passes of cross
-            entropy of so many tokens
+    lora    Qwen3-8B with `layers` layers: DPO of sides of `side` tokens, next to two passes of
+            cross entropy of so many tokens
     whole   Qwen3-8B with all layers: one such step of DPO
-    packed  Qwen3-8B on nf4 and fp8 within `packed_gib`: the longest sequence, predicted and stepped
-    losses  runs of train.py: a small model is trained, then LoRA on its weights in bf16, nf4, fp8
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.families import SHAPES
-from benchmarks.process_group import in_child, train
+from benchmarks.points import Row, capped, emptied, point, training_run
 from benchmarks.report import machine, write_json
-from benchmarks.words import training_run
+from benchmarks.shapes import SHAPES
 from longctx.config.doors import ObjectiveConfig
 from longctx.config.fields import key
 from longctx.planner import fitting
-from longctx.planner.peak_memory import predict
-from longctx.runs import metrics_file
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
 if TYPE_CHECKING:
     from longctx.spec.step import Workload
-    from longctx.training.dry_run import DryRun
     from longctx.training.run import Run
 
-SHOWN = (
-    *("part", "case", "side", "memory", "tokens_per_second", "gib", "predicted_gib"),
-    *("seconds", "last_loss", "failed"),
-)
+SHOWN = ("part", "case", "side", "memory", "tokens_per_second", "gib", "predicted_gib", "failed")
 SHARES = (1.0, 0.95, 0.9, 0.8)  # of the memory, for predictions that a step does not confirm
-TINY = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
-TINY_RUN = ["model.layers=1", "model.channels=64", "model.heads=4", "model.ffn=128"]
-TINY_RUN += ["seq_len=64", "batch_size=2", "accumulate=1", "data.vocab_size=300", "device=cpu"]
-Row = dict[str, Any]
+NAMES = ("speed", "trl", "ours", "lora", "whole")
+TINY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 7}
 
 
 @dataclass(frozen=True)
 class Options:
     """What to measure. Lengths are tokens of a side; a pair has two."""
 
-    parts: tuple[str, ...] = key(
-        ("speed", "trl", "ours", "lora", "whole", "packed", "losses"),
-        "in this order; the module's text says what they are",
-        choices=("speed", "trl", "ours", "lora", "whole", "packed", "losses"),
-    )
+    parts: tuple[str, ...] = key(NAMES, "in this order; see the module", choices=NAMES)
     attentions: tuple[str, ...] = key(
         ("sdpa", "flex_attention"), "of TRL, as transformers calls them"
     )
@@ -84,11 +59,8 @@ class Options:
     layers: int = key(4, "of the model of lora")
     rank: int = key(16, "of LoRA")
     steps: int = key(2, "of a point; the last counts, the first one compiles", between=(1, 100))
-    gib: float = key(79.0, "memory of speed, trl, ours, lora and whole", above=0)
+    gib: float = key(79.0, "of the GPU's memory", above=0)
     host_gib: float = key(110.0, "host memory to plan with; some machines show it late", above=0)
-    packed_gib: float = key(24.0, "memory of packed", above=0)
-    pretraining: int = key(200, "steps of the model of losses")
-    runs: str = key("runs/preferences", "folder of the runs of losses")
     tiny: bool = key(False, "small shapes, for a CPU: shows that all parts run")
     out: str = key("results/preferences", "writes .json")
 
@@ -102,187 +74,108 @@ def run(options: Options, command: str) -> None:
     rows: list[Row] = []
     result = {"command": command, **machine(), "options": asdict(options), "results": rows}
     for part in options.parts:
-        began = time.monotonic()
         try:
             for row in PARTS[part](options):
-                rows.append({"part": part, **row})
+                rows.append({"part": part} | row)
                 print(rows[-1], flush=True)
                 write_json(Path(f"{options.out}.json"), result)
-        except Exception as error:  # of TRL, transformers and bitsandbytes: any
-            traceback.print_exc()
+        except Exception as error:  # of TRL and transformers: any
             rows.append({"part": part, "failed": f"{type(error).__name__}: {error}"[:300]})
-        rows.append({"part": part, "case": "all of it", "seconds": time.monotonic() - began})
-        write_json(Path(f"{options.out}.json"), result)
         emptied()
+    write_json(Path(f"{options.out}.json"), result)
     grid("Preferences", SHOWN, rows)
-
-
-@contextmanager
-def capped(gib: float) -> Iterator[None]:
-    """Give tensors no more than `gib` GiB of the GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        yield
-        return
-    emptied()
-    share = gib * GIB / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def emptied() -> None:
-    """Give back memory that nothing holds."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def room(gib: float) -> float:
-    """Return the bytes that the planner may fill of a GPU with `gib` GiB."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return gib * GIB / 100
-    return hardware.chip(torch.cuda.get_device_name(), gib * GIB).usable
 
 
 def settings_of(shape: str, tiny: bool) -> dict[str, Any]:
     """Return the config.json of `shape`."""
-    settings = SHAPES[shape]
-    if not tiny:
-        return settings
-    settings = settings | TINY | {"num_hidden_layers": 7}
+    settings = SHAPES[shape] | (TINY if tiny else {})
     if "layer_types" in settings:
-        settings |= {"layer_types": settings["layer_types"][:7]}
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     return settings
 
 
-def run_of_shape(
-    shape: str, options: Options, objective: str, overrides: list[str], layers: int | None = None
-) -> Run:
+def run_of(options: Options, shape: str, objective: str, *overrides: str) -> Run:
     """Return a run with random weights of `shape`, one sequence a step.
 
     `objective` is its name, and "step" or "cached" for the reference.
     """
     import torch
 
-    from longctx.model.huggingface import read_config
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    step = ["model=tiny", "seq_len=512", "batch_size=1", "accumulate=1", "workers=0"]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = json.dumps(settings_of(shape, options.tiny))
-        (Path(folder) / "config.json").write_text(settings)
-        model = read_config(folder, "never")
-    if layers is not None:
-        model = model.with_layers(range(layers))
-    run = training_run([*step, *overrides], device)
+    step = ["seq_len=512", "batch_size=1", "accumulate=1", "workers=0", "graphs=false"]
+    run = training_run([*step, *overrides], device, settings_of(shape, options.tiny))
     name, *reference = objective.split()
     # A request would need data and weights, which no dry run opens
     chosen = ObjectiveConfig(name, reference=reference[0] if reference else None)
-    workload = replace(run.workload, model=model, graphs="false")
-    return replace(run, config=replace(run.config, objective=chosen), workload=workload)
+    return replace(run, config=replace(run.config, objective=chosen))
+
+
+def room(options: Options) -> float:
+    """Return the bytes that the planner may fill of a GPU with `gib` GiB."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return options.gib * GIB / 100
+    return hardware.chip(torch.cuda.get_device_name(), options.gib * GIB).usable
 
 
 def fitted(workload: Workload, options: Options) -> Workload:
     """Return `workload` with the fastest policy that is predicted to fit, else the smallest."""
-    found = fitting.first_that_fits(workload, room(options.gib), options.host_gib * GIB)
+    found = fitting.first_that_fits(workload, room(options), options.host_gib * GIB)
     return found or fitting.policies(workload)[-1]
 
 
-def stepped(run: Run, workload: Workload, steps: int, case: str, gib: float) -> Row:
-    """Return what `steps` steps of `workload` take within `gib` GiB, the last one's speed."""
-    run = replace(run, workload=workload)
-    found = in_child(stepped_here, run, steps, gib)
-    row: Row = {
-        "case": case,
-        "side": workload.seq_len // (1 if run.config.objective.traits.data is None else 2),
-        "layers": workload.model.layers,
-        "memory": workload.memory.policy,
-        "predicted_gib": predict(workload).peak / GIB,
-        "host_gib": sum(predict(workload).host.values()) / GIB,
-        "gib": found.memory.get("memory_peak_gib"),
-        "ms": found.ms,
-        "kernels": found.kernels,
-    }
-    if found.failed is None:
-        return row | {"tokens_per_second": 1e3 * found.tokens / found.ms[-1]}
-    return row | {"failed": found.failed}
-
-
-def stepped_here(run: Run, steps: int, gib: float) -> DryRun:
-    """Return `steps` steps of `run` in this process."""
-    from longctx.training.dry_run import dry_run
-
-    with capped(gib):
-        return dry_run(run, steps)
-
-
-def longest_of_ours(run: Run, options: Options, gib: float, case: str) -> Iterator[Row]:
-    """Yield a step of the longest sequences that are predicted to fit, then of shorter ones until
-    one does.
-    """
-    limit = 2048 if options.tiny else 2**24
-    for share in SHARES:
-        workload = fitting.longest(
-            [lambda tokens: replace(run.workload, seq_len=tokens)],
-            share * room(gib),
-            options.host_gib * GIB,
-            1024,
-            limit,
-        )
-        if workload is None:
-            raise ValueError(f"{case}: no length is predicted to fit {gib} GiB")
-        row = stepped(run, workload, 1, case, gib)
-        yield row
-        if "failed" not in row:
-            return
+def stepped(options: Options, run: Run, workload: Workload, case: str, warm: int) -> Row:
+    """Return what a step of `workload` takes after `warm` ones."""
+    row = point(replace(run, workload=workload), warm, 1, gib=options.gib)
+    sides = 1 if run.config.objective.traits.data is None else 2
+    sizes = {"side": workload.seq_len // sides, "layers": workload.model.layers}
+    return row | {"case": case, "gib": row["measured_gib"], **sizes}
 
 
 def speed(options: Options) -> Iterator[Row]:
     """Yield steps of gemma-3-1b at equal lengths: ours, and TRL's with each attention."""
-    run = run_of_shape("gemma-3-1b", options, "dpo", [])
+    run = run_of(options, "gemma-3-1b", "dpo")
     for side in options.lengths:
         workload = fitted(replace(run.workload, seq_len=2 * side), options)
-        yield stepped(run, workload, options.steps + 1, "longctx", options.gib)
-    with capped(options.gib):
-        for attention in options.attentions:
-            yield from of_trl(options, attention, timed)
+        yield stepped(options, run, workload, "longctx", options.steps)
+    yield from of_trl(options, timed)
 
 
 def longest_of_trl(options: Options) -> Iterator[Row]:
     """Yield TRL's steps on the way to the longest pair, with each attention."""
-    with capped(options.gib):
-        for attention in options.attentions:
-            yield from of_trl(options, attention, bisected)
+    yield from of_trl(options, bisected)
 
 
 def longest_ours(options: Options) -> Iterator[Row]:
-    """Yield our longest pair of gemma-3-1b."""
-    run = run_of_shape("gemma-3-1b", options, "dpo", [])
-    yield from longest_of_ours(run, options, options.gib, "longctx")
+    """Yield a step of the longest pairs of gemma-3-1b that are predicted to fit, then of shorter
+    ones until one does.
+    """
+    run = run_of(options, "gemma-3-1b", "dpo")
+    limit = 2048 if options.tiny else 2**24
+    at, host = [lambda tokens: replace(run.workload, seq_len=tokens)], options.host_gib * GIB
+    for share in SHARES:
+        workload = fitting.longest(at, share * room(options), host, 1024, limit)
+        if workload is None:
+            raise ValueError(f"no length is predicted to fit {options.gib} GiB")
+        row = stepped(options, run, workload, "longctx", 0)
+        yield row
+        if row["failed"] is None:
+            return
 
 
-def of_trl(
-    options: Options, attention: str, function: Callable[[Options, Trl, str], Iterator[Row]]
-) -> Iterator[Row]:
-    """Yield the rows of `function`; one row tells what TRL raises."""
-    trl: Trl | None = None
-    try:
-        trl = Trl(settings_of("gemma-3-1b", options.tiny), attention)
-        yield from function(options, trl, f"trl {attention}")
-    except Exception as error:  # of TRL and transformers: any
-        traceback.print_exc()
-        yield {"case": f"trl {attention}", "failed": f"{type(error).__name__}: {error}"[:300]}
-    del trl
-    emptied()
+def of_trl(options: Options, function: Callable[..., Iterator[Row]]) -> Iterator[Row]:
+    """Yield the rows of `function` with each attention; one row tells what TRL raises."""
+    for attention in options.attentions:
+        trl: Trl | None = None
+        try:
+            with capped(options.gib):
+                trl = Trl(settings_of("gemma-3-1b", options.tiny), attention)
+                yield from function(options, trl, f"trl {attention}")
+        except Exception as error:  # of TRL and transformers: any
+            yield {"case": f"trl {attention}", "failed": f"{type(error).__name__}: {error}"[:300]}
+        del trl
+        emptied()
 
 
 def timed(options: Options, trl: Trl, case: str) -> Iterator[Row]:
@@ -296,12 +189,12 @@ def bisected(options: Options, trl: Trl, case: str) -> Iterator[Row]:
     fits, fails = options.shortest, options.longest
     first = trl.steps(fits, 1, case)
     yield first
-    while "failed" not in first and fails - fits > options.step:
+    while first["failed"] is None and fails - fits > options.step:
         side = (fits + fails) // 2 // options.step * options.step
         row = trl.steps(side, 1, case)
         yield row
-        fits, fails = (fits, side) if "failed" in row else (side, fails)
-    yield {"case": f"{case}, longest", "side": fits, "failed": first.get("failed")}
+        fits, fails = (side, fails) if row["failed"] is None else (fits, side)
+    yield {"case": f"{case}, longest", "side": fits, "failed": first["failed"]}
 
 
 class Trl:
@@ -378,7 +271,7 @@ class Trl:
         from longctx.parallel.devices import is_out_of_memory
 
         emptied()
-        row: Row = {"case": case, "side": side, "ms": []}
+        row: Row = {"case": case, "side": side, "ms": [], "failed": None}
         try:
             for _ in range(count):
                 began = time.perf_counter()
@@ -399,58 +292,25 @@ def by_lora(options: Options) -> Iterator[Row]:
     """Yield DPO with a cached reference, two passes of cross entropy, and DPO whose step computes
     the reference, all with the policy of the whole model.
     """
-    lora, side = [f"lora.rank={options.rank}"], options.side
-    longest = run_of_shape("qwen3-8b", options, "dpo cached", lora).workload
+    lora, side = f"lora.rank={options.rank}", options.side
+    longest = run_of(options, "qwen3-8b", "dpo cached", lora).workload
     policy = fitted(replace(longest, seq_len=2 * side), options).memory.policy
     for objective in ("dpo cached", "cross_entropy", "dpo step"):
-        run = run_of_shape("qwen3-8b", options, objective, lora, options.layers)
+        run = run_of(options, "qwen3-8b", objective, lora)
+        model = run.workload.model.with_layers(range(options.layers))
         sizes = {"seq_len": 2 * side}
         if objective == "cross_entropy":
             sizes = {"seq_len": side, "accumulate": 2}
-        workload = fitting.with_policy(replace(run.workload, **sizes), policy)
-        yield stepped(run, workload, options.steps, objective, options.gib)
+        workload = replace(run.workload, model=model, **sizes)
+        workload = fitting.with_policy(workload, policy)
+        yield stepped(options, run, workload, objective, options.steps - 1)
 
 
 def whole(options: Options) -> Iterator[Row]:
     """Yield a step of DPO by LoRA on all layers."""
-    run = run_of_shape("qwen3-8b", options, "dpo cached", [f"lora.rank={options.rank}"])
+    run = run_of(options, "qwen3-8b", "dpo cached", f"lora.rank={options.rank}")
     workload = fitted(replace(run.workload, seq_len=2 * options.side), options)
-    yield stepped(run, workload, max(1, options.steps - 1), "dpo cached", options.gib)
-
-
-def on_few_bits(options: Options) -> Iterator[Row]:
-    """Yield the longest sequence of LoRA on each base within packed_gib."""
-    for base in ("nf4", "fp8"):
-        given = [f"lora.rank={options.rank}", f"lora.base={base}"]
-        run = run_of_shape("qwen3-8b", options, "cross_entropy", given)
-        yield from longest_of_ours(run, options, options.packed_gib, base)
-
-
-def losses(options: Options) -> Iterator[Row]:
-    """Yield the last losses of 100 steps of LoRA on each base, of one model trained before."""
-    sizes = ["model=124m", "model.layers=4", "model.qk_norm=head", "seq_len=4096"]
-    sizes, steps = (["model=tiny", *TINY_RUN], 2) if options.tiny else (sizes, 100)
-    first = ["name=pretrained", f"max_steps={options.pretraining}", *sizes]
-    yield trained(options, "pretrained", first, options.pretraining)
-    init = [f"init={options.runs}/pretrained", f"lora.rank={options.rank}", f"max_steps={steps}"]
-    init += [x for x in sizes if not x.startswith(("model", "data."))]
-    for base in ("bf16", "nf4", "fp8"):
-        packs = [] if base == "bf16" else [f"lora.base={base}"]
-        yield trained(options, base, [f"name={base}", *packs, *init], steps)
-
-
-def trained(options: Options, case: str, overrides: list[str], steps: int) -> Row:
-    """Return the last losses of a run of train.py, in a child process."""
-    own = [f"runs={options.runs}", "wandb.mode=disabled", f"val_every={steps}", "log_every=1"]
-    began = time.monotonic()
-    train([*overrides, *own])
-    rows = metrics_file.read(Path(options.runs) / case)
-    return {
-        "case": case,
-        "last_loss": next(row["loss"] for row in reversed(rows) if row.get("loss")),
-        "val_loss": next(row["val_loss"] for row in reversed(rows) if row.get("val_loss")),
-        "seconds": time.monotonic() - began,
-    }
+    yield stepped(options, run, workload, "dpo cached", 0)
 
 
 PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
@@ -459,6 +319,4 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "ours": longest_ours,
     "lora": by_lora,
     "whole": whole,
-    "packed": on_few_bits,
-    "losses": losses,
 }

@@ -93,7 +93,9 @@ def _has_downloaded(requirement: str, folder: Path) -> bool:
 def convert(gguf: Path, folder: Path) -> None:
     """Write a GGUF file as a folder of safetensors, config.json and tokenizer.json."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     quantized = AutoModelForCausalLM.from_pretrained(**where, dtype="float32")
     # transformers 5.23 refuses to save a model that was quantized

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.process_group import ROOT
+from benchmarks.processes import ROOT
 from longctx import cli, files
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig

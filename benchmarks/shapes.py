@@ -1,10 +1,71 @@
-"""Small models of transformers' families, for the table of models and for tests."""
+"""Models as transformers describes them: those of benchmarks, and small ones of every family, for
+the table of models and for tests.
+"""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+GEMMA_LAYERS = [*["sliding_attention"] * 5, "full_attention"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "layer_types": (GEMMA_LAYERS * 5)[:26],
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b-4": {  # 4 of 48 layers
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
+}
 SIZES: dict[str, Any] = {
     "vocab_size": 301,
     "hidden_size": 64,

@@ -1,12 +1,13 @@
-"""Whole training steps in a plain loop on random tokens: longctx and other trainers, as their users
-run them on one GPU.
+"""Whole training steps of other trainers on random tokens, as their users run them.
 
-transformers, with Liger's kernels, with peft's LoRA: weights, gradients and AdamW's averages in
-bf16, SDPA. nanoGPT: fp32 weights under autocast to bf16, torch.compile. longctx-bare is our own
-model and optimizer in this same loop, without Lightning, loader and log. A step is forward,
-backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad; its learning rate is that of
-the same step of train.py, so that all weights change alike. Each trainer runs in a child process,
-so that running out of memory ends nothing else:
+nanogpt: its model.py, fp32 weights under autocast to bf16, compiled. transformers: its class for
+the model, all of it in bf16, SDPA; with Liger's kernels; with peft's LoRA.
+On several GPUs transformers' Llama with Liger's kernels, fp32 weights and averages cut by
+FSDP2: torch-context-parallel shares one sequence by torch's own context_parallel over its flash
+attention, accelerate-fsdp2 takes a sequence on each GPU.
+
+A step is forward, backward, clipping of the gradients, AdamW (fused on a GPU), zero_grad. Nothing
+waits for the device between steps. Each trainer runs in processes of its own:
 
     python -m benchmarks.trainers REQUEST OUT
 
@@ -17,118 +18,133 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import enable_cudnn_sdp, enable_math_sdp, enable_mem_efficient_sdp
 from torch.profiler import ProfilerActivity, profile
 
-from longctx.attention import kernels_run
+from longctx.attention import Mask
 from longctx.attention.communication import Laps
-from longctx.model.export import architecture
+from longctx.config.layout_config import MemoryConfig
+from longctx.model.loss import linear_cross_entropy
 from longctx.parallel.devices import is_out_of_memory, within_memory
-from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.training.dry_run import OUT_OF_MEMORY
 from longctx.training.memory import measured
-from longctx.training.module import TrainingModule, clip_gradients
-from longctx.training.optimizers import build
-from longctx.training.run import run_of
 
-Built = tuple[
-    nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]
-]  # the last: (B, T + 1) tokens → loss
+PACKAGES = ("transformers", "liger-kernel", "peft", "accelerate")
 LORA_LAYERS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "out": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+LARGEST_LOGITS = 2**31  # elements; above, transformers' own loss takes tens of GiB
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the child is asked for: `warm` steps and then `timed` ones on `rows` rows of `tokens`
-    random tokens.
-    """
+    """What the processes are asked for."""
 
-    trainer: str  # a key of TRAINERS
-    model: dict[str, Any]  # a GPTConfig
-    lora: dict[str, Any]  # a LoraConfig
-    rows: int
-    tokens: int
-    warm: int
+    peer: str  # a key of TRAINERS
+    config: dict[str, Any]  # transformers' config.json
+    lora: dict[str, Any] | None
+    rows: int  # sequences of a step, on each GPU
+    tokens: int  # of a sequence
+    document: int  # tokens; 0: a sequence is one document
+    warm: int  # steps before the timed ones
     timed: int
     device: str  # "cuda" or "cpu"
     bf16: bool
-    lrs: list[float]  # of each step, warm ones first
-    betas: tuple[float, float]
-    weight_decay: float
+    optimizer: dict[str, Any]  # lr, betas, weight_decay
     clip: float | None
-    checkpointing: bool = False  # gradient checkpointing, of transformers
-    folder: str = ""  # of nanoGPT's model.py
-    settings: dict[str, Any] = field(default_factory=dict)  # of longctx-bare: `Run.settings`
+    checkpointing: bool  # gradient checkpointing
+    folder: str  # of nanoGPT's model.py
 
 
-def random_model(
-    shape: dict[str, Any], tokens: int, device: str | torch.device, dtype: torch.dtype, liger: bool
-) -> Any:
-    """transformers' class for a GPTConfig, random weights; with `liger` Liger's rope, RMSNorm,
-    SwiGLU and fused loss.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
+class Built(NamedTuple):
+    """A trainer: its model and optimizer, and the loss of (B, T + 1) tokens."""
 
+    model: nn.Module
+    optimizer: Any
+    loss: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], None] = Tensor.backward
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # forward and backward
+    tokens_of_rank: float = 1.0  # the share of a sequence that a GPU has
+
+
+def device_of(job: Job) -> torch.device:
+    """Return the device of this rank."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device(job.device, rank if job.device == "cuda" else None)
+
+
+def of_transformers(job: Job, liger: bool, dtype: torch.dtype) -> Any:
+    """Return transformers' class with random weights; with `liger` Liger's kernels."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[job.config["model_type"]].from_dict(dict(job.config))
+    config.use_cache = False
+    with torch.device(device_of(job)):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
+        from liger_kernel.transformers import monkey_patch
 
-        apply_liger_kernel_to_llama()
-    described = architecture(GPTConfig.of_saved(shape), tokens) | {"use_cache": False}
-    config = AutoConfig.for_model(**described)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        monkey_patch._apply_liger_kernel_to_instance(model=model)
+    return model.train()
+
+
+def adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
+    """Return torch's AdamW on what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, **job.optimizer, fused=job.device == "cuda")
 
 
 def transformers(job: Job, liger: bool = False) -> Built:
-    """transformers' class for the model, its weights in the dtype of the job."""
-    dtype = torch.bfloat16 if job.bf16 else torch.float32
-    model = random_model(job.model, job.tokens, job.device, dtype, liger)
+    """On one GPU."""
+    model = of_transformers(job, liger, torch.bfloat16 if job.bf16 else torch.float32)
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if job.lora["rank"] is not None:
-        model = with_peft(model, LoraConfig(**job.lora))
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    fused = {"fused": True} if job.device == "cuda" else {}
-    optimizer = torch.optim.AdamW(
-        trained, lr=job.lrs[0], betas=job.betas, weight_decay=job.weight_decay, **fused
-    )
+    if job.lora is not None:
+        model = with_peft(model, job.lora)
+    numbers = torch.arange(job.tokens, device=job.device) // (job.document or job.tokens)
+    positions = Mask.documents(numbers[None]).positions(1, job.tokens, torch.device(job.device))
+    positions = positions.expand(job.rows, -1)
+    vocab_size = model.config.vocab_size
+    chunk = MemoryConfig("balanced").chunk(vocab_size, job.device)
 
     def loss(tokens: Tensor) -> Tensor:
-        rows = tokens[:, :-1].contiguous()
-        return model(input_ids=rows, labels=rows).loss  # it shifts the labels itself
+        rows, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+        # Without positions transformers needs no mask
+        given = {"input_ids": rows} | ({"position_ids": positions} if job.document else {})
+        if liger or rows.numel() * vocab_size <= LARGEST_LOGITS:
+            return model(**given, labels=rows).loss  # it shifts the labels itself
+        x = model.model(**given)[0]
+        return linear_cross_entropy(x, model.lm_head.weight, targets, chunk)
 
-    return model, optimizer, loss
+    return Built(model, adamw(model, job), loss)
 
 
-def with_peft(model: Any, lora: LoraConfig) -> nn.Module:
-    """`model` with peft's LoRA on the layers that ours has it on, in the dtype of the model's
-    weights.
-    """
+def with_peft(model: Any, lora: dict[str, Any]) -> nn.Module:
+    """Return `model` with peft's LoRA on the layers that ours has it on, in the same dtype."""
     import peft
 
-    layers = [name for target in lora.targets for name in LORA_LAYERS[target]]
-    alpha: Any = lora.alpha  # peft takes fractions, and says it takes whole numbers
     config = peft.LoraConfig(
-        r=lora.rank or 0,
-        lora_alpha=alpha,
-        use_rslora=lora.rslora,
-        target_modules=layers,
+        r=lora["rank"],
+        lora_alpha=lora["alpha"],
+        use_rslora=lora["rslora"],
+        target_modules=[name for target in lora["targets"] for name in LORA_LAYERS[target]],
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -145,18 +161,18 @@ def nanogpt(job: Job) -> Built:
     spec.loader.exec_module(module)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    shape = GPTConfig.of_saved(job.model)
     config = module.GPTConfig(
         block_size=job.tokens,
-        vocab_size=shape.vocab_size,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        n_embd=shape.channels,
+        vocab_size=job.config["vocab_size"],
+        n_layer=job.config["num_hidden_layers"],
+        n_head=job.config["num_attention_heads"],
+        n_embd=job.config["hidden_size"],
         dropout=0.0,
         bias=False,
     )
     model = module.GPT(config).to(job.device)
-    optimizer = model.configure_optimizers(job.weight_decay, job.lrs[0], job.betas, job.device)
+    decay, rate, betas = (job.optimizer[name] for name in ("weight_decay", "lr", "betas"))
+    optimizer = model.configure_optimizers(decay, rate, betas, job.device)
     compiled = torch.compile(model) if job.device == "cuda" else model
     autocast = torch.autocast(job.device, torch.bfloat16) if job.bf16 else nullcontext()
 
@@ -165,112 +181,198 @@ def nanogpt(job: Job) -> Built:
             mean: Tensor = compiled(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())[1]
         return mean
 
-    return model, optimizer, loss
+    return Built(model, optimizer, loss)
 
 
-def longctx_bare(job: Job) -> Built:
-    """The model that train.py would train, built, compiled and optimized as there; a step is one
-    micro-batch.
-    """
-    run = run_of(job.settings, job.device)
-    module = TrainingModule(run)
-    with torch.device(job.device):
-        module.configure_model()
-    model, autocast = (
-        module.model,
-        torch.autocast(job.device, torch.bfloat16) if job.bf16 else nullcontext(),
-    )
+class LossOfPart(nn.Module):
+    """Llama's loss on a part of a sequence whose labels come shifted."""
 
-    def loss(tokens: Tensor) -> Tensor:
-        with autocast:
-            mean: Tensor = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    def __init__(self, model: Any, liger: bool) -> None:
+        super().__init__()
+        self.model, self.fused = model, None
+        if liger:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            self.fused = LigerFusedLinearCrossEntropyLoss()
+
+    def forward(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+        llama = self.model.model
+        x = llama.embed_tokens(tokens)
+        rotary = llama.rotary_emb(x, position_ids=positions)
+        for layer in llama.layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+            x = x[0] if isinstance(x, tuple) else x
+        x, weight = llama.norm(x).flatten(0, 1), self.model.lm_head.weight
+        if self.fused is not None:
+            loss: Tensor = self.fused(weight, x, labels.flatten())
+            return loss
+        return F.cross_entropy((x @ weight.T).float(), labels.flatten())
+
+
+def torch_context_parallel(job: Job) -> Built:
+    """Share one sequence over all ranks; labels are shifted before it is cut."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.experimental import context_parallel
+
+    on_gpu, mesh = job.device == "cuda", init_device_mesh(job.device, (dist.get_world_size(),))
+    torch.manual_seed(1)  # the same weights on every rank
+    model = of_transformers(job, has_liger(job), torch.float32)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        if job.checkpointing:
+            layers[number] = layer = checkpoint_wrapper(layer, preserve_rng_state=False)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    wrapped = LossOfPart(model, has_liger(job))
+    fully_shard(wrapped, mesh=mesh, mp_policy=precision)
+    parts: list[Tensor] = []
+    positions = torch.arange(job.tokens, device=device_of(job))[None]
+
+    def around() -> AbstractContextManager[Any]:
+        row = torch.randint(job.config["vocab_size"], (1, job.tokens + 1), device=device_of(job))
+        parts[:] = [row[:, :-1].clone(), positions.clone(), row[:, 1:].clone()]
+        return context_parallel(
+            mesh, buffers=parts, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(parts)
+        )
+
+    def loss(_: Tensor) -> Tensor:
+        mean: Tensor = wrapped(*parts)
         return mean
 
-    return model, build(model, run), loss
+    torch.manual_seed(3)  # and the same tokens
+    # Flash attention: the fastest that is right on a Hopper GPU, with torch 2.11
+    for switch in (enable_cudnn_sdp, enable_mem_efficient_sdp, enable_math_sdp):
+        switch(not on_gpu)
+    return Built(wrapped, adamw(wrapped, job), loss, around=around, tokens_of_rank=1 / mesh.size())
+
+
+def accelerate_fsdp2(job: Job) -> Built:
+    """Take a sequence on each rank."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=job.checkpointing,
+        cpu_ram_efficient_loading=False,
+    )
+    on_gpu = job.device == "cuda"
+    accelerator = Accelerator(
+        mixed_precision="bf16" if on_gpu else "no", fsdp_plugin=plugin, cpu=not on_gpu
+    )
+    torch.manual_seed(1)
+    model = of_transformers(job, has_liger(job), torch.float32)
+    model, optimizer = accelerator.prepare(model, adamw(model, job))
+
+    def loss(tokens: Tensor) -> Tensor:
+        rows = tokens[:, :-1].contiguous()
+        mean: Tensor = model(input_ids=rows, labels=rows).loss
+        return mean
+
+    return Built(model, optimizer, loss, backward=accelerator.backward)
+
+
+def has_liger(job: Job) -> bool:
+    """Return True if Liger's kernels are there, which need a GPU."""
+    return job.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
 TRAINERS: dict[str, Callable[[Job], Built]] = {
-    "longctx-bare": longctx_bare,
     "nanogpt": nanogpt,
     "transformers": transformers,
     "transformers-liger": partial(transformers, liger=True),
-}
-PACKAGES = {
-    "transformers": ("transformers",),
-    "transformers-liger": ("transformers", "liger-kernel"),
+    "torch-context-parallel": torch_context_parallel,
+    "accelerate-fsdp2": accelerate_fsdp2,
 }
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Milliseconds of each timed step, peak memory, parameters (nanoGPT's positions left out),
-    attention's operator.
+    """Return the milliseconds of each timed step, on the slowest rank, and what was measured of
+    this one.
     """
     torch.manual_seed(1)
     result: dict[str, Any] = {"ms": [], "failed": None}
     try:
         with within_memory(job.device):
-            model, optimizer, loss = TRAINERS[job.trainer](job)
-            positions = sum(
-                p.numel() for name, p in model.named_parameters() if name.endswith("wpe.weight")
-            )
-            result["parameters"] = sum(p.numel() for p in model.parameters()) - positions
-            result |= timed_steps(job, model, optimizer, loss)
+            built = TRAINERS[job.peer](job)
+            named = built.model.named_parameters()  # nanoGPT's positions left out
+            sizes = [p.numel() for name, p in named if not name.endswith("wpe.weight")]
+            result |= {"parameters": sum(sizes)} | timed_steps(job, built)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         result["failed"] = OUT_OF_MEMORY
-    peft = ("peft",) if job.lora["rank"] is not None else ()
-    result["versions"] = {name: version(name) for name in (*PACKAGES.get(job.trainer, ()), *peft)}
-    return result | measured(torch.device(job.device))
+    result["versions"] = dict(filter(None, map(installed, PACKAGES)))
+    return result | measured(device_of(job))
 
 
-def timed_steps(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
-    """The steps, between which nothing waits for the device. The last warm step tells which
-    attention ran.
-    """
+def installed(package: str) -> tuple[str, str] | None:
+    """Return the name and version of a package that is installed."""
+    try:
+        return package, version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def timed_steps(job: Job, built: Built) -> dict[str, Any]:
+    """Take the steps. The last warm step tells which attention ran."""
 
     def step(tokens: Tensor) -> Tensor:
-        value = loss(tokens)
-        value.backward()
-        if job.settings:  # ours clips on the way
-            clip_gradients(optimizer, job.clip)
-        elif job.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        with built.around():
+            value = built.loss(tokens)
+            built.backward(value)
+        if job.clip is not None:
+            torch.nn.utils.clip_grad_norm_(built.model.parameters(), job.clip)
+        built.optimizer.step()
+        built.optimizer.zero_grad(set_to_none=True)
         return value.detach()
 
-    laps, last, operators = Laps(job.device == "cuda"), torch.zeros(()), set()
-    for n in range(job.warm + job.timed):
-        tokens = torch.randint(
-            job.model["vocab_size"], (job.rows, job.tokens + 1), device=job.device
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = job.lrs[n]
+    device, last, operators = device_of(job), torch.zeros(()), set()
+    laps = Laps(device.type == "cuda")
+    for number in range(job.warm + job.timed):
+        shape = job.rows, job.tokens + 1
+        tokens = torch.randint(job.config["vocab_size"], shape, device=device)
         laps.begin()
-        if n == job.warm - 1:
+        if number == job.warm - 1:
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 last = step(tokens)
             operators = {event.key for event in profiler.key_averages()}
         else:
             last = step(tokens)
         laps.end()
-    ms = laps.ms()
-    attention = sorted(
-        name.removeprefix("aten::_") for name in operators if name.startswith("aten::_scaled_dot")
-    )
-    attention = [name for name in attention if not name.endswith("backward")]
-    if job.settings:  # ours say themselves what ran
-        attention = [kernels_run()[job.settings["attention"]["backend"]]]
-    return {"ms": ms[job.warm :], "loss": float(last), "attention": " and ".join(attention)}
+    ms, ranks = torch.tensor(laps.ms()[job.warm :], device=device), 1
+    if dist.is_initialized():
+        dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+        ranks = dist.get_world_size()
+    names = (name.removeprefix("aten::_") for name in operators if "::_scaled_dot" in name)
+    return {
+        "ms": ms.tolist(),
+        "tokens_per_step": round(job.rows * job.tokens * ranks * built.tokens_of_rank),
+        "loss": float(last),
+        "attention": " and ".join(sorted(name for name in names if "backward" not in name)),
+    }
 
 
 def main(argv: list[str]) -> None:
-    """The child's side."""
+    """Answer the request on every rank; rank 0 writes."""
     job = Job(**json.loads(Path(argv[0]).read_text()))
-    Path(argv[1]).write_text(json.dumps(measure(job)))
+    if job.device == "cuda":
+        torch.cuda.set_device(device_of(job))
+    # accelerate forms the group of its processes itself
+    if "RANK" in os.environ and job.peer != "accelerate-fsdp2":
+        dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    answer = measure(job)
+    if int(os.environ.get("RANK", 0)) == 0:
+        Path(argv[1]).write_text(json.dumps(answer))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

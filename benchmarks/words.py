@@ -10,30 +10,19 @@ import importlib
 import io
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from longctx import cli
-from longctx.planner import fitting
-from longctx.planner.overview import without_data
-
-if TYPE_CHECKING:
-    from longctx.training.run import Run
 
 BENCHMARKS = {
     "attention": "forward and backward of every backend, in TFLOP/s and as ratios",
-    "card": "attention and steps with every backend, in five minutes: a file to send in",
-    "cards": "docs/cards.md: what fits which card, predicted, beside the files that came in",
-    "caps": "real steps at the longest lengths of docs/cards.md, on a GPU with capped memory",
+    "cards": "docs/cards.md: what fits which card, predicted and measured; this card",
     "extension": "a real model that reads beyond its length, before and after YaRN and LoRA",
-    "context": "the longest context of every backend, with memory and speed up to it",
-    "peers": "whole training steps beside nanoGPT, transformers, Liger and peft",
+    "context": "the longest context of every backend, and memory and speed up to it",
+    "steps": "whole training steps next to other trainers, on one GPU or several",
     "decoding": "the first token after a long prompt, and each further one, beside transformers",
-    "families": "steps of Gemma, Llama and others, beside transformers and Liger",
     "memory": "predicted peak memory beside the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
-    "devices": "training on 1, 2 and 4 GPUs, beside torch's context_parallel and accelerate",
     "reference": "docs/keys.md and docs/combinations.md, by asking the code",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",
     "preferences": "DPO at length beside TRL, by LoRA on 8B, and LoRA on nf4 and fp8",
@@ -84,27 +73,3 @@ def check_unused(arguments: Iterable[str], set_here: Mapping[str, str]) -> None:
         name = argument.partition("=")[0]
         if name in set_here:
             raise ValueError(f"{argument}: is set for each point; {set_here[name]}")
-
-
-def training_run(overrides: list[str], device: str) -> Run:
-    """The run that the `overrides` of train.py ask for on "cuda" or "cpu", without data or folder.
-
-    On a GPU its memory policy may still be auto: `decided` chooses one.
-    """
-    from longctx.training.run import scheduled
-
-    config = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda").config
-    return scheduled(config, without_data(config, device))
-
-
-def decided(run: Run) -> Run:
-    """`run` with what it takes of the GPU decided by prediction, as `resolve` does it."""
-    from longctx.parallel.devices import this_machine
-
-    work, machine = run.workload, this_machine()
-    merge = run.config.batch_size is None and run.config.accumulate is None
-    if machine.gpu is None or work.device != "cuda":
-        return run
-    if merge or work.memory.policy == "auto":
-        work = fitting.decide(work, machine.gpu, machine.host_memory, merge)
-    return replace(run, workload=work)

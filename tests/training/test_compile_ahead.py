@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.words import training_run
+from benchmarks.points import training_run
 from longctx.model import GPT
 from longctx.training import compile_ahead
 

@@ -1,0 +1,107 @@
+"""The processes that a benchmark starts: a command that leaves none behind, a run of train.py, a
+function in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def finished(command: list[str], seconds: float) -> str | None:
+    """Run a command in a process group, all of which ends after `seconds`; return None if it ends
+    well, else its last line that tells of an error.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"took longer than {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        lines = [line.strip() for line in output if line.strip()]
+    # torchrun adds its own error after those of the ranks
+    errors = [line for line in lines if "rror: " in line and "ChildFailed" not in line]
+    return None if code == 0 else (errors or lines or [f"exit code {code}"])[-1][:300]
+
+
+def asked(module: str, request: dict[str, Any], gpus: int, seconds: float) -> dict[str, Any] | str:
+    """Return the JSON that `python -m module REQUEST OUT` writes to OUT, on `gpus` processes; one
+    line if it writes none.
+    """
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m"]
+    with tempfile.TemporaryDirectory() as scratch:
+        file, out = Path(scratch, "request.json"), Path(scratch, "out.json")
+        file.write_text(json.dumps(request))
+        inside = launcher if gpus > 1 else []
+        command = [sys.executable, "-m", *inside, module, str(file), str(out)]
+        problem = finished(command, seconds)
+        if not out.exists():
+            return problem or "wrote nothing"
+        answer: dict[str, Any] = json.loads(out.read_text())
+        return answer
+
+
+def in_child(function: Callable[..., T], *arguments: Any, seconds: float | None = None) -> T:
+    """Return function(*arguments), called in a new process, which ends after `seconds`: compiled
+    code of earlier points keeps memory of theirs.
+
+    Raises what the function raises, and RuntimeError if the process ends without an answer.
+    """
+    spawned = get_context("spawn")
+    receiver, sender = spawned.Pipe(duplex=False)
+    child = spawned.Process(target=_answer, args=(sender, function, arguments))
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            raise RuntimeError(f"took longer than {seconds:.0f} s")
+        answer = receiver.recv()
+    except EOFError:  # the kernel kills a process if the machine has no memory left
+        raise RuntimeError("the process was killed") from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(answer, Exception):
+        raise answer
+    result: T = answer
+    return result
+
+
+def _answer(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        sender.send(function(*arguments))
+    except Exception as error:
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def train(overrides: list[str]) -> None:
+    """Run train.py with `overrides`, after printing the command; ValueError if it fails."""
+    print(f"\n$ python train.py {shlex.join(overrides)}", flush=True)
+    code = subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides]).returncode
+    if code:
+        raise ValueError(f"a run ended with exit code {code}, see above")

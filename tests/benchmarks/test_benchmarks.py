@@ -1,0 +1,239 @@
+"""A smoke test of each benchmark, tiny and on a CPU, and what one computes once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import attention, context, memory, points, preferences, steps, timing
+from benchmarks.decoding import bytes_of_token
+from benchmarks.points import point, training_run
+from benchmarks.words import BENCHMARKS, main
+from longctx.model import GPT
+from longctx.model.decoder import KVCache
+from longctx.parallel import devices
+from longctx.planner.peak_memory import predict
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.model_config import GPTConfig
+
+TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "workers=0"]
+TINY += ["model.vocab_size=300", "compile=false"]
+NANOGPT = """
+from types import SimpleNamespace as GPTConfig
+import torch
+from torch import nn
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, idx, targets):
+        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        logits = x @ self.wte.weight.T
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas)
+"""
+# Command line → the key or the value that the message names
+MISTAKES = {
+    "atention": "atention",
+    "attention backends=flahs": "backends=flahs",
+    "attention channels=100": "channels=100",
+    "cards caps=7": "caps=7",
+    "cards attention=flash": "attention=flash",
+    "memory model=8b": "models=",
+    "steps seq_len=4096": "lengths=",
+    "steps model.window=1024": "model.window=1024",
+    "steps nanogpt=/no/such/folder": "nanogpt=/no/such/folder",
+    "tune head_sizes=96,128": "head_sizes=96,128",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line(words, refused):
+    refused(main(words.split()), MISTAKES[words])
+
+
+@pytest.mark.no_gpu
+@pytest.mark.parametrize("name", ["attention", "cards caps=24", "context", "memory", "tune"])
+def test_no_gpu_is_refused(name, refused):
+    refused(main(name.split()), "no CUDA GPU")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith("Measure ")
+
+
+# Attention
+
+
+@pytest.mark.no_gpu
+def test_attention_is_measured_or_skipped(monkeypatch):
+    few = ("flash", "flash-portable", "sdpa-flash", "flex")
+    sizes = {"lengths": (64, 100), "head_sizes": (32,), "channels": 64, "row_tokens": 128}
+    options = attention.Options(**sizes, window=16, repeats=3, seconds=30, backends=few)
+    rows = list(attention.rows_of(options, 100.0, "cpu"))
+    assert len(rows) == 4 * 2 * len(few)
+    flash, portable, sdpa, flex = rows[:4]
+    assert (flash["batch"], flash["heads"], flash["kernel"]) == (2, 2, "torch-tiled")
+    assert flash["both_ms"] == pytest.approx(flash["forward_ms"] + flash["backward_ms"], abs=1e-3)
+    assert sdpa["forward_ratio"] == sdpa["both_ratio"] == 1.0
+    assert portable["skipped"] and flex["skipped"]
+    late = replace(options, seconds=-1)
+    assert all(row["skipped"] for row in attention.rows_of(late, 100.0, "cpu"))
+
+
+def test_rates_and_ratios_follow_from_times():
+    times = {("flash", "forward"): 2.0, ("flash", "backward"): 6.0}
+    times |= {("flex", "forward"): 3.0, ("flex", "backward"): 7.0}
+    row: dict[str, Any] = {"backend": "flash"}
+    attention.fill(row, times, "flex", flops=1e12, ceiling=1000.0)
+    rates = [row[f"{name}_tflops"] for name in ("forward", "backward", "both")]
+    assert rates == [500.0, 416.7, 437.5]
+    assert (row["forward_share"], row["both_share"]) == (0.5, 0.438)
+    assert (row["forward_ratio"], row["backward_ratio"], row["both_ratio"]) == (1.5, 1.167, 1.25)
+
+
+@pytest.mark.gpu
+def test_times_are_the_devices_own():
+    """A call that keeps Python busy for 20 ms takes the device far less."""
+    import time
+
+    x = torch.randn(2048, 2048, device="cuda")
+    medians = timing.medians({"dawdling": lambda: (time.sleep(0.02), x @ x)}, 20)
+    assert medians["dawdling"] < 10
+
+
+# Steps
+
+
+@pytest.mark.slow
+@pytest.mark.no_gpu
+def test_steps_of_each_peer_are_a_row(result_of, tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    shape = ["model=tiny", "model.layers=2", "model.channels=96", "model.kv_heads=4"]
+    shape += ["model.ffn=256", "model.vocab_size=512", "workers=0"]
+    own = ["lengths=33", "step_tokens=70", "warm=1", "steps=2", f"nanogpt={tmp_path}"]
+    result = result_of("steps", *own, *shape)
+    rows = {row["peer"]: row for row in result["rows"]}
+    assert list(rows) == [*steps.OURS, *steps.OTHERS]
+    for name in ("longctx", "nanogpt", "transformers"):
+        assert (rows[name]["rows"], rows[name]["tokens"], len(rows[name]["ms"])) == (2, 33, 2)
+        speed = rows["longctx"]["tokens_per_second"] / rows[name]["tokens_per_second"]
+        assert rows[name]["longctx_over_it"] == pytest.approx(speed)
+    assert rows["transformers"]["parameters"] == rows["longctx"]["parameters"]
+    assert rows["nanogpt"]["parameters"] == 512 * 96  # without its positions
+    assert rows["transformers-liger"]["how"].startswith("skipped: ")
+    assert "commit" in result
+
+
+def test_checkpointing_begins_when_memory_ends(monkeypatch):
+    requests = []
+
+    def asked(module: str, request: dict[str, Any], gpus: int, seconds: float) -> dict[str, Any]:
+        requests.append((request["tokens"], request["checkpointing"]))
+        is_full = request["tokens"] >= 16384 and not request["checkpointing"]
+        return {"ms": [], "failed": "out of memory" if is_full else None, "attention": "made up"}
+
+    monkeypatch.setattr(steps, "asked", asked)
+    is_full, options = False, steps.Options()
+    for tokens in (4096, 16384, 65536):
+        run = steps.shaped("longctx", options, ["model=1b"], tokens, "cuda")
+        row = steps.of_other("transformers", run, options, is_full, 9.0)
+        is_full = is_full or "full_without" in row
+    assert requests == [(4096, False), (16384, False), (16384, True), (65536, True)]
+    assert row["how"] == "made up, gradient checkpointing"
+
+
+# Memory and context
+
+
+@pytest.mark.no_gpu
+def test_a_point_is_measured_in_a_child():
+    run = training_run([*TINY, "seq_len=64", "batch_size=1"], "cpu")
+    row = point(run, 1, 2, document=32, validate=True, gib=1.0)
+    assert row["failed"] is None and len(row["ms"]) == 2
+    assert row["tokens_per_second"] > 0
+    assert point(run, 1, 1, seconds=0.01)["failed"]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 that takes what is predicted; naive attention runs out of its memory."""
+    machine = hardware.Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 2048 * GIB)
+
+    def made_up(run, warm, timed, *rest, **others):
+        row, peak = points.expected(run), predict(run.workload).peak / GIB
+        if row["backend"] == "naive":
+            return row | {"failed": "out of memory", "error": None}
+        row |= {"failed": None, "error": 0.01, "measured_gib": peak, "memory_peak_gib": peak}
+        return row | {"tokens_per_second": 2.0 * row["tokens"], "mfu": 0.5}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * GIB, 140 * GIB))
+    monkeypatch.setattr(devices, "this_machine", lambda: machine)
+    monkeypatch.setattr(devices, "check_attention", lambda config, model, device: None)
+    for module in (context, memory):
+        monkeypatch.setattr(module, "point", made_up)
+        monkeypatch.setattr(module, "machine", lambda: {"gpu": "made up"})
+
+
+def test_commands_share_a_file_of_points(card, result_of):
+    own = ["context", "model=124m", "memory=balanced"]
+    result = result_of(*own, "backends=naive,flash", "shortest=65536", "longest=300000")
+    rows = {(row["backend"], row["tokens"]): row for row in result["rows"]}
+    assert [n for backend, n in rows if backend == "flash"] == [65536, 131072, 262144, 300000]
+    assert rows["naive", 131072]["failed"] == "out of memory"
+    result = result_of(*own, "backends=flash", "shortest=65536", "longest=131072", "minutes=0.01")
+    assert len(result["commands"]) == 2
+    assert all("tokens_per_second" in x for x in result["rows"] if x["backend"] == "flash")
+
+
+def test_memory_has_a_row_for_each_case(card, result_of):
+    result = result_of("memory", "models=124m", "lora_models=1b", "backends=flash,naive")
+    assert len(result["rows"]) == 3 * 3 * 2
+    assert result["within_3_percent"] == 12
+    keys = {"model", "layers", "lora", "memory", "backend", "tokens", "accumulate", "terms"}
+    assert keys <= result["rows"][0].keys()
+
+
+# Decoding and preferences
+
+
+def test_both_decode_after_each_prompt(result_of):
+    sizes = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48"]
+    sizes += ["model.vocab_size=99", "prompts=5,9", "new=2", "repeats=1", "rows=2"]
+    rows = result_of("decoding", *sizes)["results"]
+    expected = [(prompt, peer) for prompt in (5, 9) for peer in ("longctx", "transformers")]
+    assert [(row["prompt"], row["peer"]) for row in rows] == expected
+    for row in rows:
+        assert row["first_over_forward"] == row["first_token_ms"] / row["forward_ms"]
+        assert row["tokens_per_second"] > 0
+
+
+def test_a_token_reads_weights_and_cache_once():
+    sizes = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 99}
+    tied, own = (GPTConfig(**sizes, tied=tied) for tied in (True, False))
+    cache = KVCache.bytes_of(tied, 3, 70, torch.bfloat16)
+    weights = sum(2 * weight.numel() for weight in GPT(tied).parameters())
+    # Of `own` an lm_head, and one row of the embedding
+    assert bytes_of_token(tied, 3, 70, 2) == bytes_of_token(own, 3, 70, 2) == weights + cache
+    windowed = GPTConfig(**sizes, tied=True, window=7)
+    assert bytes_of_token(windowed, 3, 70, 2) == weights + cache // 10
+
+
+@pytest.mark.slow
+@pytest.mark.no_gpu
+def test_preferences_are_measured(result_of):
+    sizes = ["lengths=32", "shortest=16", "longest=64", "step=16", "side=32", "layers=2"]
+    rows = result_of("preferences", "tiny=true", "attentions=sdpa", *sizes)["results"]
+    assert {row["part"] for row in rows} == set(preferences.NAMES)
+    assert [row["failed"] for row in rows] == [None] * len(rows)
