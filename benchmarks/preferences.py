@@ -1,16 +1,11 @@
-"""Preferences on long documents: DPO next to TRL, and DPO of an 8B model by LoRA.
+"""DPO on long documents next to TRL, at the shape of gemma-3-1b.
 
 A pair is two sides of equal length, random tokens, all of them learned. TRL's DPOTrainer has its
 fused head, gradient checkpointing, weights and averages in bf16, and, as ours, log-probabilities of
 the reference that were computed before. longctx has fp32 weights under autocast, as train.py has.
-Each part has its own result, so a part that fails loses no other:
 
-    speed   gemma-3-1b, tokens/s of whole steps at equal lengths, next to TRL
-    trl     the longest pair of gemma-3-1b by TRL within `gib`, by bisection
-    ours    the same by longctx: the prediction, shortened until a step fits
-    lora    Qwen3-8B with `layers` layers: DPO of sides of `side` tokens, next to two passes of
-            cross entropy of so many tokens
-    whole   Qwen3-8B with all layers: one such step of DPO
+    speed   tokens/s of whole steps at equal lengths
+    trl     the longest pair by TRL within `gib`, by bisection
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.points import Row, capped, emptied, point, training_run
 from benchmarks.report import machine, write_json
@@ -32,13 +27,8 @@ from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.tables import grid
 
-if TYPE_CHECKING:
-    from longctx.spec.step import Workload
-    from longctx.training.run import Run
-
 SHOWN = ("part", "case", "side", "memory", "tokens_per_second", "gib", "predicted_gib", "failed")
-SHARES = (1.0, 0.95, 0.9, 0.8)  # of the memory, for predictions that a step does not confirm
-NAMES = ("speed", "trl", "ours", "lora", "whole")
+NAMES = ("speed", "trl")
 TINY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 7}
 
@@ -55,9 +45,6 @@ class Options:
     shortest: int = key(16384, "for TRL, taken to fit")
     longest: int = key(131072, "for TRL, taken not to fit")
     step: int = key(4096, "tokens by which TRL's lengths are tried")
-    side: int = key(131072, "of lora and whole")
-    layers: int = key(4, "of the model of lora")
-    rank: int = key(16, "of LoRA")
     steps: int = key(2, "of a point; the last counts, the first one compiles", between=(1, 100))
     gib: float = key(79.0, "of the GPU's memory", above=0)
     host_gib: float = key(110.0, "host memory to plan with; some machines show it late", above=0)
@@ -86,59 +73,30 @@ def run(options: Options, command: str) -> None:
     grid("Preferences", SHOWN, rows)
 
 
-def settings_of(shape: str, tiny: bool) -> dict[str, Any]:
-    """Return the config.json of `shape`."""
-    settings = SHAPES[shape] | (TINY if tiny else {})
-    if "layer_types" in settings:
-        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
-    return settings
+def settings_of(options: Options) -> dict[str, Any]:
+    """Return the config.json of the model."""
+    settings = SHAPES["gemma-3-1b"] | (TINY if options.tiny else {})
+    return settings | {"layer_types": settings["layer_types"][: settings["num_hidden_layers"]]}
 
 
-def run_of(options: Options, shape: str, objective: str, *overrides: str) -> Run:
-    """Return a run with random weights of `shape`, one sequence a step.
-
-    `objective` is its name, and "step" or "cached" for the reference.
-    """
+def speed(options: Options) -> Iterator[Row]:
+    """Yield steps at equal lengths: ours, and TRL's with each attention."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     step = ["seq_len=512", "batch_size=1", "accumulate=1", "workers=0", "graphs=false"]
-    run = training_run([*step, *overrides], device, settings_of(shape, options.tiny))
-    name, *reference = objective.split()
+    run = training_run(step, device, settings_of(options))
     # A request would need data and weights, which no dry run opens
-    chosen = ObjectiveConfig(name, reference=reference[0] if reference else None)
-    return replace(run, config=replace(run.config, objective=chosen))
-
-
-def room(options: Options) -> float:
-    """Return the bytes that the planner may fill of a GPU with `gib` GiB."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return options.gib * GIB / 100
-    return hardware.chip(torch.cuda.get_device_name(), options.gib * GIB).usable
-
-
-def fitted(workload: Workload, options: Options) -> Workload:
-    """Return `workload` with the fastest policy that is predicted to fit, else the smallest."""
-    found = fitting.first_that_fits(workload, room(options), options.host_gib * GIB)
-    return found or fitting.policies(workload)[-1]
-
-
-def stepped(options: Options, run: Run, workload: Workload, case: str, warm: int) -> Row:
-    """Return what a step of `workload` takes after `warm` ones."""
-    row = point(replace(run, workload=workload), warm, 1, gib=options.gib)
-    sides = 1 if run.config.objective.traits.data is None else 2
-    sizes = {"side": workload.seq_len // sides, "layers": workload.model.layers}
-    return row | {"case": case, "gib": row["measured_gib"], **sizes}
-
-
-def speed(options: Options) -> Iterator[Row]:
-    """Yield steps of gemma-3-1b at equal lengths: ours, and TRL's with each attention."""
-    run = run_of(options, "gemma-3-1b", "dpo")
+    run = replace(run, config=replace(run.config, objective=ObjectiveConfig("dpo")))
+    room = options.gib * GIB / 100
+    if device == "cuda":
+        room = hardware.chip(torch.cuda.get_device_name(), options.gib * GIB).usable
     for side in options.lengths:
-        workload = fitted(replace(run.workload, seq_len=2 * side), options)
-        yield stepped(options, run, workload, "longctx", options.steps)
+        workload = replace(run.workload, seq_len=2 * side)
+        policies = fitting.policies(workload)
+        workload = fitting.first_that_fits(workload, room, options.host_gib * GIB) or policies[-1]
+        row = point(replace(run, workload=workload), options.steps, 1, gib=options.gib)
+        yield row | {"case": "longctx", "side": side, "gib": row["measured_gib"]}
     yield from of_trl(options, timed)
 
 
@@ -147,30 +105,13 @@ def longest_of_trl(options: Options) -> Iterator[Row]:
     yield from of_trl(options, bisected)
 
 
-def longest_ours(options: Options) -> Iterator[Row]:
-    """Yield a step of the longest pairs of gemma-3-1b that are predicted to fit, then of shorter
-    ones until one does.
-    """
-    run = run_of(options, "gemma-3-1b", "dpo")
-    limit = 2048 if options.tiny else 2**24
-    at, host = [lambda tokens: replace(run.workload, seq_len=tokens)], options.host_gib * GIB
-    for share in SHARES:
-        workload = fitting.longest(at, share * room(options), host, 1024, limit)
-        if workload is None:
-            raise ValueError(f"no length is predicted to fit {options.gib} GiB")
-        row = stepped(options, run, workload, "longctx", 0)
-        yield row
-        if row["failed"] is None:
-            return
-
-
 def of_trl(options: Options, function: Callable[..., Iterator[Row]]) -> Iterator[Row]:
     """Yield the rows of `function` with each attention; one row tells what TRL raises."""
     for attention in options.attentions:
         trl: Trl | None = None
         try:
             with capped(options.gib):
-                trl = Trl(settings_of("gemma-3-1b", options.tiny), attention)
+                trl = Trl(settings_of(options), attention)
                 yield from function(options, trl, f"trl {attention}")
         except Exception as error:  # of TRL and transformers: any
             yield {"case": f"trl {attention}", "failed": f"{type(error).__name__}: {error}"[:300]}
@@ -288,35 +229,4 @@ class Trl:
         return row
 
 
-def by_lora(options: Options) -> Iterator[Row]:
-    """Yield DPO with a cached reference, two passes of cross entropy, and DPO whose step computes
-    the reference, all with the policy of the whole model.
-    """
-    lora, side = f"lora.rank={options.rank}", options.side
-    longest = run_of(options, "qwen3-8b", "dpo cached", lora).workload
-    policy = fitted(replace(longest, seq_len=2 * side), options).memory.policy
-    for objective in ("dpo cached", "cross_entropy", "dpo step"):
-        run = run_of(options, "qwen3-8b", objective, lora)
-        model = run.workload.model.with_layers(range(options.layers))
-        sizes = {"seq_len": 2 * side}
-        if objective == "cross_entropy":
-            sizes = {"seq_len": side, "accumulate": 2}
-        workload = replace(run.workload, model=model, **sizes)
-        workload = fitting.with_policy(workload, policy)
-        yield stepped(options, run, workload, objective, options.steps - 1)
-
-
-def whole(options: Options) -> Iterator[Row]:
-    """Yield a step of DPO by LoRA on all layers."""
-    run = run_of(options, "qwen3-8b", "dpo cached", f"lora.rank={options.rank}")
-    workload = fitted(replace(run.workload, seq_len=2 * options.side), options)
-    yield stepped(options, run, workload, "dpo cached", 0)
-
-
-PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
-    "speed": speed,
-    "trl": longest_of_trl,
-    "ours": longest_ours,
-    "lora": by_lora,
-    "whole": whole,
-}
+PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {"speed": speed, "trl": longest_of_trl}

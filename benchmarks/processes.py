@@ -1,12 +1,11 @@
-"""The processes that a benchmark starts: a command that leaves none behind, a run of train.py, a
-function in a process of its own.
+"""The processes that a benchmark starts: a command that leaves none behind, and a function in a
+process of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -97,11 +96,3 @@ def _answer(sender: Any, function: Callable[..., Any], arguments: tuple[Any, ...
         sender.send(function(*arguments))
     except Exception as error:
         sender.send(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def train(overrides: list[str]) -> None:
-    """Run train.py with `overrides`, after printing the command; ValueError if it fails."""
-    print(f"\n$ python train.py {shlex.join(overrides)}", flush=True)
-    code = subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides]).returncode
-    if code:
-        raise ValueError(f"a run ended with exit code {code}, see above")

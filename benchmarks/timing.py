@@ -23,7 +23,7 @@ LONGEST_SLEEP = 0.05  # seconds
 def medians(
     calls: Mapping[Key, Callable[[], Any]], repeats: int, seconds: float = float("inf")
 ) -> dict[Key, float]:
-    """Median milliseconds of each call on the current device; see `samples`."""
+    """Return the median milliseconds of each call; see `samples`."""
     return {key: median(times) for key, times in samples(calls, repeats, seconds).items()}
 
 
@@ -35,62 +35,51 @@ def spread(times: Sequence[float]) -> float:
 
 
 def samples(
-    calls: Mapping[Key, Callable[[], Any]],
-    repeats: int,
-    seconds: float = float("inf"),
-    least: int = 3,
+    calls: Mapping[Key, Callable[[], Any]], repeats: int, seconds: float = float("inf")
 ) -> dict[Key, list[float]]:
     """Return the milliseconds of each call on the current device, one for each round.
 
-    There are `repeats` rounds, or fewer if those last longer than `seconds`, but `least`.
+    There are `repeats` rounds, or fewer if those last longer than `seconds`, but three.
     """
-    on_gpu = torch.cuda.is_available()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for call in calls.values():
         for _ in range(2):
             call()
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize()
     started = time.perf_counter()
-    marks = _round(calls, list(calls), on_gpu)
+    _round(calls, list(calls))
     issued = time.perf_counter() - started
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize()
     one = time.perf_counter() - started
-    del marks
-    rounds = max(least, int(min(repeats, seconds / max(one, 1e-9))))
-    spans: dict[Key, list[Any]] = {key: [] for key in calls}
+    spans: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(rounds):
-        if on_gpu:
+    for _ in range(max(3, int(min(repeats, seconds / max(one, 1e-9))))):
+        if torch.cuda.is_available():
             torch.cuda._sleep(int(min(1.5 * issued, LONGEST_SLEEP) * CYCLES))
         # At its power limit a GPU is faster after a call that took less: no call may always come
         # after it.
         shuffle(order)
-        for key, mark in _round(calls, order, on_gpu).items():
-            spans[key].append(mark)
-    if on_gpu:
-        torch.cuda.synchronize()
-        return {
-            key: [start.elapsed_time(end) for start, end in pairs] for key, pairs in spans.items()
-        }
-    return {key: [(end - start) * 1e3 for start, end in pairs] for key, pairs in spans.items()}
+        for key, span in _round(calls, order).items():
+            spans[key].append(span)
+    synchronize()
+    if torch.cuda.is_available():
+        return {key: [start.elapsed_time(end) for start, end in of] for key, of in spans.items()}
+    return {key: [(end - start) * 1e3 for start, end in of] for key, of in spans.items()}
 
 
-def _round(
-    calls: Mapping[Key, Callable[[], Any]], order: list[Key], on_gpu: bool
-) -> dict[Key, tuple[Any, Any]]:
-    """(start, end) of every call: events of a GPU, else seconds."""
+def _round(calls: Mapping[Key, Callable[[], Any]], order: list[Key]) -> dict[Key, tuple[Any, Any]]:
+    """Return (start, end) of every call: events of a GPU, else seconds."""
     marks: dict[Key, tuple[Any, Any]] = {}
     for key in order:
-        if on_gpu:
-            calls[key]()  # untimed: clock and caches are then as this call itself leaves them
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[key]()
-            end.record()
-            marks[key] = start, end
-        else:
+        if not torch.cuda.is_available():
             begun = time.perf_counter()
             calls[key]()
             marks[key] = begun, time.perf_counter()
+            continue
+        calls[key]()  # untimed: clock and caches are then as this call itself leaves them
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        calls[key]()
+        end.record()
+        marks[key] = start, end
     return marks

@@ -16,7 +16,6 @@ Both are JSON files: a `Job`, and what `measure` returns.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -24,7 +23,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ def of_transformers(job: Job, liger: bool, dtype: torch.dtype) -> Any:
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.Optimizer:
-    """Return torch's AdamW on what is trained."""
+    """Return torch's AdamW on the weights that are trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, **job.optimizer, fused=job.device == "cuda")
 
@@ -130,8 +130,8 @@ def transformers(job: Job, liger: bool = False) -> Built:
         given = {"input_ids": rows} | ({"position_ids": positions} if job.document else {})
         if liger or rows.numel() * vocab_size <= LARGEST_LOGITS:
             return model(**given, labels=rows).loss  # it shifts the labels itself
-        x = model.model(**given)[0]
-        return linear_cross_entropy(x, model.lm_head.weight, targets, chunk)
+        x = model.get_decoder()(**given)[0]
+        return linear_cross_entropy(x, model.get_output_embeddings().weight, targets, chunk)
 
     return Built(model, adamw(model, job), loss)
 
@@ -154,9 +154,9 @@ def with_peft(model: Any, lora: dict[str, Any]) -> nn.Module:
 
 def nanogpt(job: Job) -> Built:
     """GPT and its optimizer from the model.py in `job.folder`, set up as its train.py does it."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(job.folder, "model.py"))
+    spec = spec_from_file_location("nanogpt_model", Path(job.folder, "model.py"))
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -280,7 +280,7 @@ def accelerate_fsdp2(job: Job) -> Built:
 
 def has_liger(job: Job) -> bool:
     """Return True if Liger's kernels are there, which need a GPU."""
-    return job.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+    return job.device == "cuda" and find_spec("liger_kernel") is not None
 
 
 TRAINERS: dict[str, Callable[[Job], Built]] = {
@@ -308,16 +308,9 @@ def measure(job: Job) -> dict[str, Any]:
         if not is_out_of_memory(error):
             raise
         result["failed"] = OUT_OF_MEMORY
-    result["versions"] = dict(filter(None, map(installed, PACKAGES)))
+    names = ((name, name.replace("-", "_")) for name in PACKAGES)
+    result["versions"] = {name: version(name) for name, module in names if find_spec(module)}
     return result | measured(device_of(job))
-
-
-def installed(package: str) -> tuple[str, str] | None:
-    """Return the name and version of a package that is installed."""
-    try:
-        return package, version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def timed_steps(job: Job, built: Built) -> dict[str, Any]:

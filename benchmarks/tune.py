@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from benchmarks.timing import medians
@@ -47,21 +45,19 @@ class Options:
     """Which launch configurations to measure."""
 
     kernels: tuple[str, ...] = key(
-        ("portable", "hopper"), "portable | hopper, where it runs", choices=("portable", "hopper")
+        ("portable", "hopper"), "hopper: where it runs", choices=("portable", "hopper")
     )
     head_sizes: tuple[int, ...] = key(
         (64, 128), "head sizes; a table serves up to the next power of two", between=(16, 512)
     )
     lengths: tuple[int, ...] = key(
         (4096, 16384),
-        "tokens in a row; each also serves shorter rows, down to its geometric mean with the next",
+        "tokens; each also serves shorter sequences, down to its geometric mean with the next",
         between=SIZES,
     )
     dtype: str = key("bf16", "bf16 | fp16; the table serves both", choices=("bf16", "fp16"))
     channels: int = key(2048, "query heads × head size", between=SIZES)
-    row_tokens: int = key(
-        16384, "tokens of a measured call; one row where that is longer", between=SIZES
-    )
+    row_tokens: int = key(16384, "tokens of a measured call, one sequence at least", between=SIZES)
     out: str = key("", "the table; empty: ~/.config/longctx/launch.json, where training looks")
 
 
@@ -69,35 +65,28 @@ def run(options: Options, command: str) -> None:
     """Measure and write the table; ValueError if there is no GPU or a value makes no sense."""
     if len({launch.padded(d) for d in options.head_sizes}) < len(options.head_sizes):
         sizes = ",".join(map(str, options.head_sizes))
-        raise ValueError(
-            f"head_sizes={sizes}: sizes up to one power of two share an entry of the table; "
-            "give one of them"
-        )
+        raise ValueError(f"head_sizes={sizes}: give one of those up to the same power of two")
     out = Path(options.out) if options.out else launch.measured_file()
     if out is None:
-        raise ValueError(
-            "out=: LONGCTX_LAUNCH is set and empty, so training looks nowhere; "
-            "name a file, such as out=launch.json"
-        )
+        raise ValueError("out=: LONGCTX_LAUNCH is empty, so training looks nowhere; name a file")
     if not torch.cuda.is_available():
         raise ValueError("tune measures GPU kernels and there is no CUDA GPU here")
     device = torch.device("cuda", torch.cuda.current_device())
     out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):
-        raise ValueError(f"out={out}: no permission to write in {out.parent}; choose another place")
+        raise ValueError(f"out={out}: no permission to write in {out.parent}; choose another")
     before, looked_up = read(out), out == launch.measured_file()
     if looked_up and not out.exists():
-        os.environ["LONGCTX_LAUNCH"] = (
-            ""  # else the lookup would refuse a file that is still to come
-        )
+        os.environ["LONGCTX_LAUNCH"] = ""  # else the lookup would refuse a file still to come
     best: dict[str, Any] = {}
-    for head_dim, length in itertools.product(options.head_sizes, sorted(options.lengths)):
+    lengths = sorted(options.lengths)
+    for head_dim, length in itertools.product(options.head_sizes, lengths):
         tensors = inputs(options, head_dim, length, device)
         if "portable" in options.kernels:
             for kernel in launch.PORTABLE:
                 config = best_portable(kernel, tensors)
-                add(best, kernel, head_dim, length, sorted(options.lengths), list(config))
-        hopper = "hopper" in options.kernels and length == max(options.lengths)
+                add(best, kernel, head_dim, length, lengths, list(config))
+        hopper = "hopper" in options.kernels and length == lengths[-1]
         if hopper and flash_op.runs_hopper(device, tensors["q"].dtype, head_dim):
             for kernel in launch.HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
@@ -111,7 +100,7 @@ def run(options: Options, command: str) -> None:
 
 
 def inputs(options: Options, head_dim: int, length: int, device: torch.device) -> dict[str, Any]:
-    """Arguments of both passes for causal rows of `length` tokens, by name."""
+    """Return the arguments of both passes for causal sequences of `length` tokens, by name."""
     B, H = max(1, options.row_tokens // length), max(1, options.channels // head_dim)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     q, k, v, do = (
@@ -125,7 +114,7 @@ def inputs(options: Options, head_dim: int, length: int, device: torch.device) -
 
 
 def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]:
-    """The forward or backward of `implementation` on what `inputs` made."""
+    """Return the forward or backward of `implementation` on what `inputs` made."""
     saved, scale = x["saved"], x["q"].shape[3] ** -0.5
     kernels = flash_op.kernels(implementation, x["q"].device)
     if part == "forward":
@@ -133,33 +122,29 @@ def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]
     return functools.partial(kernels.backward, x["do"], None, saved, x["intervals"], scale, None)
 
 
+@contextmanager
+def in_place(table: dict[Any, Any], name: Any, config: Any) -> Iterator[None]:
+    """Put `config` into `table` while a kernel is tried."""
+    before = dict(table)
+    table[name] = config
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(before)
+
+
 def best_portable(kernel: str, x: dict[str, Any]) -> Launch:
-    """The fastest config of a portable kernel, the one in use where no other is faster by GAIN."""
-    q = x["q"]
-    now = launch.launch_config(kernel, q, q.shape[1])
-    part = launch.PORTABLE[kernel]
-
-    @contextmanager
-    def using(config: Launch) -> Iterator[None]:
-        launch.on_trial[kernel] = config
-        try:
-            yield
-        finally:
-            del launch.on_trial[kernel]
-
-    return race(
-        f"{kernel}, head size {q.shape[3]}, {q.shape[1]:,} tokens",
-        portable_candidates(kernel),
-        now,
-        using,
-        part,
-        "triton-portable",
-        x,
-    )
+    """Return the fastest config of a portable kernel; the one in use, if none beats it."""
+    now = launch.launch_config(kernel, x["q"], x["q"].shape[1])
+    using = functools.partial(in_place, launch.on_trial, kernel)
+    part, candidates = launch.PORTABLE[kernel], portable_candidates(kernel)
+    best: Launch = race(kernel, candidates, now, using, part, "triton-portable", x)
+    return best
 
 
 def portable_candidates(kernel: str) -> list[Launch]:
-    """Tiles of the sizes that pay, with as many warps as their products can feed."""
+    """Return tiles of the sizes that pay, with as many warps as their products can feed."""
     candidates = []
     for BM, BN, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)):
         own = BN if kernel == "dkv" else BM  # rows of the accumulators
@@ -169,37 +154,23 @@ def portable_candidates(kernel: str) -> list[Launch]:
 
 
 def best_hopper(kernel: str, x: dict[str, Any]) -> Any:
-    """The fastest config of a Hopper module for the head size of x; None if it has no choice."""
+    """Return the fastest config of a Hopper module for the head size of x; None if it has none."""
     module = importlib.import_module(f"longctx.kernels.attention.{kernel}")
-    part = launch.HOPPER[kernel]
-    size = hopper_size(x["q"].shape[3])
-    configs: dict[int, Any] = getattr(module, "CONFIGS", {})
-    implementation = "triton-hopper"
+    size, configs = hopper_size(x["q"].shape[3]), getattr(module, "CONFIGS", {})
     if size not in configs:
-        print(f"{kernel}, head size {x['q'].shape[3]}: nothing to choose")
         return None
     launch.configure(module, kernel, x["q"].device)
-    now = configs[size]
-
-    @contextmanager
-    def using(config: Any) -> Iterator[None]:
-        before = configs[size]
-        configs[size] = config
-        try:
-            yield
-        finally:
-            configs[size] = before
-
-    title = f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens"
+    now, part = configs[size], launch.HOPPER[kernel]
+    using = functools.partial(in_place, configs, size)
     seen = {now}
     while candidates := [config for config in variations(now) if config not in seen]:
         seen.update(candidates)
-        now = race(title, candidates, now, using, part, implementation, x)
+        now = race(kernel, candidates, now, using, part, "triton-hopper", x)
     return now
 
 
 def variations(config: Any) -> Iterator[Any]:
-    """A config with one switch turned, or with one number of stages one less or one more."""
+    """Yield the config with one switch turned, or one number of stages one less or one more."""
     for name, value in config._asdict().items():
         if isinstance(value, bool):
             yield config._replace(**{name: not value})
@@ -208,7 +179,7 @@ def variations(config: Any) -> Iterator[Any]:
 
 
 def race(
-    title: str,
+    kernel: str,
     candidates: Iterable[Any],
     now: Any,
     using: Callable[[Any], Any],
@@ -216,45 +187,36 @@ def race(
     implementation: str,
     x: dict[str, Any],
 ) -> Any:
-    """The fastest of `candidates` and `now`, which stays unless one beats it by GAIN; prints it."""
+    """Return the fastest of `candidates` and `now`, which stays unless one beats it by GAIN; print
+    it.
+    """
+    title = f"{kernel}, head size {x['q'].shape[3]}, {x['q'].shape[1]:,} tokens"
     timed: dict[Any, float] = {}
-    tried = [now, *(config for config in dict.fromkeys(candidates) if config != now)]
-    for config in track(
-        tried, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ):
+    tried = list(dict.fromkeys([now, *candidates]))
+    for config in tried:
         with using(config), watched(f"{title}: {config}"):
             problem = refuses(part, implementation, x["q"])
             if problem is None:
                 timed[config] = medians({config: call(part, implementation, x)}, 5, 0.2)[config]
             elif config == now:
-                raise ValueError(
-                    f"{title}: {config}, which is in use, cannot be measured: {problem}"
-                )
+                raise ValueError(f"{title}: {config} is in use, and cannot be measured: {problem}")
     finalists = sorted(timed, key=timed.__getitem__)[:FINALISTS]
 
-    def within(config: Any) -> Callable[[], None]:
-        def one() -> None:
-            with using(config):
-                call(part, implementation, x)()
+    def within(config: Any) -> None:
+        with using(config):
+            call(part, implementation, x)()
 
-        return one
-
-    calls = {config: within(config) for config in dict.fromkeys([now, *finalists])}
+    calls = {one: functools.partial(within, one) for one in dict.fromkeys([now, *finalists])}
     final = medians(calls, 40, 3.0)
     best = min(final, key=final.__getitem__)
     chosen = best if final[best] * GAIN <= final[now] else now
-    gain = "no other is faster"
-    if chosen != now:
-        gain = f"{final[now] / final[chosen]:.2f}× as fast as {describe(now)}"
-    print(
-        f"{title}: {describe(chosen)}, {final[chosen]:.3f} ms for the {part}, {gain} "
-        f"({len(timed)} of {len(tried)} run)"
-    )
+    gain = f"{final[now] / final[chosen]:.2f} × as fast as {now}"
+    print(f"{title}: {chosen}, {final[chosen]:.3f} ms, {gain} ({len(timed)} of {len(tried)} run)")
     return chosen
 
 
 def refuses(part: str, implementation: str, q: Tensor) -> str | None:
-    """Why the config on trial cannot be used: it does not compile or fit, or is wrong; or None."""
+    """Return why the config on trial cannot be used: it does not compile or fit, or is wrong."""
     try:
         kernel = getattr(flash_op.kernels(implementation, q.device), part)
         return selftest.check(part, kernel, q.device, q.dtype, q.shape[3], copies=selftest.COPIES)
@@ -264,7 +226,7 @@ def refuses(part: str, implementation: str, q: Tensor) -> str | None:
 
 @contextmanager
 def watched(what: str) -> Iterator[None]:
-    """End the process where a kernel never ends: there is no other way to stop one."""
+    """End the process if a kernel never ends: there is no other way to stop one."""
 
     def stop() -> None:
         print(f"error: {what} does not end; nothing is written", file=sys.stderr, flush=True)
@@ -277,11 +239,6 @@ def watched(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def describe(config: Any) -> str:
-    """A named tuple as name=value."""
-    return " ".join(f"{name}={value}" for name, value in config._asdict().items())
 
 
 def add(
@@ -301,13 +258,8 @@ def add(
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The tables of a file, by GPU; ValueError where it is something else."""
-    try:
-        tables = json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"out={path}: cannot be read as JSON ({error}); choose another file"
-        ) from error
+    """Return the tables of a file, by GPU; none if there is no file."""
+    tables = json.loads(path.read_text()) if path.exists() else {}
     if not isinstance(tables, dict):
         raise ValueError(f"out={path}: not a table of launch configs; choose another file")
     return tables

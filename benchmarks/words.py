@@ -19,13 +19,13 @@ BENCHMARKS = {
     "extension": "a real model that reads beyond its length, before and after YaRN and LoRA",
     "context": "the longest context of every backend, and memory and speed up to it",
     "steps": "whole training steps next to other trainers, on one GPU or several",
-    "decoding": "the first token after a long prompt, and each further one, beside transformers",
-    "memory": "predicted peak memory beside the measured, over many configurations",
+    "decoding": "the first token after a long prompt, and each further one, next to transformers",
+    "memory": "predicted peak memory next to the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",
     "reference": "docs/keys.md and docs/combinations.md, by asking the code",
     "models": "which models of transformers train here, and why others do not, for docs/models.md",
-    "preferences": "DPO at length beside TRL, by LoRA on 8B, and LoRA on nf4 and fp8",
+    "preferences": "DPO at length next to TRL",
 }
 
 
@@ -56,7 +56,7 @@ def help_text(argv: list[str]) -> str:
     named = [name for name in BENCHMARKS if name in argv]
     if not named:
         lines = [f"  python -m benchmarks {name:<16} {BENCHMARKS[name]}" for name in BENCHMARKS]
-        return "\n".join(["Measure, beside others in the same run.", "", *lines, "", MORE])
+        return "\n".join(["Measure, next to others in the same run.", "", *lines, "", MORE])
     module = importlib.import_module(f"benchmarks.{named[0]}")
     lines = [f"Measure {BENCHMARKS[named[0]]}.", "", *cli.key_lines(module.Options)]
     if getattr(module, "TAKES_TRAINING_KEYS", False):

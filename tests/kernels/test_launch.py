@@ -3,15 +3,23 @@
 import gc
 import json
 import weakref
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from benchmarks import tune
 from longctx.cli import main
 from longctx.kernels.attention import HEAD_SIZES
 from longctx.kernels.attention import launch as configs
-from longctx.kernels.attention.launch import launch_config, table
+from longctx.kernels.attention.launch import (
+    Launch,
+    launch_config,
+    measured,
+    measured_file,
+    table,
+)
 from longctx.kernels.attention.portable import ROW
 from longctx.kernels.attention.relaunch import Relaunch
 
@@ -65,3 +73,94 @@ def test_a_relaunch_takes_addresses_and_holds_no_tensor():
     (descriptor, *rest), options = compiled.__getitem__.return_value.call_args
     assert (rest, options) == ([None, 128, 2.0], {"stream": 1})
     assert (descriptor.base.data_ptr(), descriptor.shape) == (64, [3, 5])
+
+
+# Tables that were measured
+
+
+class Config(NamedTuple):
+    BN: int
+    stages: int
+    turns: bool
+
+
+class Query(NamedTuple):
+    """A tensor that the table takes for one of the GPU "Test"."""
+
+    shape: tuple = (1, 100, 2, 64)
+    device: torch.device = torch.device("cpu")
+    is_cuda: bool = True
+
+    def element_size(self):
+        return 2
+
+
+@pytest.fixture
+def path(monkeypatch, tmp_path):
+    """Return the file of measured tables, those of the GPU "Test"."""
+    monkeypatch.setattr(configs, "_name", lambda _: "Test")
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(tmp_path / "launch.json"))
+    measured.cache_clear()
+    configs.configure.cache_clear()
+    yield tmp_path / "launch.json"
+    measured.cache_clear()
+    configs.configure.cache_clear()
+
+
+def test_training_reads_what_tune_has_written(path):
+    best = {}
+    fastest = {1024: [64, 32, 4, 3], 4096: [64, 32, 4, 3], 16384: [128, 32, 8, 2]}
+    for length, config in fastest.items():
+        tune.add(best, "forward", 50, length, list(fastest), config)
+    assert best == {"forward": {"64": {"0": [64, 32, 4, 3], "8192": [128, 32, 8, 2]}}}
+    before = {"Other": {"dq": {}}, "Test": {"measured": {}, "dq": {"64": {"0": [64, 32, 4, 1]}}}}
+    tune.write(path, before, "Test", best, {"date": "2026-01-01"})
+    assert tune.read(path)["Other"] == {"dq": {}}
+    assert tune.read(path)["Test"]["measured"] == {"date": "2026-01-01"}
+    q = Query()
+    assert launch_config("forward", q, 5000) == Launch(64, 32, 4, 3)
+    assert launch_config("forward", q, 8192) == Launch(128, 32, 8, 2)
+    assert configs.bucket("forward", q, 9000) == 8192
+    assert launch_config("dq", q, 5000) == Launch(64, 32, 4, 1)
+    shipped = table()
+    assert launch_config("dkv", q, 100) == Launch(*shipped["any"]["dkv"]["64"]["0"])
+    unmeasured = torch.zeros(1, 8, 1, 64)  # fp32
+    expected = Launch(*shipped["any-fp32"]["forward"]["64"]["0"])
+    assert launch_config("forward", unmeasured, 100) == expected
+
+
+def test_a_hopper_module_gets_its_config_once(path):
+    module = type(configs)("module")
+    module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
+    configs.configure(module, "hopper_forward", torch.device("cpu"))
+    assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
+    measured.cache_clear()
+    configs.configure.cache_clear()
+    with pytest.raises(ValueError, match="run tune again"):
+        configs.configure(module, "hopper_forward", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
+)
+def test_malformed_table_is_refused(path, row):
+    path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
+    with pytest.raises(ValueError, match="run tune again"):
+        launch_config("forward", Query(), 100)
+
+
+def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
+    monkeypatch.setenv("LONGCTX_LAUNCH", "")
+    assert measured_file() is None
+    assert measured("Test") == {}
+    monkeypatch.delenv("LONGCTX_LAUNCH")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert measured_file() == tmp_path / "longctx" / "launch.json"
+    measured.cache_clear()
+    assert measured("Test") == {}, "that one need not be there"
+    measured.cache_clear()
+    monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
+    with pytest.raises(ValueError, match="no such file"):
+        launch_config("forward", Query(), 100)
