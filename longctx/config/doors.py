@@ -46,7 +46,8 @@ class Door(Mapping[str, Description]):
 
     def __iter__(self) -> Iterator[str]:
         importlib.import_module(self.module)
-        return iter(self._descriptions)
+        # Sorted: which module registers first depends on what was imported before
+        return iter(sorted(self._descriptions))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
