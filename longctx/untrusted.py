@@ -55,9 +55,10 @@ def opened(path: Path, *names: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        is_other = isinstance(error, MemoryError | BrokenPipeError)
+        is_other = is_other or type(error).__name__ == "OutOfMemoryError"
         is_named = any(str(name) in str(error) for name in (path, *names))
-        if is_memory or (isinstance(error, ValueError | OSError) and is_named):
+        if is_other or (isinstance(error, ValueError | OSError) and is_named):
             raise
         reason = " ".join(str(error)[:500].split())
         raise ValueError(f"{path}: cannot be used ({type(error).__name__}: {reason})") from error

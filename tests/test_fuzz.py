@@ -27,7 +27,7 @@ from longctx.attention import Mask, attention
 from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.data.packing import pack
-from longctx.report import run_view
+from longctx.report.compare import read_all, table_of
 from longctx.runs import metrics
 from tests.report.run_files import make
 
@@ -186,12 +186,11 @@ FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/val-a.json"]
 @examples(400)
 def test_any_file_of_a_run_is_shown_or_one_line(name, content, appends):
     with tempfile.TemporaryDirectory() as place:
-        folder = make(Path(place) / "run")
+        folder, other = make(Path(place) / "run"), make(Path(place) / "other")
         (folder / "eval").mkdir()
         with open(folder / name, "ab" if appends else "wb") as file:
             file.write(content)
-        try:
-            messages = run_view.read(folder, points=50).notes
-        except (OSError, ValueError) as error:
-            messages = [str(error)]
-        assert all(str(folder) in one and "\n" not in one for one in messages)
+        runs, notes = read_all([folder, other], None)
+        assert (folder in [run.folder for run in runs]) or "left out: " in notes[-1]
+        assert not any("\n" in note for note in notes)
+        assert table_of(runs, 2.5).rows

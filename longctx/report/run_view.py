@@ -8,10 +8,11 @@ import csv
 import hashlib
 import io
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from longctx.runs.metrics import (
 )
 from longctx.runs.metrics_file import Tail, read_rows, without_infinite
 from longctx.runs.run_folder import checkpoints, is_training, read_config
+from longctx.untrusted import opened
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
 # "hi" next to the mean "y"; if they have a standard error, the values below and above it.
@@ -42,9 +44,9 @@ PAUSE = 0.5  # seconds between two looks
 
 
 @dataclass
-class Run:
-    """`figures` has no key for a metric that the run's rows lack; `notes` are remarks on its files
-    for the reader.
+class RunRecord:
+    """What the files of a run hold. `figures` has no key for a metric that its records lack;
+    `notes` are remarks for the reader.
     """
 
     folder: Path
@@ -52,22 +54,22 @@ class Run:
     config: dict[str, Any]
     figures: Row
     curves: dict[str, Curve]
-    warm: dict[str, float]  # tokens "t" and seconds "s" at the end of the warm-up
     evaluations: Evaluations
     ended: str
     cost: Cost
-    notes: list[str] = field(default_factory=list)
-    lock: dict[str, str] = field(default_factory=dict)
-    tokenizer: str = ""  # a hash of its tokenizer.json; empty if that cannot be read
+    notes: list[str]
+    lock: dict[str, str]
+    positions: Line  # loss over tokens before
+    facts: dict[str, dict[int, float]]  # kind → length → share
+    tokenizer: str = ""  # a hash of its tokenizer.json
     documents: str = ""  # the fingerprint of its data; empty if no checkpoint can be read
-    positions: Line = field(default_factory=dict)  # loss over tokens before
-    facts: dict[str, dict[int, float]] = field(default_factory=dict)  # kind → length → share
 
 
-def read(folder: Path, points: int, price: float | None = None) -> Run:
+def read(folder: Path, points: int, price: float | None = None) -> RunRecord:
     """Read the run in `folder`, with at most `points` points in a curve. `price`: of a GPU's hour.
 
-    Raises ValueError or FileNotFoundError, one line, if there is none.
+    Raises ValueError or FileNotFoundError, one line, if there is none, and anything for files that
+    no run writes.
     """
     config = read_config(folder)
     # Before the rows are read: a run that ends in between has written all of them.
@@ -78,70 +80,53 @@ def read(folder: Path, points: int, price: float | None = None) -> Run:
             f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
             "again"
         )
-    numbers = metrics.figures(rows)
-    # A broken lock or evaluation costs the run no other figure, so it is only a note
-    lock, notes = kernel_lock(folder)
-    notes += [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
-    evaluations = read_evaluations(folder)
-    notes += [f"{path}: not an evaluation's JSON, left out" for path in evaluations.unreadable]
-    run = Run(
+    numbers, lock = metrics.figures(rows), kernel_lock(folder)
+    run = RunRecord(
         folder,
         label=folder.resolve().name,
         config=config,
         figures=numbers,
         curves=curves(rows, points),
-        warm=warmed_up(rows, config.get("warmup_steps")),
-        evaluations=evaluations,
-        ended=ending(numbers["step"], config.get("max_steps"), training),
+        evaluations=read_evaluations(folder),
+        ended=ending(numbers["step"], config["max_steps"], training),
         positions=positions(rows),
         facts=facts(rows),
         cost=cost_of(config, numbers, lock, price),
-        notes=notes,
+        notes=[f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else [],
         lock=lock,
     )
     # Two runs have the same tokens if their tokenizers are equal, wherever those came from
-    with (
-        suppress(OSError, ValueError),
-        untrusted.open_file(folder / "tokenizer.json", untrusted.TOKENIZER_SIZE, folder) as file,
-    ):
-        run.tokenizer = hashlib.sha256(file.read()).hexdigest()
+    if os.path.lexists(file := folder / "tokenizer.json"):
+        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, folder)
+        run.tokenizer = hashlib.sha256(text.encode()).hexdigest()
     # Files of data.path may change between two runs
     for newest in checkpoints(folder)[-1:]:
-        with suppress(Damaged, LookupError, TypeError):
+        with suppress(Damaged):
             run.documents = str(checkpoint_index.read(newest)["longctx"]["data"])
     return run
 
 
-def kernel_lock(folder: Path) -> tuple[dict[str, str], list[str]]:
+def kernel_lock(folder: Path) -> dict[str, str]:
     """Return kernel.lock.json as cells of a table: the kernel, versions, and short hashes of its
-    sources and of its results; and a note if it cannot be read.
+    sources and of its results.
     """
     cells: dict[str, str] = {}
-    try:
-        lock = untrusted.read_json(folder / "kernel.lock.json", within=folder)
-        for key, value in lock.items():
-            if key in ("machine", "versions"):
-                cells |= {name: str(version) for name, version in value.items()}
-            elif key in ("sources", "fingerprint"):
-                text = json.dumps(value, sort_keys=True)
-                cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
-            elif isinstance(value, str | bool) and key != "backend":
-                cells[key] = str(value)
-    except FileNotFoundError:
-        return {}, []
-    except (OSError, ValueError, AttributeError):
-        return {}, [f"{folder}: kernel.lock.json cannot be read, left out"]
-    return cells, []
+    for key, value in untrusted.read_settings(folder / "kernel.lock.json").items():
+        if key in ("machine", "versions"):
+            cells |= {name: str(version) for name, version in value.items()}
+        elif key in ("sources", "fingerprint"):
+            text = json.dumps(value, sort_keys=True)
+            cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
+        elif isinstance(value, str | bool) and key != "backend":
+            cells[key] = str(value)
+    return cells
 
 
-def ending(step: int, steps: Any, training: bool) -> str:
+def ending(step: int, steps: int, training: bool) -> str:
     """Say how far a run came and whether it still trains."""
-    of_steps = f" of {steps:,}" if isinstance(steps, int) else ""
     if training:
-        return f"training, step {step:,}{of_steps}" if of_steps else "training"
-    if isinstance(steps, int) and step >= steps:
-        return "finished"
-    return f"stopped at step {step:,}{of_steps}"
+        return f"training, step {step:,} of {steps:,}"
+    return "finished" if step >= steps else f"stopped at step {step:,} of {steps:,}"
 
 
 def positions(rows: list[Row]) -> Line:
@@ -155,8 +140,7 @@ def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
     shares: dict[str, dict[int, float]] = {}
     for key, share in last_of_family(rows, FACTS_FOUND).items():
         kind, _, length = key.rpartition("/")
-        if length.isdecimal():
-            shares.setdefault(kind, {})[int(length)] = share
+        shares.setdefault(kind, {})[int(length)] = share
     return shares
 
 
@@ -201,14 +185,6 @@ def curves(rows: list[Row], points: int) -> dict[str, Curve]:
                 curve["lo"] = short(value * (1 - error) for value, error in pairs)
                 curve["hi"] = short(value * (1 + error) for value, error in pairs)
     return result
-
-
-def warmed_up(rows: list[Row], warmup_steps: Any) -> dict[str, float]:
-    """Return the tokens and seconds after the steps of the warm-up, 0 if no row is after it."""
-    for row in rows if isinstance(warmup_steps, int) else []:
-        if is_step(row) and row["step"] >= warmup_steps:
-            return {"t": row["tokens_seen"], "s": number(row, "seconds")}
-    return {"t": 0.0, "s": 0.0}
 
 
 def reduced(rows: list[Row], key: str, points: int) -> Curve:
@@ -264,7 +240,6 @@ def cost_of(
     """
     is_gpu = "memory_peak_gib" in figures
     devices = config.get("devices", 1)
-    devices = devices if isinstance(devices, int) and devices > 0 else 1
     seconds = next(iter(finite([figures.get("seconds")])), None)
     hours = None
     if is_gpu and seconds is not None:
@@ -276,7 +251,7 @@ def cost_of(
     return Cost(device, devices, seconds, hours, money, tokens / money if money else None)
 
 
-def record_of(run: Run) -> dict[str, Any]:
+def record_of(run: RunRecord) -> dict[str, Any]:
     """Return the figures of a run as plain numbers, for a file."""
     return {
         "run": run.label,
@@ -307,9 +282,14 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 def watch(options: WatchOptions) -> None:
     """Print the newest row of a run and the later ones, until no process trains it; then its end
-    and its cost. Raises ValueError or OSError if there is none.
+    and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
     """
-    folder, price = options.run, options.price
+    with opened(options.run):
+        show(options.run, options.price)
+
+
+def show(folder: Path, price: float | None) -> None:
+    """Do as `watch`; raises anything for files that no run writes."""
     config, tail = read_config(folder), Tail(folder)
     # Asked before the rows are read, as in `following`.
     training = is_training(folder)
@@ -323,15 +303,15 @@ def watch(options: WatchOptions) -> None:
     for row in following(folder, tail, rows[-1:]):
         numbers |= row
         console.print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", soft_wrap=True)
-    end = ending(numbers.get("step", 0), config.get("max_steps"), is_training(folder))
-    lock, _ = kernel_lock(folder)
+    lock = kernel_lock(folder)
     cost = cost_of(config, numbers, lock, price)
-    spent = [f"hardware {cost.hardware}"]
+    spent = [ending(numbers.get("step", 0), config["max_steps"], is_training(folder))]
+    spent += [f"hardware {cost.hardware}"]
     spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
     spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
     spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
     spent += ["no GPU has a price="] if price is not None and cost.money is None else []
-    console.print("  ".join([end, *spent]), soft_wrap=True)
+    console.print("  ".join(spent), soft_wrap=True)
 
 
 def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row]:

@@ -63,21 +63,21 @@ def write(content: Content, path: Path) -> None:
 
 class Evaluations(NamedTuple):
     """The content of a run's eval/: perplexities, maps of pass keys, RULER's scores, scores of
-    tasks; and the files that are none of these.
+    tasks.
     """
 
     perplexities: list[Row]
     passkeys: list[Row]
     rulers: list[Row]
     tasks: list[Row]
-    unreadable: list[Path]
 
 
 def read_evaluations(folder: Path) -> Evaluations:
-    """Read every evaluation in the folder of a run."""
-    result = Evaluations([], [], [], [], [])
+    """Read every evaluation in the folder of a run; ValueError names the file that is none."""
+    result = Evaluations([], [], [], [])
     for path in sorted((folder / FOLDER).glob("*.json")):
-        try:
+        # Anybody can write such a file
+        with untrusted.opened(path):
             content = untrusted.read_json(
                 path, SIZE, folder, parse_float=finite, parse_constant=finite
             )
@@ -90,9 +90,6 @@ def read_evaluations(folder: Path) -> Evaluations:
                 result.tasks.extend(score | context for score in task_scores(content["results"]))
             else:
                 result.perplexities.append(perplexity(content, path.name))
-        # Anybody can write such a file, and a report of many runs must not end for one of them.
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            result.unreadable.append(path)
     return result
 
 

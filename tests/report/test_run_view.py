@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from longctx import cli
 from longctx.config.command_config import WatchOptions
 from longctx.report import run_view
-from longctx.report.compare import described, lock_differences, longest_context, rulers
+from longctx.report.compare import described, lock_differences, table_of
 from longctx.report.run_view import curves, read, watch
 from longctx.runs import run_folder
-from longctx.runs.evaluations import read_evaluations
 from longctx.runs.metrics_file import Tail
 from tests.report.run_files import compare, make, step
 
@@ -50,18 +50,16 @@ def locked(folder: Path, lock: dict[str, Any], **changed: str) -> Path:
     return folder
 
 
-def test_rows_of_validations_and_step_parts_are_drawn(tmp_path, capsys):
-    parts = {"forward_ms": 3.0, "backward_ms": 5.0, "optimizer_ms": 0.5}
+def test_validations_are_shown(tmp_path):
     validation = {"step": 1, "tokens_seen": 100, "val_loss": 2.0}
     validation |= {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
     validation |= {"facts_found/needle/64": 0.25, "facts_found/needle/128": 0.5}
-    folder = make(tmp_path / "a", [step(1, **parts), validation])
-    run = described(read(folder, 100))
-    assert run["positions"] == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
-    assert run["split"] == {"forward": 3.0, "backward": 5.0, "optimizer": 0.5, "rest": 0.5}
-    compare([folder], tmp_path / "x.html")
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "last validation" in line)
-    assert line.split() == ["a", "last", "validation", "needle", "25%", "50%"]
+    folder = make(tmp_path / "a", [step(1), validation])
+    run = read(folder, 100)
+    assert run.positions == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
+    table = table_of([run], None)
+    cells = dict(zip(table.headings, table.rows[0], strict=True))
+    assert (cells["needle at 64"], cells["needle at 128"]) == ("25%", "50%")
 
 
 def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
@@ -77,17 +75,20 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
         (folder / "eval" / name).write_text(json.dumps(other))
     run = read(folder, 100)
     assert described(run)["contexts"] == {"x": [32, 256], "y": [2.0, 1.5]}
-    assert longest_context(run) == "64, evaluated at 256"
     assert [grid["accuracy"] for grid in run.evaluations.passkeys] == [GRID["accuracy"]]
-    assert run.evaluations.unreadable == []
-    table = rulers([run])
-    assert table.headings[-2:] == ["512", "2,048"]
-    tasks_and_means = [("niah_single_2", "100.0"), ("qa_1 (own text)", "50.0"), ("mean", "75.0")]
-    assert [row[2:] for row in table.rows] == [[task, x, x] for task, x in tasks_and_means]
-    compare([folder], tmp_path / "x.html")
-    printed = capsys.readouterr().out
-    for text in ("3.500 ± 0.035", "77.25", "100%", "25%", "arc em (strict)", "0.5000"):
-        assert text in printed
+    table = table_of([run], None)
+    cells = dict(zip(table.headings, table.rows[0], strict=True))
+    expected = {
+        "context trained at": "64, evaluated at 256",
+        "val-x: perplexity": "3.500 ± 0.035",
+        "val-x: word perplexity": "77.25",
+        "arc em (strict) at 2,048": "0.5000",
+        "passkey: needle at 64": "100%",
+        "passkey: needle at 128": "25%",
+        "RULER qa_1 (own text) at 2,048 (%)": "50.0",
+        "RULER mean at 512 (%)": "75.0",
+    }
+    assert {heading: cells[heading] for heading in expected} == expected
 
 
 SHORT = '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": []}}}'
@@ -97,45 +98,56 @@ SHORT = '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": []}}}'
     ("file", "content"),
     [
         *(("eval/x.json", text) for text in (SHORT, SHORT.replace("[]", "[[NaN]]"), "[" * 10**5)),
-        *(("kernel.lock.json", text) for text in ("{", "[]", '{"machine": 3}', "[" * 10**5)),
+        *(("kernel.lock.json", text) for text in ("{", '{"machine": 3}', "[" * 10**5)),
+        ("metrics.jsonl", json.dumps(step(21, loss=10**400))),
+        ("config.yaml", "max_steps: 20\nseq_len: [64]"),
+        ("checkpoints/step-00000001.ckpt/checkpoint.json", "[]"),  # only its data is unknown
     ],
-    ids=range(7),
+    ids=range(9),
 )
-def test_a_broken_file_is_left_out_with_a_note(tmp_path, capsys, file, content):
-    folder = evaluated(tmp_path / "a", MAPS)
-    (folder / file).write_text(content)
-    compare([folder], tmp_path / "x.html")
-    (note,) = capsys.readouterr().err.splitlines()
-    assert Path(file).name in note and "left out" in note
-
-
-def test_a_fifo_is_left_out_with_a_note(tmp_path, capsys):
-    runs = [evaluated(tmp_path / name, MAPS) for name in "abc"]
-    for path in (runs[0] / "eval" / "val-x.json", runs[1] / "metrics.jsonl"):
-        path.unlink()
-        os.mkfifo(path)
-    compare(runs, tmp_path / "x.html")
+def test_what_a_file_raises_leaves_out_its_run(tmp_path, capsys, file, content):
+    broken = evaluated(tmp_path / "a", MAPS)
+    (broken / file).parent.mkdir(parents=True, exist_ok=True)
+    (broken / file).write_text(content)
+    compare([broken, make(tmp_path / "b")], tmp_path / "x.html")
     error = capsys.readouterr().err
-    assert "x.json: not an evaluation" in error and "metrics.jsonl: " in error
+    is_shown = file.startswith("checkpoints")
+    assert error.count(f"note: left out: {broken}") == (not is_shown)
+    assert is_shown or error.count("\n") == 1
+    if not is_shown:
+        with pytest.raises(ValueError, match=str(broken)):
+            compare([broken], tmp_path / "x.html")
+
+
+@pytest.mark.parametrize("line", ['{"machine": 3}', "{"])
+def test_watch_is_one_line_for_a_broken_file(line, tmp_path, refused):
+    folder = make(tmp_path / "a")
+    (folder / "kernel.lock.json").write_text(line)
+    refused(cli.main(["watch", str(folder)]), str(folder))
+
+
+@pytest.mark.parametrize("file", ["eval/val-x.json", "metrics.jsonl", "config.yaml"])
+def test_a_fifo_leaves_out_its_run(file, tmp_path, capsys):
+    broken = evaluated(tmp_path / "a", MAPS)
+    (broken / file).unlink()
+    os.mkfifo(broken / file)
+    compare([broken, make(tmp_path / "b")], tmp_path / "x.html")
+    assert f"left out: {broken}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "metrics.jsonl", "eval", "tokenizer.json"])
-def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file):
+@pytest.mark.parametrize("dangles", [False, True])
+def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file, dangles):
     runs = [evaluated(tmp_path / name, MAPS) for name in "ab"]
-    for run in runs:
-        (run / "tokenizer.json").write_text("{}")
+    (runs[0] / "tokenizer.json").write_text("{}")
     shutil.move(runs[0] / file, tmp_path / "secret")
-    (runs[0] / file).symlink_to(tmp_path / "secret")
+    (runs[0] / file).symlink_to(tmp_path / ("none" if dangles else "secret"))
     compare(runs, tmp_path / "x.html")
     error = capsys.readouterr().err
-    if file == "eval":
-        assert "x.json: not an evaluation" in error
-        assert read_evaluations(runs[0]).passkeys == []
-    elif file == "tokenizer.json":
-        assert [bool(read(run, 100).tokenizer) for run in runs] == [False, True]
-    else:
-        assert f"{file}: a link" in error
-        with pytest.raises(ValueError, match=f"{file}: a link"):
+    # A link to no folder is no evaluation
+    assert (f"left out: {runs[0]}" in error) != (file == "eval" and dangles)
+    if file in ("config.yaml", "metrics.jsonl"):
+        with pytest.raises(ValueError, match=str(runs[0])):
             watch(WatchOptions(runs[0]))
 
 
@@ -155,7 +167,6 @@ def test_locks_that_differ_are_a_warning(tmp_path, capsys):
     assert warning.startswith("warning: ")
     for part in ("flash", " torch: ", "2.13.0 (a, c)", "2.14.0 (b)"):
         assert part in warning
-    assert "kernel locks" in printed.out
     runs = [read(folder, 100) for folder in folders]
     runs[2].config["seq_len"] = 64
     assert ["fingerprint" in warning for warning in lock_differences(runs)] == [False, True]
