@@ -21,8 +21,7 @@ class Chart(NamedTuple):
     """One panel of the workspace.
 
     `kind` is lines over tokens seen; shares: lines stacked on each other; points: a summary value
-    of each run over a value of its configuration; bars: a summary value of each run; table: the
-    plot of a logged table, with its name and columns (x, y, line) in `y`; pictures.
+    of each run over a value of its configuration; bars: a summary value of each run; pictures.
     """
 
     kind: str
@@ -32,17 +31,9 @@ class Chart(NamedTuple):
     log: bool = False
 
 
-def _table(title: str, name: str, x: str, line: str) -> Chart:
-    return Chart("table", title, (name, x, "loss", line))
-
-
 FIXED: dict[str, tuple[Chart, ...]] = {
     "Context extension": (
         Chart("points", "Perplexity over context (eval.py)", ("eval/perplexity",), "context"),
-        _table("Loss by position", "loss_by_position_table", "tokens before", "tokens seen"),
-        _table(
-            "The same tokens over context", "eval/loss_by_context_table", "tokens of context", "run"
-        ),
     ),
     "Throughput": (),
     "Memory": (),
@@ -51,7 +42,6 @@ FIXED: dict[str, tuple[Chart, ...]] = {
         Chart("bars", "Perplexity", ("eval/perplexity",)),
         Chart("bars", "Word perplexity", ("eval/word_perplexity",)),
         Chart("bars", "Bits per byte", ("eval/bits_per_byte",)),
-        _table("Loss by position", "eval/loss_by_position_table", "tokens of position", "run"),
         Chart("pictures", "Pictures of eval.py", ("eval/picture",)),
     ),
 }
@@ -148,11 +138,4 @@ def _panel(panel: Chart) -> Any:
         return wr.ScatterPlot(title=panel.title, **axes, log_x=True, log_y=panel.log)
     if panel.kind == "bars":
         return wr.BarPlot(title=panel.title, metrics=[wr.SummaryMetric(key) for key in panel.y])
-    if panel.kind == "table":
-        fields = dict(zip(("x", "y", "stroke"), panel.y[1:], strict=True))
-        chart = wr.CustomChart.from_table(
-            panel.y[0], chart_fields=fields, chart_strings={"title": panel.title}
-        )
-        chart.chart_name = "wandb/line/v0"
-        return chart
     return wr.MediaBrowser(title=panel.title, media_keys=list(panel.y))

@@ -25,19 +25,19 @@ from longctx.runs.evaluations import Evaluations, Line, read_evaluations
 from longctx.runs.metrics import (
     BY_POSITION,
     FACTS_FOUND,
-    Row,
+    Record,
     Shown,
     finite,
     is_step,
     line,
     number,
 )
-from longctx.runs.metrics_file import Tail, read_rows, without_infinite
+from longctx.runs.metrics_file import Tail, read_records, without_infinite
 from longctx.runs.run_folder import checkpoints, is_training, read_config
 from longctx.untrusted import opened
 
-# A curve: "t" tokens seen, "s" seconds of training, "y" values; if rows were joined, also "lo" and
-# "hi" next to the mean "y"; if they have a standard error, the values below and above it.
+# A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
+# and "hi" next to the mean "y"; if they have a standard error, the values below and above it.
 Curve = dict[str, list[float]]
 
 PAUSE = 0.5  # seconds between two looks
@@ -52,7 +52,7 @@ class RunRecord:
     folder: Path
     label: str
     config: dict[str, Any]
-    figures: Row
+    figures: Record
     curves: dict[str, Curve]
     evaluations: Evaluations
     ended: str
@@ -72,25 +72,25 @@ def read(folder: Path, points: int, price: float | None = None) -> RunRecord:
     no run writes.
     """
     config = read_config(folder)
-    # Before the rows are read: a run that ends in between has written all of them.
+    # Before the records are read: a run that ends in between has written all of them.
     training = is_training(folder)
-    rows, cut = read_rows(folder)
-    if not rows:
+    records, cut = read_records(folder)
+    if not records:
         raise ValueError(
-            f"{folder}: no metrics yet; wait for the first row of metrics.jsonl, or start the run "
+            f"{folder}: no metrics yet; wait for the first line of metrics.jsonl, or start the run "
             "again"
         )
-    numbers, lock = metrics.figures(rows), kernel_lock(folder)
+    numbers, lock = metrics.figures(records), kernel_lock(folder)
     run = RunRecord(
         folder,
         label=folder.resolve().name,
         config=config,
         figures=numbers,
-        curves=curves(rows, points),
+        curves=curves(records, points),
         evaluations=read_evaluations(folder),
         ended=ending(numbers["step"], config["max_steps"], training),
-        positions=positions(rows),
-        facts=facts(rows),
+        positions=positions(records),
+        facts=facts(records),
         cost=cost_of(config, numbers, lock, price),
         notes=[f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else [],
         lock=lock,
@@ -129,30 +129,30 @@ def ending(step: int, steps: int, training: bool) -> str:
     return "finished" if step >= steps else f"stopped at step {step:,} of {steps:,}"
 
 
-def positions(rows: list[Row]) -> Line:
+def positions(records: list[Record]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
-    members = last_of_family(rows, BY_POSITION)
+    members = last_of_family(records, BY_POSITION)
     return {"x": [int(key) for key in members], "y": short(members.values())} if members else {}
 
 
-def facts(rows: list[Row]) -> dict[str, dict[int, float]]:
+def facts(records: list[Record]) -> dict[str, dict[int, float]]:
     """Return the share of pass keys that the last validation found, by kind and length."""
     shares: dict[str, dict[int, float]] = {}
-    for key, share in last_of_family(rows, FACTS_FOUND).items():
+    for key, share in last_of_family(records, FACTS_FOUND).items():
         kind, _, length = key.rpartition("/")
         shares.setdefault(kind, {})[int(length)] = share
     return shares
 
 
-def last_of_family(rows: list[Row], family: str) -> Row:
+def last_of_family(records: list[Record], family: str) -> Record:
     """Return the finite members of a family of keys, without the family's name, in the newest
     validation that has some.
     """
     prefix = f"{family}/"
-    for row in reversed(rows):
+    for record in reversed(records):
         members = {
             key.removeprefix(prefix): value
-            for key, value in row.items()
+            for key, value in record.items()
             if key.startswith(prefix) and finite([value])
         }
         if members:
@@ -160,45 +160,45 @@ def last_of_family(rows: list[Row], family: str) -> Row:
     return {}
 
 
-def curves(rows: list[Row], points: int) -> dict[str, Curve]:
-    """Return the curve of every metric that the page draws and the rows hold.
+def curves(records: list[Record], points: int) -> dict[str, Curve]:
+    """Return the curve of every metric that the page draws and the records hold.
 
-    A row without a time, such as a validation, has the time of the row before it. The standard
+    A record without a time, such as a validation, has the time of the one before it. The standard
     error of a validation is a band around its perplexity.
     """
     seconds = 0.0
-    timed: dict[bool, list[Row]] = {True: [], False: []}
-    for row in rows:
-        seconds = number(row, "seconds", seconds)
-        timed[is_step(row)].append(row | {"seconds": seconds})
+    timed: dict[bool, list[Record]] = {True: [], False: []}
+    for record in records:
+        seconds = number(record, "seconds", seconds)
+        timed[is_step(record)].append(record | {"seconds": seconds})
     result: dict[str, Curve] = {}
     for group in timed.values():
         for metric in metrics.shown(Shown.CURVE):
-            drawn = [row for row in group if finite([row.get(metric.key)])]
+            drawn = [record for record in group if finite([record.get(metric.key)])]
             if not drawn:
                 continue
             curve = result[metric.key] = reduced(drawn, metric.key, points)
-            errors = [number(row, "val_loss_error") for row in drawn]
+            errors = [number(record, "val_loss_error") for record in drawn]
             if metric.key == "val_perplexity" and any(errors) and "lo" not in curve:
-                values = [row[metric.key] for row in drawn]
+                values = [record[metric.key] for record in drawn]
                 pairs = list(zip(values, errors, strict=True))
                 curve["lo"] = short(value * (1 - error) for value, error in pairs)
                 curve["hi"] = short(value * (1 + error) for value, error in pairs)
     return result
 
 
-def reduced(rows: list[Row], key: str, points: int) -> Curve:
-    """Return the values of `rows` under `key` as a curve of at most `points` points, each the mean,
-    least and largest of its rows.
+def reduced(records: list[Record], key: str, points: int) -> Curve:
+    """Return the values of `records` under `key` as a curve of at most `points` points, each the
+    mean, least and largest of its records.
     """
-    values = [row[key] for row in rows]
-    size = -(-len(rows) // points)  # rows per point, rounded up
-    starts = range(0, len(rows), size)
-    middles = [rows[min(start + size // 2, len(rows) - 1)] for start in starts]
+    values = [record[key] for record in records]
+    size = -(-len(records) // points)  # records per point, rounded up
+    starts = range(0, len(records), size)
+    middles = [records[min(start + size // 2, len(records) - 1)] for start in starts]
     parts = [values[start : start + size] for start in starts]
     curve = {
-        "t": [row["tokens_seen"] for row in middles],
-        "s": short(row["seconds"] for row in middles),
+        "t": [record["tokens_seen"] for record in middles],
+        "s": short(record["seconds"] for record in middles),
         "y": short(map(fmean, parts)),
     }
     if size > 1:
@@ -232,7 +232,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(
-    config: Mapping[str, Any], figures: Row, lock: Mapping[str, str], price: float | None
+    config: Mapping[str, Any], figures: Record, lock: Mapping[str, str], price: float | None
 ) -> Cost:
     """Return the cost of a run at `price` for an hour of one GPU.
 
@@ -267,7 +267,7 @@ def record_of(run: RunRecord) -> dict[str, Any]:
 
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a row for each run to a .csv, or an object for each to a .json, atomically."""
+    """Write a record for each run to a .csv, or an object for each to a .json, atomically."""
     if path.suffix == ".json":
         text = json.dumps(without_infinite(list(records)), indent=1, allow_nan=False) + "\n"
     else:
@@ -281,7 +281,7 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def watch(options: WatchOptions) -> None:
-    """Print the newest row of a run and the later ones, until no process trains it; then its end
+    """Print the newest record of a run and the later ones, until no process trains it; then its end
     and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
     """
     with opened(options.run):
@@ -291,18 +291,18 @@ def watch(options: WatchOptions) -> None:
 def show(folder: Path, price: float | None) -> None:
     """Do as `watch`; raises anything for files that no run writes."""
     config, tail = read_config(folder), Tail(folder)
-    # Asked before the rows are read, as in `following`.
+    # Asked before the records are read, as in `following`.
     training = is_training(folder)
-    rows = tail.rows()
-    if not rows and not training:
+    records = tail.records()
+    if not records and not training:
         raise ValueError(
             f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
         )
     console = tables.console()
-    numbers: Row = {key: value for row in rows for key, value in row.items()}
-    for row in following(folder, tail, rows[-1:]):
-        numbers |= row
-        console.print(f"step {row['step']:,}  {line(row, Shown.WATCH)}", soft_wrap=True)
+    numbers: Record = {key: value for record in records for key, value in record.items()}
+    for record in following(folder, tail, records[-1:]):
+        numbers |= record
+        console.print(f"step {record['step']:,}  {line(record, Shown.WATCH)}", soft_wrap=True)
     lock = kernel_lock(folder)
     cost = cost_of(config, numbers, lock, price)
     spent = [ending(numbers.get("step", 0), config["max_steps"], is_training(folder))]
@@ -314,15 +314,15 @@ def show(folder: Path, price: float | None) -> None:
     console.print("  ".join(spent), soft_wrap=True)
 
 
-def following(folder: Path, tail: Tail, rows: list[Row]) -> Iterator[Row]:
-    """Yield `rows` and the later ones, until the process that trains the run ends."""
+def following(folder: Path, tail: Tail, records: list[Record]) -> Iterator[Record]:
+    """Yield `records` and the later ones, until the process that trains the run ends."""
     training = True
     while True:
-        yield from rows
+        yield from records
         if not training:
             return
-        # Asked before the rows are read, so that rows of the last moment are not missed.
+        # Asked before the records are read, so that records of the last moment are not missed.
         training = is_training(folder)
         if training:
             time.sleep(PAUSE)
-        rows = tail.rows()
+        records = tail.records()

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from longctx import files, untrusted
-from longctx.runs.metrics import Row
 from longctx.runs.metrics_file import without_infinite
 
 FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
@@ -66,10 +65,10 @@ class Evaluations(NamedTuple):
     tasks.
     """
 
-    perplexities: list[Row]
-    passkeys: list[Row]
-    rulers: list[Row]
-    tasks: list[Row]
+    perplexities: list[Content]
+    passkeys: list[Content]
+    rulers: list[Content]
+    tasks: list[Content]
 
 
 def read_evaluations(folder: Path) -> Evaluations:
@@ -101,7 +100,7 @@ def finite(text: str) -> float:
     return value
 
 
-def perplexity(content: Content, name: str) -> Row:
+def perplexity(content: Content, name: str) -> Content:
     """Return a perplexity, without the scores of single documents."""
     total = content["total"]
     return {
@@ -116,7 +115,7 @@ def perplexity(content: Content, name: str) -> Row:
     }
 
 
-def line(rows: Iterable[Row], x: str) -> Line:
+def line(rows: Iterable[Content], x: str) -> Line:
     """Return the finite losses of an evaluation over the key `x`."""
     rows = [row for row in rows if row["loss"] is not None]
     return {
@@ -125,7 +124,7 @@ def line(rows: Iterable[Row], x: str) -> Line:
     }
 
 
-def passkeys(content: Content, name: str) -> list[Row]:
+def passkeys(content: Content, name: str) -> list[Content]:
     """Return the maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
     maps = []
     for kind, grid in content["kinds"].items():
@@ -139,7 +138,7 @@ def passkeys(content: Content, name: str) -> list[Row]:
     return maps
 
 
-def ruler(content: Content, name: str) -> Row:
+def ruler(content: Content, name: str) -> Content:
     """Return RULER's scores of one file, of each task [length]."""
     lengths, rows = ruler_rows(content)
     if any(len(scores) != len(lengths) for scores in rows.values()):
@@ -162,7 +161,7 @@ def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
     return lengths, rows
 
 
-def task_scores(results: dict[str, Any]) -> list[Row]:
+def task_scores(results: dict[str, Any]) -> list[Content]:
     """Return the scores in `results` of lm-evaluation-harness, in their order: task, metric (with
     its filter, if there is one), value and standard error.
 

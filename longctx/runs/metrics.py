@@ -15,11 +15,11 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-Row = dict[str, Any]  # of metrics.jsonl
+Record = dict[str, Any]  # of metrics.jsonl
 
 BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
 FACTS_FOUND = "facts_found"  # key/kind/N: share of pass keys found in texts of N tokens
-SAMPLE = "sample"  # a sample of the model, in a row of its own
+SAMPLE = "sample"  # a sample of the model, in a record of its own
 BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
 
 
@@ -211,7 +211,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "process_peak_gib", "peak memory", ".2f", "GiB of the process", EVERYWHERE, "min", "max"
     ).drawn_in(Panel("Memory", "Peak memory of the process (GiB)")),
-    # Context. longctx.training.context_check writes its row before the first step
+    # Context. longctx.training.context_check writes its record before the first step
     Metric("context_check/*", "context.check:", hidden=True),
     Metric(f"{BY_POSITION}/*", "val loss at", ".4f", hidden=True).drawn_in(
         EXTENSION("Loss at each position")
@@ -221,9 +221,9 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-def is_step(row: Row) -> bool:
-    """Return True if a row is of training steps, not of a validation."""
-    return "ms_per_step" in row
+def is_step(record: Record) -> bool:
+    """Return True if a record is of training steps, not of a validation."""
+    return "ms_per_step" in record
 
 
 def shown(view: Shown) -> list[Metric]:
@@ -231,53 +231,53 @@ def shown(view: Shown) -> list[Metric]:
     return [metric for metric in METRICS if metric.shown & view and metric.prefix is None]
 
 
-def present(row: Row, view: Shown) -> Iterator[tuple[Metric, str, float]]:
-    """Yield metric, label and value of every number of a row that `view` shows, in the table's
+def present(record: Record, view: Shown) -> Iterator[tuple[Metric, str, float]]:
+    """Yield metric, label and value of every number of a record that `view` shows, in the table's
     order.
     """
     for metric in METRICS:
         if not metric.shown & view:
             continue
         if metric.prefix is None:
-            if isinstance(row.get(metric.key), int | float):
-                yield metric, metric.label, row[metric.key]
+            if isinstance(record.get(metric.key), int | float):
+                yield metric, metric.label, record[metric.key]
             continue
-        for key in row:
-            if key.startswith(metric.prefix) and isinstance(row[key], int | float):
+        for key in record:
+            if key.startswith(metric.prefix) and isinstance(record[key], int | float):
                 member = key.removeprefix(metric.prefix).replace("/", " at ")
-                yield metric, f"{metric.label} {member}".strip(), row[key]
+                yield metric, f"{metric.label} {member}".strip(), record[key]
 
 
-def line(row: Row, view: Shown) -> str:
-    """Write a row in one line; a number with a unit needs no label."""
+def line(record: Record, view: Shown) -> str:
+    """Write a record in one line; a number with a unit needs no label."""
     return "  ".join(
         metric.text(value) if metric.unit else f"{label} {metric.text(value)}"
-        for metric, label, value in present(row, view)
+        for metric, label, value in present(record, view)
     )
 
 
-def values(rows: Iterable[Row], key: str) -> list[Any]:
-    """Return the values of the rows under `key`, null included."""
-    return [row[key] for row in rows if key in row]
+def values(records: Iterable[Record], key: str) -> list[Any]:
+    """Return the values of the records under `key`, null included."""
+    return [record[key] for record in records if key in record]
 
 
-def figures(rows: list[Row]) -> Row:
-    """Return one number for a whole run of each metric in its rows.
+def figures(records: list[Record]) -> Record:
+    """Return one number for a whole run of each metric in its records.
 
     The median leaves out the first value: that step compiles and warms up. The last loss of a
     diverged run is nan.
     """
-    result: Row = {}
-    held: set[str] = set().union(*rows)
+    result: Record = {}
+    held: set[str] = set().union(*records)
     for metric in METRICS:
         key = metric.key
         if key not in held:
             continue
         if metric.of_run == "last":
-            last = next(row[key] for row in reversed(rows) if key in row)
+            last = next(record[key] for record in reversed(records) if key in record)
             result[key] = math.nan if last is None else last
             continue
-        column = values(rows, key)
+        column = values(records, key)
         if metric.of_run == "median":
             column = column[1:] or column
         if numbers := finite(column):
@@ -285,9 +285,9 @@ def figures(rows: list[Row]) -> Row:
     return result
 
 
-def number(row: Row, key: str, default: float = 0.0) -> float:
-    """Return the finite number of a row under `key`, or else `default`."""
-    return next(iter(finite([row.get(key)])), default)
+def number(record: Record, key: str, default: float = 0.0) -> float:
+    """Return the finite number of a record under `key`, or else `default`."""
+    return next(iter(finite([record.get(key)])), default)
 
 
 def finite(column: Iterable[Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run folder, a line per row: its format and its one reader. Torch-free.
+"""metrics.jsonl of a run folder, a line per record: its format and its one reader. Torch-free.
 
 The file grows, so a run that still trains or was killed may leave its last line cut.
 """
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from longctx import files, untrusted
-from longctx.runs.metrics import Row
+from longctx.runs.metrics import Record
 
 FILE = "metrics.jsonl"
 
 
-def append(file: TextIO, row: Row) -> None:
-    """Write one row to `file` at once; null stands for a number that is not finite."""
+def append(file: TextIO, record: Record) -> None:
+    """Write one record to `file` at once; null stands for a number that is not finite."""
     try:
-        file.write(json.dumps(without_infinite(row), allow_nan=False) + "\n")
+        file.write(json.dumps(without_infinite(record), allow_nan=False) + "\n")
         file.flush()
     except OSError as error:
         error.filename = file.name
@@ -37,7 +37,7 @@ def without_infinite(value: Any) -> Any:
 
 
 class Tail:
-    """Read the rows that a growing metrics.jsonl gains; the beginning of a line waits for its end.
+    """Read the records that a growing metrics.jsonl gains; the start of a line waits for its end.
 
     Raises ValueError if the file is not a regular file in `folder`.
     """
@@ -45,7 +45,7 @@ class Tail:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines = 0
-        self.wrong = 0  # lines that hold no row
+        self.wrong = 0  # lines that hold no record
         self._begin(inode=0)
 
     def _begin(self, inode: int) -> None:
@@ -53,15 +53,15 @@ class Tail:
         self.position = 0
         self.rest = b""
 
-    def rows(self, ended: bool = False) -> list[Row]:
-        """Return the rows since the last call; all of them if a resumed run replaced the file. If
-        it has `ended`, its last line needs no line break: a kill may have come in between.
+    def records(self, ended: bool = False) -> list[Record]:
+        """Return the records since the last call; all of them if a resumed run replaced the file.
+        If it has `ended`, its last line needs no line break: a kill may have come in between.
         """
         if not os.path.lexists(self.folder / FILE):
             return []
         with untrusted.open_file(self.folder / FILE, within=self.folder) as file:
             now = os.fstat(file.fileno())
-            # A resumed run drops rows of steps that it computes again, by a new file
+            # A resumed run drops records of steps that it computes again, by a new file
             if now.st_ino != self.inode or now.st_size < self.position:
                 self._begin(now.st_ino)
             file.seek(self.position)
@@ -70,35 +70,35 @@ class Tail:
         *lines, self.rest = (self.rest + new).split(b"\n")
         lines += [self.rest] if ended else []
         values = [parsed(line) for line in lines if line]
-        rows = [value for value in values if value is not None]
+        records = [value for value in values if value is not None]
         self.lines += len(values)
-        self.wrong += len(values) - len(rows)
-        return rows
+        self.wrong += len(values) - len(records)
+        return records
 
 
-def read(folder: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, [] without such a file; raises ValueError as `Tail`."""
-    return read_rows(folder)[0]
+def read(folder: Path) -> list[Record]:
+    """Return the records of metrics.jsonl, [] without such a file; raises ValueError as `Tail`."""
+    return read_records(folder)[0]
 
 
-def read_rows(folder: Path) -> tuple[list[Row], str]:
-    """Return the rows of metrics.jsonl, and how many lines hold none ("" without any)."""
+def read_records(folder: Path) -> tuple[list[Record], str]:
+    """Return the records of metrics.jsonl, and how many lines hold none ("" without any)."""
     tail = Tail(folder)
-    rows = tail.rows(ended=True)
-    return rows, f"{tail.wrong} of {tail.lines:,} lines" if tail.wrong else ""
+    records = tail.records(ended=True)
+    return records, f"{tail.wrong} of {tail.lines:,} lines" if tail.wrong else ""
 
 
-def parsed(line: bytes) -> Row | None:
-    """Return the row in a line of metrics.jsonl; None if it is not a row as training logs them."""
+def parsed(line: bytes) -> Record | None:
+    """Return the record in a line of metrics.jsonl; None if it is none as training logs them."""
     try:
         value: Any = json.loads(line)
-        is_row = type(value["step"]) is int and type(value["tokens_seen"]) is int
+        is_record = type(value["step"]) is int and type(value["tokens_seen"]) is int
     except (ValueError, RecursionError, LookupError, TypeError):
         return None
-    return value if is_row else None
+    return value if is_record else None
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Remove the rows of steps past `step`, which a resumed run computes again."""
-    rows = [row for row in read(folder) if row["step"] <= step]
-    files.write_text(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows))
+    """Remove the records of steps past `step`, which a resumed run computes again."""
+    records = [record for record in read(folder) if record["step"] <= step]
+    files.write_text(folder / FILE, "".join(json.dumps(record) + "\n" for record in records))

@@ -1,10 +1,9 @@
 """Tracking: metrics.jsonl, the truth, and its copies by `tracker=`.
 
-A row of metrics.jsonl is a row at wandb, drawn over `tokens_seen`. Each tracker lives in a process
-of its own, `python -m longctx.runs.tracking NAME`: one that fails or hangs stops neither the run
-nor the others. It follows metrics.jsonl, which has every row, so the run sends it only uploads and
-the end. A thread would not do: at the end of a process wandb waits without a limit for its core,
-and an end without that wait drops unfinished uploads.
+Each tracker lives in a process of its own, `python -m longctx.runs.tracking NAME`: one that fails
+or hangs stops neither the run nor the others. It follows metrics.jsonl, which has every record, so
+the run sends it only uploads and the end. A thread would not do: at the end of a process wandb
+waits without a limit for its core, and an end without that wait drops unfinished uploads.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from longctx.config.doors import TRACKERS
 from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
 from longctx.runs import metrics_file
-from longctx.runs.metrics import Row
+from longctx.runs.metrics import Record
 
 PATIENCE = 9.0  # seconds that the end of a run waits for copies; 10 are promised
 PAUSE = 0.2  # seconds between two looks of a copy for new rows
@@ -36,7 +35,7 @@ Commands = Iterator[dict[str, Any]]
 
 
 class Tracker:
-    """Append rows to metrics.jsonl in `folder`; from `start_copies` on, `names` get copies."""
+    """Append records to metrics.jsonl in `folder`; from `start_copies` on, `names` get copies."""
 
     def __init__(
         self,
@@ -50,13 +49,13 @@ class Tracker:
         self.plugins = plugins
         openings = {name: TRACKERS[name].opening(config, folder) for name in names}
         self.openings = {name: lines for name, lines in openings.items() if lines}
-        self._rows_before = len(metrics_file.read(folder))
+        self._records_before = len(metrics_file.read(folder))
         self._file = open(folder / metrics_file.FILE, "a", encoding="utf-8")  # noqa: SIM115
         self._copies: list[Copy] = []
 
-    def log(self, row: Row) -> None:
-        """Record one row, `step` and `tokens_seen` among its keys."""
-        metrics_file.append(self._file, row)
+    def log(self, record: Record) -> None:
+        """Append one record, `step` and `tokens_seen` among its keys."""
+        metrics_file.append(self._file, record)
 
     def start_copies(self, metadata: dict[str, Any]) -> None:
         """Begin the copies, once, with `metadata` as the configuration that they show.
@@ -66,7 +65,7 @@ class Tracker:
         if not self.openings or self._copies:
             return
         about = {
-            "rows_before": self._rows_before,
+            "records_before": self._records_before,
             "metadata": metadata | {"commit": commit()},
             "plugins": self.plugins,
         }
@@ -126,7 +125,7 @@ class Copy:
                 start_new_session=True,
             )
         except OSError as error:
-            self._news = [f"{name} is off: {error}; metrics.jsonl has every row"]
+            self._news = [f"{name} is off: {error}; metrics.jsonl has every record"]
 
     def send(self, command: dict[str, Any]) -> None:
         """Append one command: the request, an upload, or the end."""
@@ -217,11 +216,15 @@ def copy_to(name: str, *arguments: str) -> NoReturn:
     sys.argv = request["argv"]
     try:
         plugins.load(request.get("plugins", ()))
-        # Trackers print to stdout, whose lines the run would show
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        # Trackers print to stdout, whose lines the run would show. wandb leaves temporary folders
+        with (
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(nowhere),
+            tempfile.TemporaryDirectory() as tempfile.tempdir,
+        ):
             TRACKERS[name].copy(request | {"arguments": arguments}, commands)
     except BaseException as error:  # the tracker's own errors, the network's, the disk's
-        report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every row")
+        report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every record")
         os._exit(1)
     # The interpreter's own end would wait for a core that is gone or stopped
     os._exit(0)
@@ -230,6 +233,21 @@ def copy_to(name: str, *arguments: str) -> NoReturn:
 def report(line: str) -> None:
     """Send a line about a failure to the parent, which shows it."""
     print(line, file=sys.__stdout__, flush=True)
+
+
+def follow(request: dict[str, Any], commands: Commands) -> Iterator[Record]:
+    """Yield every record of a run, those of earlier starts first, until `commands` finish; then
+    `request` has its "exit_code". Each checkpoint is given to "upload" of `request`.
+    """
+    tail = metrics_file.Tail(Path(request["folder"]))
+    for command in commands:
+        # Reading after the command yields all records that came before the end
+        yield from tail.records()
+        if "checkpoint" in command and "upload" in request:
+            request["upload"](command)
+        if "finish" in command:
+            request["exit_code"] = command["finish"]
+            return
 
 
 def follow_stdin() -> Commands:

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -20,14 +21,14 @@ from urllib.parse import urlparse
 from longctx import system
 from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
-from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import BY_POSITION, SAMPLE, Row
-from longctx.runs.tracking import Commands, report
+from longctx.runs import metrics
+from longctx.runs.metrics import SAMPLE
+from longctx.runs.tracking import Commands, follow, report
 
 RUN_ID = "run-id"  # file in a run's wandb/ with its id at the server, once it has gone online
 AGAIN = "again"  # the argument of the second attempt
 ANSWERS = 30.0  # seconds in which the server must answer
-TABLE_ROWS = 1000  # rows of an evaluation's table; its JSON has all of them
+TABLE_ROWS = 1000  # of an evaluation's table; its JSON has all of them
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
 
 
@@ -40,7 +41,7 @@ def opening(config: WandbConfig, folder: Path) -> list[str]:
     if mode == "disabled":
         return []
     entity = config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
-    content = "rows and checkpoints" if config.artifacts else "rows"
+    content = "records and checkpoints" if config.artifacts else "records"
     lines = [f"{mode}: {content} for {entity}/{config.project}"]
     if config.mode != "offline" and not _has_key():
         lines.append("no API key, which `wandb login` sets: all is copied offline")
@@ -65,8 +66,8 @@ def copy(request: dict[str, Any], commands: Commands) -> None:
 
 
 def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoReturn:
-    """Print `reason` and replace this process by a second attempt, which copies all rows."""
-    # The next copy has all rows of this one, so `wandb sync` must not find both
+    """Print `reason` and replace this process by a second attempt, which copies all records."""
+    # The next copy has all records of this one, so `wandb sync` must not find both
     for leftover in offline_runs(folder):
         if leftover.name not in earlier:
             shutil.rmtree(leftover, ignore_errors=True)
@@ -79,9 +80,11 @@ def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoRetur
 
 
 def send_run(request: dict[str, Any], commands: Commands) -> None:
-    """Send the rows of a run: online to the run at wandb that its first start began; offline to a
-    new run for each start, all in one group.
+    """Send the records of a run: online to the run at wandb that its first start began; offline to
+    a new run for each start, all in one group.
     """
+    import wandb
+
     config, folder = WandbConfig(**request["config"]), Path(request["folder"])
     leg, name, group = len(request["earlier"]) + 1, folder.name, config.group
     if request["mode"] == "offline":
@@ -92,53 +95,25 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
     identity |= {"group": group, "job_type": config.job_type}
     metadata = request["metadata"] | {"leg": leg}
     run = init(config, folder, request["mode"], config=metadata, **identity)
-    tail, rows_before = metrics_file.Tail(folder), request["rows_before"]
-    tables: dict[str, list[list[Any]]] = {BY_POSITION: [], SAMPLE: []}
-    for command in commands:
-        # Reading rows after the command sends all rows that came before the end
-        for row in tail.rows():
-            media = extend_tables(tables, row)
-            # Rows of earlier starts are at wandb already; only the tables show them again
-            if rows_before > 0:
-                rows_before -= 1
-                continue
-            numbers = {key: math.nan if x is None else x for key, x in row.items() if key != SAMPLE}
-            run.log(numbers | media)
-        if "checkpoint" in command:
-            upload(run, Path(command["checkpoint"]), command["step"])
-        if "finish" in command:
-            run.finish(exit_code=command["finish"])
-            return
+    before, samples = request["records_before"], list[list[Any]]()
+    request["upload"] = partial(upload, run)
+    for record in follow(request, commands):
+        before -= 1
+        media = {}
+        if SAMPLE in record:
+            samples.append([record["tokens_seen"], record.pop(SAMPLE)])
+            media = {"samples": wandb.Table(["tokens seen", "text"], data=list(samples))}
+        # Records of earlier starts are at wandb already; only the table shows them again
+        if before < 0:
+            run.log({key: math.nan if x is None else x for key, x in record.items()} | media)
+    run.finish(exit_code=request["exit_code"])
 
 
-def extend_tables(tables: dict[str, list[list[Any]]], row: Row) -> dict[str, Any]:
-    """Add a row's losses by position and its sample to `tables`, which hold all of them so far;
-    return the tables that have grown, as wandb's.
-    """
-    import wandb
-
-    tokens, media = row["tokens_seen"], dict[str, Any]()
-    losses = [
-        [tokens, int(key.rpartition("/")[2]), value]
-        for key, value in row.items()
-        if key.startswith(f"{BY_POSITION}/") and value is not None
-    ]
-    if losses:
-        tables[BY_POSITION] += losses
-        title = "loss by position, a line per validation"
-        axes = ("tokens seen", "tokens before", "loss")
-        media["loss_by_position"] = plot(axes, tables[BY_POSITION], title)
-    if SAMPLE in row:
-        tables[SAMPLE].append([tokens, row[SAMPLE]])
-        columns: list[str | int] = ["tokens seen", "text"]
-        media["samples"] = wandb.Table(columns, data=list(tables[SAMPLE]))
-    return media
-
-
-def upload(run: Any, path: Path, step: int) -> None:
+def upload(run: Any, command: dict[str, Any]) -> None:
     """Upload a checkpoint, unless a newer one has replaced it by now."""
     import wandb
 
+    path, step = Path(command["checkpoint"]), command["step"]
     artifact = wandb.Artifact(run.id, type="model", metadata={"step": step})
     try:
         artifact.add_dir(str(path), name=path.name)
@@ -228,16 +203,6 @@ def define_metrics(run: Any) -> None:
     run.define_metric("*", step_metric="tokens_seen")
 
 
-def plot(columns: tuple[str, str, str], rows: list[list[Any]], title: str) -> Any:
-    """Return wandb's plot of the third column over the second, with a line for each value of the
-    first, and its table.
-    """
-    import wandb
-
-    table = wandb.Table(columns=list(columns), data=[[str(row[0]), *row[1:]] for row in rows])
-    return wandb.plot.line(table, columns[1], columns[2], stroke=columns[0], title=title)
-
-
 def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     """Send one evaluation, as a run of its own."""
     import wandb
@@ -248,11 +213,6 @@ def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     run = init(config, Path(request["folder"]), request["mode"], config=plain, **about)
     picture = request["picture"]
     media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
-    for key, axis in (("position", "first"), ("context", "context")):
-        if rows := content.get(f"by_{key}"):
-            points = [[name, row[axis], row["loss"]] for row in rows]
-            columns = ("run", f"tokens of {key}", "loss")
-            media[f"eval/loss_by_{key}"] = plot(columns, points, f"loss by {key}")
     documents = content.get("documents")
     # Of tasks, "documents" is the limit that was asked for
     if isinstance(documents, list) and documents:

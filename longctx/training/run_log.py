@@ -22,7 +22,7 @@ from longctx.planner import step_time
 from longctx.planner.overview import count_of
 from longctx.planner.peak_memory import predict
 from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import SAMPLE, Metric, Row, Shown, duration, figures, finite, is_step
+from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, duration, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.spec.hardware import GIB, Machine
@@ -88,7 +88,7 @@ class Display:
         self.steps_done = step
         self.bar.update(self.task, completed=step)
 
-    def show(self, row: Row) -> None:
+    def show(self, row: Record) -> None:
         """Show a logged row: in the bar, or as a line if the output is no terminal."""
         if is_step(row) and not self.bar.disable:
             self.bar.update(self.task, completed=row["step"], numbers=brief(row))
@@ -97,7 +97,7 @@ class Display:
         ending = f"  {time_left} left" if time_left else ""
         self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
 
-    def time_left(self, row: Row) -> str:
+    def time_left(self, row: Record) -> str:
         """Return the time that the steps after `row` take at its pace, empty if it has none."""
         steps = self.steps - row["step"]
         if not is_step(row) or not steps or not row.get("ms_per_step"):
@@ -197,7 +197,7 @@ class RunLog(Display):
             self.say(problem)
 
 
-def brief(row: Row) -> str:
+def brief(row: Record) -> str:
     """Return a row of metrics.jsonl in one line."""
     # A window may have no target token: pieces of conversations without an answer
     has_loss = "loss" in row or "val_loss" in row
@@ -249,7 +249,7 @@ def closing_table(
     return table
 
 
-def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
+def summary(metric: Metric, rows: list[Record], numbers: Record) -> str:
     """Return the figure of a whole run; with its first value, if training improves it."""
     text = metric.text(numbers[metric.key])
     if metric.of_run == "median":
@@ -260,7 +260,7 @@ def summary(metric: Metric, rows: list[Row], numbers: Row) -> str:
     return text
 
 
-def loss_curve(rows: Sequence[Row]) -> list[str]:
+def loss_curve(rows: Sequence[Record]) -> list[str]:
     """Return lines that show the loss over the steps of `rows`; none if there is no curve yet."""
     points = [
         (row["step"], row["loss"]) for row in rows if is_step(row) and finite([row.get("loss")])

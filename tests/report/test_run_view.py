@@ -210,12 +210,12 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
 def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
     folder = make(tmp_path / "a", [step(1), step(2), step(3)])
     tail = Tail(folder)
-    assert [row["step"] for row in tail.rows()] == [1, 2, 3]
-    assert tail.rows() == []
+    assert [row["step"] for row in tail.records()] == [1, 2, 3]
+    assert tail.records() == []
     for steps in ([2], [4, 5, 6, 7]):
         (folder / "new").write_text("".join(json.dumps(step(n)) + "\n" for n in steps))
         os.replace(folder / "new", folder / "metrics.jsonl")
-        assert [row["step"] for row in tail.rows()] == steps
+        assert [row["step"] for row in tail.records()] == steps
 
 
 def test_watch_needs_a_run(tmp_path):

@@ -110,10 +110,10 @@ def test_malformed_line_costs_no_other_row(line, tmp_path):
     rows = [row(1), row(3)]
     first, last = (json.dumps(row).encode() for row in rows)
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + last + b"\n")
-    assert metrics_file.read_rows(tmp_path)[0] == rows
-    assert metrics_file.read_rows(tmp_path)[1] != ""
+    assert metrics_file.read_records(tmp_path)[0] == rows
+    assert metrics_file.read_records(tmp_path)[1] != ""
     metrics_file.drop_after(tmp_path, 9)
-    assert metrics_file.read_rows(tmp_path) == (rows, "")
+    assert metrics_file.read_records(tmp_path) == (rows, "")
 
 
 def test_a_resume_must_not_change_the_result():

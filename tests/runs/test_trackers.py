@@ -94,11 +94,11 @@ def test_trackio_has_the_numbers_of_the_file(folder, monkeypatch):
 
 PLUGIN = """
 import json
-from longctx.runs.trackers import Rows, TrackerTraits, register
+from longctx.runs.trackers import TrackerTraits, records, register
 
 def copy(request, commands):
     with open(f"{request['folder']}/own.jsonl", "a") as file:
-        for step, numbers in Rows(request, commands):
+        for step, numbers in records(request, commands):
             print(json.dumps({"step": step} | numbers), file=file)
 
 def fail(request, commands):
@@ -129,7 +129,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_a_tracker_that_fails_stops_no_other(folder, own):
     problem = train(folder, "failing", "own", "none", plugins=[own])
-    assert problem == "failing is off: no room; metrics.jsonl has every row"
+    assert problem == "failing is off: no room; metrics.jsonl has every record"
     lines = (folder / "own.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines][:4] == ROWS[:4] and len(lines) == 5
     assert metrics_file.read(folder) == [*LEGS[0], *LEGS[1]]

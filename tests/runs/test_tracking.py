@@ -224,9 +224,6 @@ def test_a_resume_is_a_new_leg_offline(tmp_path, capfd):
     for metric in metrics.shown(Shown.CONTEXT):
         key, _, part = dashboard.over(metric).partition(".")
         assert part in summary[key]
-    tables = folder.glob("wandb/offline-run-*/files/media/table/loss_by_position_*.json")
-    sizes = [len(json.loads(table.read_text())["data"]) for table in tables]
-    assert sorted(sizes) == [4, 8]
 
 
 def send(
@@ -241,7 +238,7 @@ def send(
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
-    request |= {"metadata": {}, "rows_before": before, "earlier": []}
+    request |= {"metadata": {}, "records_before": before, "earlier": []}
     send_run(request, iter([*commands, {"finish": 0}]))
 
 
@@ -311,7 +308,7 @@ def test_an_evaluation_is_a_run_of_its_own(variable, is_sent, tmp_path, monkeypa
         assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
         assert row["eval/perplexity"] == 7.5 and "eval/documents" in {x.split(".")[0] for x in row}
         charts = [*dashboard.FIXED["Context extension"], *dashboard.FIXED["Evaluation"]]
-        drawn = {chart.y[0] for chart in charts} - {"loss_by_position_table"}  # of training
+        drawn = {chart.y[0] for chart in charts}
         assert drawn <= {key.split(".")[0] for key in row}
 
 
@@ -345,9 +342,6 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def _history(file: Path) -> list[dict[str, object]]:
-    """The rows in a .wandb file, without wandb's private columns, tables and plots."""
+    """The rows in a .wandb file, without wandb's private columns."""
     rows = [record["history"]["item"] for record in _records(file) if record["type"] == "history"]
-    return [
-        {key: x for key, x in row.items() if not key.startswith(("_", "loss_by_position"))}
-        for row in rows
-    ]
+    return [{key: x for key, x in row.items() if not key.startswith("_")} for row in rows]

@@ -1,0 +1,87 @@
+"""Whatever the JSON of a checkpoint says, with a checksum that fits: no command ends with a
+traceback. It does its work, or it is one line that names the checkpoint or its run.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx import cli
+from longctx.runs import run_folder
+from longctx.runs.checkpoint_index import INDEX
+
+ODD = [None, [], {}, 0, -1, "x", 10**400, [[0]], "int64", {"a": 1}]
+Place = tuple[str | int, ...]
+
+
+def places(content: Any, depth: int = 5) -> Iterator[Place]:
+    """Yield the way to every value of nested dictionaries, and to the first item of a list."""
+    inner = content.items() if isinstance(content, dict) else []
+    inner = enumerate(content[:1]) if isinstance(content, list) else inner
+    for name, value in inner if depth else []:
+        yield (name,)
+        yield from ((name, *more) for more in places(value, depth - 1))
+
+
+def damage(path: Path, place: Place, value: Any) -> None:
+    """Set one value in the JSON of the checkpoint at `path`."""
+    content = json.loads((path / INDEX).read_text())["content"]
+    inner = content
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    crc32 = zlib.crc32(json.dumps(content).encode())
+    (path / INDEX).write_text(json.dumps({"crc32": crc32, "content": content}))
+
+
+@pytest.fixture
+def run(trained, tmp_path: Path) -> Path:
+    return trained(max_steps=2, val_every=1, log_every=1)
+
+
+def check(run: Path, place: Place, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that each command does its work, or prints one line that names the run."""
+    copy = run.with_name("damaged")
+    for words in (
+        ["train", f"resume={copy}", "max_steps=3"],
+        ["export", str(copy), str(copy / "out")],
+        ["generate", str(copy), "device=cpu", "max_new_tokens=1", "prompt=a"],
+        ["compare", str(copy), f"out={copy}/x.html"],
+    ):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run, copy, symlinks=True)
+        damage(run_folder.checkpoints(copy)[-1], place, value)
+        capsys.readouterr()
+        code = cli.main(words)
+        error = capsys.readouterr().err
+        assert code in (0, 2), (place, value, words)
+        assert code == 0 or (str(copy) in error and error.count("\n") == 1), (place, value, error)
+
+
+KNOWN = [
+    (("best",), []),
+    (("random",), 0),
+    (("tensors", "model.norm.weight", "dtype"), "int64"),
+    (("meter", "loss"), 10**400),
+    (("steps_done",), "x"),
+    (("longctx", "config", "model"), 3),
+    (("longctx", "config", "seq_len"), None),
+    (("param_groups",), {}),
+]
+
+
+def test_known_damage_is_one_line(run, capsys):
+    for place, value in KNOWN:
+        check(run, place, value, capsys)
+
+
+@pytest.mark.slow  # minutes
+def test_damage_of_every_field_is_one_line(run, capsys):
+    content = json.loads((run_folder.checkpoints(run)[-1] / INDEX).read_text())["content"]
+    for number, place in enumerate(places(content)):
+        check(run, place, ODD[number % len(ODD)], capsys)
