@@ -83,7 +83,8 @@ def open_model(checkpoint: str) -> TrainedModel:
         file, folder, run = open_run(path)
         with opened(file, folder):
             model = GPTConfig.of_saved(run["model"])
-            return TrainedModel(model, Tokenizer.load(folder), folder, file, run["seq_len"], run)
+            tokenizer, seq_len = Tokenizer.load(folder), int(run["seq_len"])
+        return TrainedModel(model, tokenizer, folder, file, seq_len, run)
     model = huggingface.read_config(path)
     huggingface.check_weights(model, path)
     tokenizer, seq_len = Tokenizer.load(path), model.context or 1

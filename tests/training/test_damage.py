@@ -44,15 +44,25 @@ def run(trained, tmp_path: Path) -> Path:
     return trained(max_steps=2, val_every=1, log_every=1)
 
 
-def check(run: Path, place: Place, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = (
+    "train resume=RUN max_steps=3",
+    "export RUN RUN/out",
+    "generate RUN device=cpu max_new_tokens=1 prompt=a",
+    "compare RUN out=RUN/x.html",
+)
+
+
+def check(
+    run: Path,
+    place: Place,
+    value: Any,
+    capsys: pytest.CaptureFixture[str],
+    commands: tuple[str, ...] = COMMANDS,
+) -> None:
     """Check that each command does its work, or prints one line that names the run."""
     copy = run.with_name("damaged")
-    for words in (
-        ["train", f"resume={copy}", "max_steps=3"],
-        ["export", str(copy), str(copy / "out")],
-        ["generate", str(copy), "device=cpu", "max_new_tokens=1", "prompt=a"],
-        ["compare", str(copy), f"out={copy}/x.html"],
-    ):
+    for command in commands:
+        words = command.replace("RUN", str(copy)).split()
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(run, copy, symlinks=True)
         damage(run_folder.checkpoints(copy)[-1], place, value)
@@ -83,5 +93,8 @@ def test_known_damage_is_one_line(run, capsys):
 @pytest.mark.slow  # minutes
 def test_damage_of_every_field_is_one_line(run, capsys):
     content = json.loads((run_folder.checkpoints(run)[-1] / INDEX).read_text())["content"]
+    of_others = list(content["tensors"])[1:]
     for number, place in enumerate(places(content)):
-        check(run, place, ODD[number % len(ODD)], capsys)
+        if not {*of_others} & {*place}:
+            commands = COMMANDS[0], COMMANDS[1 + number % 3]
+            check(run, place, ODD[number % len(ODD)], capsys, commands)
