@@ -215,7 +215,7 @@ pair. Weights and data can refuse more, such as a size that FP8 does not take.
 
 def checked(overrides: list[str]) -> None:
     """Raise ValueError if a run of these overrides would be refused before it begins, on a GPU."""
-    from longctx.spec.step import workload_of
+    from longctx.config.asked import workload_of
 
     config = cli.compose("train", overrides).config
     if config.transformers == "always":

@@ -27,8 +27,8 @@ from longctx.config.fields import (
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
 from longctx.spec.model_config import GPTConfig, LoraConfig
+from longctx.spec.step import LONGEST_ROW
 
-LONGEST_ROW = 2**24
 SWITCH = ("auto", "true", "false")
 WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)

@@ -15,11 +15,13 @@ from longctx.data.sources.registry import read_documents as read_documents
 if TYPE_CHECKING:
     from longctx.data.dataset import Data as Data
     from longctx.data.dataset import load as load
+    from longctx.data.dataset import open_tokenizer as open_tokenizer
     from longctx.data.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
     "Data": "longctx.data.dataset",
     "load": "longctx.data.dataset",
+    "open_tokenizer": "longctx.data.dataset",
     "Tokenizer": "longctx.data.tokenizer",
 }
 __all__ = ["DataConfig", "Document", "read_documents", *_HOME]

@@ -300,6 +300,16 @@ def load(config: DataConfig, seq_len: int) -> Data:
     return Data(config, seq_len)
 
 
+def open_tokenizer(config: DataConfig) -> Tokenizer:
+    """Return the tokenizer of a data set, trained on its documents if none is given.
+
+    Raises as `load` does; the documents are not tokenized yet.
+    """
+    check(config)
+    members = mix.members(config) or {"": mix.Member(1.0, config)}
+    return _tokenizer(config, {name: member.config for name, member in members.items()})[0]
+
+
 def _named(name: str) -> Any:
     """Return a context that puts the member of a mix before the text of an error."""
     errors = (ValueError, OSError)

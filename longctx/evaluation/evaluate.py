@@ -21,7 +21,9 @@ import torch
 
 from longctx import files
 from longctx.attention import kernels_run
-from longctx.attention.description import AUTO, DESCRIPTIONS
+from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
+from longctx.config import presets
+from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
 from longctx.config.fields import refuse
 from longctx.config.layout_config import POLICIES
@@ -37,7 +39,6 @@ from longctx.model.decoder import KVCache
 from longctx.parallel.devices import (
     able_backends,
     check_attention,
-    choose_attention,
     dtype_of,
     is_out_of_memory,
     this_machine,
@@ -45,6 +46,7 @@ from longctx.parallel.devices import (
 )
 from longctx.parallel.launch import Launched
 from longctx.parallel.mesh import Layout, Parallel, parallel_of
+from longctx.planner import plans
 from longctx.runs import evaluations
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
@@ -157,10 +159,16 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     if config.attention.backend == AUTO:
         able = able_backends(config, model.model, device)
         # Taken for training at the same length
-        training = TrainConfig(precision=config.precision)
-        backend, line = choose_attention(able, training, model.model, device, machine, seq_len)
-        config = replace(config, attention=backend)
-        print(line)
+        training = TrainConfig(precision=config.precision, attention=config.attention)
+        step = replace(
+            with_vocabulary(workload_of(training, device, seq_len, model.model), tokens=1),
+            divisions=tuple(divisions(training, model.model)),
+            backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
+            merges=True,
+        )
+        chip = machine.gpu if device == "cuda" else None
+        step = plans.with_backend(step, chip, machine.host_memory, print)
+        config = replace(config, attention=step.attention)
     check_attention(config, model.model, device)
     # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)

@@ -16,15 +16,12 @@ import torch
 from longctx import attention
 from longctx.attention import Mask
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
-from longctx.config import presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.layout_config import ContextConfig
 from longctx.config.train_config import TrainConfig
-from longctx.planner import fitting
 from longctx.spec import hardware
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import precision_of, with_vocabulary, workload_of
+from longctx.spec.step import precision_of
 
 
 def this_machine() -> Machine:
@@ -70,34 +67,6 @@ def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: st
             check_attention(replace(config, attention=AttentionConfig(name)), model, device)
             able.append(name)
     return able
-
-
-def choose_attention(
-    able: list[str],
-    config: TrainConfig,
-    model: GPTConfig,
-    device: str,
-    machine: Machine,
-    length: int,
-) -> tuple[AttentionConfig, str]:
-    """Return the backend for attention=auto, and a line with its name and the reason.
-
-    It is the fastest of the backends `able` to compute this: predicted for `config` on a GPU, as
-    measured on a CPU.
-    """
-    if device == "cpu" or machine.gpu is None:
-        name = max(able, key=lambda name: DESCRIPTIONS[name].on_cpu)
-        reason = "the fastest on a CPU that computes this exactly"
-    else:
-        # Layouts are still open, and attention is divided alike in each
-        config = replace(config, attention=AttentionConfig(), context=ContextConfig())
-        step = workload_of(config, device, length, model)
-        step = with_vocabulary(step, config.data.vocab_size)
-        merge = config.batch_size is None and config.accumulate is None
-        step = fitting.decide(step, machine.gpu, machine.host_memory, merge)
-        name, reason = fitting.fastest_backend(step, able, machine.gpu)
-    chosen = AttentionConfig(**presets.read("attention", name))
-    return chosen, f"attention=auto: {name}, {reason}"
 
 
 @contextmanager

@@ -1,1 +1,4 @@
 """What fits a machine, and how fast it runs: predictions that need neither a GPU nor torch."""
+
+from longctx.planner.plans import Plan as Plan
+from longctx.planner.plans import plan as plan

@@ -13,16 +13,13 @@ from dataclasses import replace
 from math import lcm
 
 from longctx.attention.description import AttentionConfig, capturable_backends
-from longctx.config.layout_config import POLICIES, STRATEGIES, StrategyConfig
-from longctx.config.train_config import LONGEST_ROW, TrainConfig
+from longctx.config.layout_config import POLICIES
 from longctx.planner import step_time
 from longctx.planner.peak_memory import Memory, predict
-from longctx.spec.hardware import Chip
-from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import Workload
+from longctx.spec.hardware import COPY_SHARE, Chip
+from longctx.spec.step import LONGEST_ROW, Workload
 
 HOST_LEFT = 12 * 2**30  # bytes of host memory left to the process, its libraries and the data
-COPY_SHARE = 0.5  # of free host memory: limit of the copy from which a checkpoint is written
 LEFT_FREE = 0.05  # of the GPU, if no dry run checks a decision
 SURE = 0.95  # a speed of less than this share of another is slower
 CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
@@ -214,19 +211,6 @@ def fastest_backend(workload: Workload, backends: Sequence[str], chip: Chip) -> 
         return name, f"the only one for this step on {on}"
     share = times[slower[0]] / times[name] - 1
     return name, f"predicted {share:.0%} faster than {slower[0]} on {on}"
-
-
-def each_layout(config: TrainConfig, model: GPTConfig) -> list[TrainConfig]:
-    """Return `config` in every layout that it leaves open for `model`, the plainest first."""
-    name = config.strategy.name
-    shared = [name for name in STRATEGIES if name != "none"]
-    strategies = shared if name == "auto" and config.devices > 1 else [name]
-    takes_intervals = config.attention.description.takes_intervals
-    return [
-        replace(config, context=context, strategy=StrategyConfig(strategy))
-        for context in config.context.each(config.devices, model.heads, takes_intervals)
-        for strategy in strategies
-    ]
 
 
 def choose_layout(

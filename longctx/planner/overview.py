@@ -14,14 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from longctx.attention.description import AUTO, AttentionConfig
+from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import TERMS, predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB, Chip, is_named
-from longctx.spec.step import Measured, Workload, with_vocabulary, workload_of
-from longctx.tables import grid
+from longctx.spec.step import Measured, Workload
+from longctx.tables import count_of, grid
 from longctx.training.schedule import drawn, schedule_of
 
 SIZES = ("GPU GiB", "host GiB", "fits")
@@ -113,11 +114,11 @@ def each_layout(
     request: TrainConfig, per_machine: int, measured: Measured | None = None
 ) -> list[Workload]:
     """Return the step of `request` on a GPU in every layout that it leaves open."""
+    step = without_data(request, "cuda")
     machines = -(-request.devices // per_machine)
-    return [
-        replace(without_data(config, "cuda"), machines=machines, measured=measured or {})
-        for config in fitting.each_layout(request, request.model)
-    ]
+    step = replace(step, machines=machines, measured=measured or {})
+    each = divisions(request, request.model)
+    return [step.divided(division, step.seq_len) for division in each]
 
 
 def print_layouts(
@@ -191,8 +192,6 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     """
     if request.resume is not None:
         raise ValueError(f"resume={request.resume}: nothing is resumed here; give init= instead")
-    if isinstance(request.context.degree, str):
-        raise ValueError("context=auto: a run chooses that; here give a number")
     if request.attention.backend == AUTO:
         raise ValueError("attention=auto: a run chooses that; here name a backend")
     if isinstance(request.seq_len, str):
@@ -225,11 +224,6 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
             + (f", {chip.network / 1e9:,.0f} beyond" if step.machines > 1 else "")
         )
     print()
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return the number and the noun, in the plural unless it is 1."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:

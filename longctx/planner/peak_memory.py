@@ -20,7 +20,7 @@ from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
 from longctx.spec.block import Block
 from longctx.spec.parts import FP32, Pass
-from longctx.spec.step import MeasuredLayer, Workload
+from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 KEPT, ATTENTION, MLP, LOSS, BATCH = (
@@ -34,8 +34,6 @@ TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, KEPT, ATTENTION, MLP, LOSS, BATCH)
 Terms = dict[str, float]
 # Its workspaces on Hopper, of forward's thread and of backward's, allocated through torch
 CUBLAS = 65 * 2**20
-SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
-STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
 from longctx.config.layout_config import allgather_group, kv_copies
@@ -33,7 +33,7 @@ from longctx.planner.peak_memory import (
 from longctx.spec.block import Block
 from longctx.spec.hardware import Chip
 from longctx.spec.parts import FP32
-from longctx.spec.step import Workload
+from longctx.spec.step import Seconds, Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
@@ -49,19 +49,6 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
 BEHIND = 0.8  # share of computing time that hides communication
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
-
-    parts: dict[str, float]
-    tokens: int
-    mfu: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
 
 
 def seconds(workload: Workload, chip: Chip) -> Seconds | None:

@@ -31,6 +31,7 @@ CONTROL_GROUPS = {
     "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+COPY_SHARE = 0.5  # of free host memory: limit of the copy from which a checkpoint is written
 # A run is refused if its predicted memory is so many times the available memory. On GPUs
 # predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
 # took 6.1 GiB of 8.4 predicted.

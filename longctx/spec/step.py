@@ -17,7 +17,6 @@ from longctx.config.layout_config import (
     allgather_group,
     ulysses_parts,
 )
-from longctx.config.train_config import TrainConfig
 from longctx.spec.block import Block
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
@@ -28,6 +27,9 @@ PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 # FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
 # as an H200 computes: 5 to 7 ms.
 HOST_BOUND = 3e12
+LONGEST_ROW = 2**24  # tokens of a sequence
+SLICE = 2**26  # weights whose state is on the GPU at one time, if it is saved on the host
+STACK = 2**24  # weights that Newton-Schulz takes in one batch, unless one matrix has more
 
 
 class MeasuredLayer(NamedTuple):
@@ -41,6 +43,16 @@ class MeasuredLayer(NamedTuple):
 
 
 Measured = Mapping[str, Sequence[MeasuredLayer]]  # by memory.recompute
+
+
+class Division(NamedTuple):
+    """How devices divide the model, the sequences, and a step into micro-batches."""
+
+    strategy: str  # none | ddp | fsdp
+    context: int  # devices that share each sequence
+    context_method: str  # ulysses | allgather
+    batch_size: int | None = None  # null: as many sequences as fill a device
+    accumulate: int | None = None  # null: as many micro-batches as fill a step
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,29 @@ class Workload:
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
     passkey_length: int = 0  # the longest of passkey.lengths; 0: none given
     measured: Measured = field(default_factory=dict)  # layers that transformers computes
+    # Open to the planner, besides memory=auto; empty once it has decided
+    divisions: tuple[Division, ...] = ()  # the plainest first
+    backends: tuple[AttentionConfig, ...] = ()  # those that compute the step exactly
+    merges: bool = False  # fewer, larger micro-batches of the same step
+    is_longest: bool = False  # seq_len=max
+
+    def divided(self, division: Division, seq_len: int) -> Workload:
+        """Return the step in one division, with sequences of `seq_len` tokens and default sizes in
+        place of nulls.
+        """
+        # a GPU wants many tokens at a time, and takes longer steps
+        batch_size = division.batch_size or max(1, TOKENS_PER_MICRO_BATCH[self.device] // seq_len)
+        micro_batch = batch_size * seq_len * self.devices // division.context
+        return replace(
+            self,
+            strategy=division.strategy,
+            context=division.context,
+            context_method=division.context_method,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            accumulate=division.accumulate or max(1, TOKENS_PER_STEP[self.device] // micro_batch),
+            divisions=(),
+        )
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -219,59 +254,19 @@ class Workload:
         return self.rows_per_step * self.seq_len
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
+
+    parts: dict[str, float]
+    tokens: int
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
 def precision_of(precision: str, device: str) -> str:
     """Return "bf16", "fp8" or "fp32"; auto is the fastest of the device."""
     return PRECISION[device] if precision == "auto" else precision
-
-
-def workload_of(
-    config: TrainConfig, device: str, seq_len: int, model: GPTConfig | None = None
-) -> Workload:
-    """Return the step of `config` on `device` ("cuda" or "cpu") with sequences of `seq_len` tokens.
-
-    Nulls get their defaults; the memory policy stays as requested. On a GPU `fitting.decide` may
-    make fewer, larger micro-batches of the same step. `fitting.choose_layout` has
-    decided context=auto before.
-    """
-    degree = config.context.degree
-    assert isinstance(degree, int)
-    # a GPU wants many tokens at a time, and takes longer steps
-    batch_size = config.batch_size or max(1, TOKENS_PER_MICRO_BATCH[device] // seq_len)
-    micro_batch = batch_size * seq_len * config.devices // degree
-    # auto, as far as it is decided without prediction
-    strategy = config.strategy.name
-    if strategy == "auto":
-        strategy = "ddp" if config.devices > 1 else "none"
-    memory = config.memory
-    return Workload(
-        device=device,
-        devices=config.devices,
-        strategy=strategy,
-        context=degree,
-        context_method=config.context.method_for((model or config.model).heads),
-        seq_len=seq_len,
-        batch_size=batch_size,
-        accumulate=config.accumulate or max(1, TOKENS_PER_STEP[device] // micro_batch),
-        precision=precision_of(config.precision, device),
-        compile=device == "cuda" and not (model or config.model).transformers
-        if config.compile.lower() == "auto"
-        else config.compile.lower() == "true",
-        deterministic=config.deterministic,
-        model=model or config.model,
-        # a CPU has memory for the fastest policy
-        memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),
-        attention=config.attention,
-        lora=config.lora,
-        optimizer=config.optimizer.filled(),
-        validates=config.data.val_fraction != 0,
-        # Sums over answers are no graph
-        graphs=config.graphs.lower() if config.objective.traits.data is None else "false",
-        bf16_layers=tuple(config.bf16_layers),
-        passkey_length=max(config.passkey.lengths or [0]) if config.passkey.enabled else 0,
-    )
-
-
-def with_vocabulary(workload: Workload, tokens: int) -> Workload:
-    """Return `workload` for a tokenizer of `tokens` tokens; an open size is a multiple of 64."""
-    size = workload.model.vocab_size or -(-tokens // 64) * 64
-    return replace(workload, model=replace(workload.model, vocab_size=size))

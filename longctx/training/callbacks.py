@@ -19,7 +19,7 @@ from longctx.data import Data
 from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.planner.overview import count_of
+from longctx.tables import count_of
 from longctx.training.run import Run
 from longctx.training.run_log import RunLog
 from longctx.training.throughput import Meter

@@ -30,6 +30,7 @@ from torch.utils.data import Dataset
 
 from longctx import attention, plugins, system
 from longctx.attention.communication import Laps
+from longctx.config.train_config import TrainConfig
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
 from longctx.data.sequences import IGNORED
 from longctx.parallel.devices import is_out_of_memory, within_memory
@@ -37,11 +38,11 @@ from longctx.parallel.launch import without_launcher
 from longctx.parallel.mesh import Parallel
 from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
-from longctx.spec.hardware import GIB, Chip
+from longctx.spec.hardware import GIB, Chip, Machine
 from longctx.spec.step import Workload
 from longctx.training.batches import StepBatch, read_ahead
 from longctx.training.memory import measured
-from longctx.training.run import Run, run_of
+from longctx.training.run import Run, run_of, scheduled
 from longctx.training.train_step import TrainState, optimizer_step
 from longctx.training.validation import validation_losses
 
@@ -215,23 +216,24 @@ def in_child(module: str, request: dict[str, Any], seconds: float) -> dict[str, 
 
 
 def longest_of(
-    candidates: Sequence[Callable[[int], Workload]],
-    scheduled: Callable[[Workload], Run],
-    gpu: Chip,
-    host_memory: float,
+    config: TrainConfig,
+    machine: Machine,
     say: Callable[[str], None],
+    candidates: Sequence[Callable[[int], Workload]],
 ) -> int:
-    """Return the tokens of the longest sequences that fit in a layout; ValueError if none fit.
+    """Return the tokens of the longest sequences that fit in a division; ValueError if none fit.
 
-    candidates: for each layout, tokens per sequence → its step.
+    candidates: for each division, tokens per sequence → its step.
     """
+    gpu, host_memory = machine.gpu, machine.host_memory
+    assert gpu is not None
     steps = [at(DOCUMENT) for at in candidates]
     # One GPU cannot show a step whose sequences or weights are shared
     if any(step.devices > 1 and (step.context > 1 or step.slices > 1) for step in steps):
         return longest_predicted(candidates, gpu, host_memory, say)
 
     def probe(workload: Workload) -> DryRun:
-        run = scheduled(workload)
+        run = scheduled(replace(config, attention=workload.attention), workload)
         # Two micro-batches show what further ones take: gradients add up in place
         short = replace(run.workload, accumulate=min(2, run.workload.accumulate), devices=1)
         return dry_run_in_child(replace(run, workload=short), 2, DOCUMENT, True, SECONDS)

@@ -38,7 +38,7 @@ from longctx.training.loop import loop
 from longctx.training.resolve import resolve
 from longctx.training.resume import continue_folder
 from longctx.training.run import Run
-from longctx.training.run_log import RunLog, opening, prediction
+from longctx.training.run_log import RunLog, opening
 from longctx.training.saver import Saver
 from longctx.training.sweep import RESULT_VARIABLE
 
@@ -67,7 +67,7 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
         # Rank 0 decides alone, as in a run
         if number_here() == 0:
             run = resolve(request, machine)
-            print(*opening(run), *prediction(run, machine), sep="\n")
+            print(*opening(run), *memory.prediction(run, machine), sep="\n")
         return 0
     parallel = parallel_of(request.config, machine, processes)
     with system.caught() as stop:

@@ -5,84 +5,36 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from longctx.model.offload import HostBuffers
-from longctx.planner import fitting
+from longctx.planner import plans
 from longctx.planner.peak_memory import PARAMETERS, predict
-from longctx.spec.hardware import CLEARLY, GIB, Machine
+from longctx.runs.metrics import duration
+from longctx.spec.hardware import GIB, Machine
 from longctx.spec.step import Workload
 from longctx.training.run import Run
 
 
-class Limits(NamedTuple):
-    """Bytes of memory for one process: in all, to be filled by a step, and on the host."""
-
-    name: str
-    total: float
-    usable: float
-    host: float
-
-
-def limits(workload: Workload, machine: Machine) -> Limits:
-    """Return the memory of `machine` for each process of `workload`."""
-    if workload.device == "cuda":
-        assert machine.gpu is not None
-        gpu = machine.gpu
-        return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
-    # Each process has its own tensors, the host's share among them; within_memory leaves a tenth
-    total = machine.host_memory / workload.devices_per_machine
-    return Limits("memory", total, 0.9 * total, float("inf"))
-
-
-def check_fits(candidates: Sequence[Workload], machine: Machine) -> None:
-    """Raise ValueError, with a step that fits, if none of `candidates` is predicted to fit.
-
-    Each is tried with every policy that memory= leaves open. A prediction may be wrong, so a step
-    is refused only if it takes clearly more than `machine` has.
-    """
-    there, clearly = limits(candidates[0], machine), CLEARLY[candidates[0].device]
-    possible = [policy for step in candidates for policy in fitting.policies(step)]
-    host_limit = clearly * there.host + fitting.HOST_LEFT
-    if any(fitting.fits(policy, clearly * there.total, host_limit) for policy in possible):
-        return
-    smallest = min(possible, key=lambda policy: predict(policy).peak)
-    predicted = predict(smallest)
-    text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
-    total = there.host
-    if predicted.peak > clearly * there.total:
-        largest, total = predicted.largest, there.total
-        share = f"{predicted.gpu[largest] / GIB:,.1f} of it for {largest}"
-        text = f"{predicted.peak / GIB:,.1f} GiB of {there.name}, {share}"
-    advice = fitting.smallest_change(smallest, there.usable, there.host)
-    raise ValueError(
-        f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
-        f"memory={smallest.memory.policy}: a step is predicted to take {text}, and there are "
-        f"{total / GIB:,.1f}; try {advice}"
-    )
-
-
 def explain(workload: Workload, steps_done: int, machine: Machine) -> str:
-    """Return the line for a step that ran out of memory: predicted and measured memory, the
-    largest term, and the smallest change that fits.
-    """
-    there, predicted = limits(workload, machine), predict(workload)
-    used = ""
-    if workload.device == "cuda":
-        used = f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB used of "
-    # It did not fit, whatever was predicted: the advice must be predicted to take clearly less
-    limit = min(there.usable, 0.9 * predicted.peak)
-    advice = fitting.smallest_change(workload, limit, there.host)
-    largest = predicted.gpu[predicted.largest] / GIB
-    return (
-        f"out of {there.name} in step {steps_done + 1} ({used}{there.total / GIB:.1f} GiB; "
-        f"{predicted.peak / GIB:.1f} predicted) at seq_len={workload.seq_len}, "
-        f"batch_size={workload.batch_size}, memory={workload.memory.policy}: "
-        f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"
-    )
+    """Return the line for a step that ran out of memory."""
+    used = torch.cuda.max_memory_allocated() if workload.device == "cuda" else None
+    return plans.explain(workload, steps_done, machine, used)
+
+
+def prediction(run: Run, machine: Machine) -> list[str]:
+    """Return lines with the predicted memory and, on a known GPU, the time of a run."""
+    peak, step = predicted_gib(run, has_model=False), run.seconds
+    is_gpu = run.workload.device == "cuda" and machine.gpu is not None
+    total = (machine.gpu.memory if is_gpu and machine.gpu else machine.host_memory) / GIB
+    advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
+    lines = [f"predicted  {peak:.2f} of {total:.1f} GiB of memory{advice}"]
+    if step is not None:
+        whole = duration((run.max_steps - run.steps_done) * step.total)
+        speed = step.tokens / step.total
+        lines.append(f"           {step.total:.2f} s a step, {speed:,.0f} tokens/s, {whole} in all")
+    return [*lines, "dry run    nothing is trained; leave out dry_run=true to start"]
 
 
 def predicted_gib(run: Run, has_model: bool = True) -> float:

@@ -1,6 +1,6 @@
 """From a request to a run: every decision, made once, in a pipeline of values.
 
-    request → model → layouts → length → data → workload → schedule → kernel lock → folder → Run
+    request → model → tokenizer → plan → data → schedule → kernel lock → folder → Run
 
 Every mistake is found before the folder is made, so it leaves nothing behind. Nothing downstream
 sees the request: it reads the frozen `Run` (run.py).
@@ -9,68 +9,48 @@ sees the request: it reads the frozen `Run` (run.py).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from longctx import planner
 from longctx.attention.context_parallel import padded
-from longctx.attention.description import AUTO
+from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
+from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
-from longctx.data import Data, load
+from longctx.data import Data, load, open_tokenizer
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
-from longctx.parallel.devices import (
-    able_backends,
-    check_attention,
-    choose_attention,
-)
+from longctx.parallel.devices import able_backends, check_attention
 from longctx.parallel.launch import launched
-from longctx.planner import fitting
 from longctx.runs import run_folder
-from longctx.spec import hardware
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import Measured, Workload, with_vocabulary, workload_of
+from longctx.spec.step import Workload
 from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
 from longctx.training.batches import data_config
 from longctx.training.callbacks import CALLBACKS
 from longctx.training.layer_memory import measured_layers
-from longctx.training.memory import check_fits
 from longctx.training.run import Run, scheduled
 from longctx.training.validation import check_validation
 
-# Tokens, before the length of seq_len=max is known: to check the model, and to open the data, where
-# any answers fit
-SOME_LENGTH = 4096
-ANY_LENGTH = 10**12
+SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decisions so far about a run: its model, and the layouts that are still open."""
+    """The model of a run, and its keys as the model decides them."""
 
     config: TrainConfig
     device: str
     model: GPTConfig
-    model_name: str  # for the name of the folder
+    name: str  # for the name of the folder
     source: str  # such as "tiny (model=auto)" or "weights of FOLDER"
-    layouts: Sequence[TrainConfig]
-    measured: Measured = field(default_factory=dict)  # layers that transformers computes
-
-    def workload(self, layout: TrainConfig, seq_len: int, tokens: int) -> Workload:
-        """Return the step of `layout`, with sequences of `seq_len` and a vocabulary of `tokens`."""
-        workload = workload_of(layout, self.device, seq_len, self.model)
-        workload = replace(workload, machines=launched(layout).nodes, measured=self.measured)
-        return with_vocabulary(workload, tokens)
-
-    def workloads(self, seq_len: int, tokens: int) -> list[Workload]:
-        """Return the step of every open layout."""
-        return [self.workload(layout, seq_len, tokens) for layout in self.layouts]
 
 
 def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -> Run:
@@ -79,47 +59,41 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     A resumed run keeps the choices in its config.yaml. Raises ValueError or OSError, one line with
     a remedy, for whatever is wrong with the request.
     """
-    # Machine → model → layouts → length
     device = machine.device_for(request.config.device, request.config.precision)
-    choice = choose_model(request, device, machine, say)
-    seq_len = choose_length(choice, machine, say)
-    choice = stretched(choice, seq_len)
-    is_probed = choice.config.seq_len == "max"
+    choice = choose_model(request, device)
+    config = choice.config
+    # What is unknown is opened first: the vocabulary decides much of the memory
+    tokens = vocabulary(choice)
+    choice = choice if config.seq_len == "max" else stretched(choice, int(config.seq_len))
+    step = step_of(choice, tokens, request.overrides.keys(), say)
+    plan = planner.plan(step, machine, say, partial(dry_run.longest_of, config, machine, say))
+    step = plan.step
+    if config.seq_len == "max":
+        choice = stretched(choice, step.seq_len)
+        step = replace(step, model=replace(choice.model, vocab_size=step.model.vocab_size))
+    config = replace(config, attention=step.attention)
+    wait_for_compilers = compile_ahead.begin(step)
+    data = open_data(config, step.seq_len)
+    wait_for_compilers()
 
-    # Before the data is opened: refuse what fits no vocabulary, and start the compilers
-    if not is_probed:
-        check_fits(choice.workloads(seq_len, tokens=1), machine)
-    tokens = choice.config.data.vocab_size  # of a tokenizer that is trained here
-    wait_for_compilers = compile_ahead.begin(choice.workloads(seq_len, tokens)[0])
-    data = open_data(choice, seq_len)
-
-    # Layout, memory, schedule: the vocabulary is known now
-    workload, layout_note = choose_workload(choice, seq_len, data, machine)
-    if not is_probed:
-        check_fits([workload], machine)
-    run = scheduled(choice.config, workload)
+    run = scheduled(config, step)
     check_schedule(run)
     check_validation(data, run, request.overrides)
     for callback in CALLBACKS.values():
         callback.check(run, data)
-    wait_for_compilers()
-    if machine.gpu is not None and choice.device == "cuda":
-        able = able_backends(choice.config, choice.model, "cuda")
-        if line := fitting.faster_backend(workload, able, machine.gpu):
-            say(line)
-    run = replace(run, model_source=choice.source, layout_note=layout_note, data=data)
-    if run.config.resume:
+    run = replace(
+        run, model_source=choice.source, layout_note=plan.note, data=data, seconds=plan.time
+    )
+    if config.resume:
         return resume.continued(run)
-    choices = request.choices | {"model": choice.model_name}
+    choices = request.choices | {"model": choice.name}
     if choices["attention"] == AUTO:
-        choices["attention"] = choice.config.attention.backend
+        choices["attention"] = config.attention.backend
     return begun(run, choices, request.overrides)
 
 
-def choose_model(request: Request[TrainConfig], device: str, machine: Machine, say: Say) -> Choice:
-    """Choose the model: a preset, the weights of a folder, or the model of a resumed run; the
-    backend of attention=auto; and the layouts that are open to them.
-    """
+def choose_model(request: Request[TrainConfig], device: str) -> Choice:
+    """Choose the model: a preset, the weights of a folder, or the model of a resumed run."""
     config, overrides = request.config, request.overrides
     model, name = config.model, request.choices.get("model", "")
     source = name
@@ -139,56 +113,48 @@ def choose_model(request: Request[TrainConfig], device: str, machine: Machine, s
         decided = presets.with_model(request, gpu=device == "cuda")
         model, name = decided.config.model, decided.choices["model"]
         source = f"{name} (model=auto)"
-
-    length = SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
     if model.transformers:
         from longctx.model import transformers_model
 
         config = config.for_transformers()
         # Ranks that share a sequence split documents, so layers must not mix tokens either
         packing = config.data.packing or config.context.degree != 1
-        transformers_model.prove(model, device, length, packing)
+        transformers_model.prove(model, device, length_of(config), packing)
     config.check_model(model)
     if config.lora.base == "nf4":
         packed.bitsandbytes()
-    if config.attention.backend == AUTO:
-        able = able_backends(config, model, device)
-        chosen, line = choose_attention(able, config, model, device, machine, length)
-        config = replace(config, attention=chosen)
-        say(line)
-    check_attention(config, model, device)
-    open_layouts = fitting.each_layout(config, model)
-    if config.resume:
-        open_layouts = resume.with_steps_of_run(open_layouts, overrides)
-    choice = Choice(config, device, model, name, source, open_layouts)
-    if model.transformers:
-        step = choice.workload(open_layouts[0], length, tokens=1)
-        choice = replace(choice, measured=measured_layers(step, say))
-    return choice
+    return Choice(config, device, model, name, source)
 
 
-def choose_length(choice: Choice, machine: Machine, say: Say) -> int:
-    """Return the tokens per sequence; for seq_len=max the longest that fit the GPU.
+def length_of(config: TrainConfig) -> int:
+    """Return the tokens per sequence, or SOME_LENGTH for seq_len=max."""
+    return SOME_LENGTH if config.seq_len == "max" else int(config.seq_len)
 
-    Other programs share a CPU's memory: there is no such length.
+
+def step_of(choice: Choice, tokens: int, overrides: Collection[str], say: Say) -> Workload:
+    """Return the step that is asked for, with the choices that it leaves to the planner, for a
+    tokenizer of so many `tokens`.
     """
-    config = choice.config
-    if isinstance(config.seq_len, int):
-        return config.seq_len
-    if choice.device != "cuda" or machine.gpu is None:
-        raise ValueError(hardware.NO_LONGEST)
-    tokens = open_data(choice, ANY_LENGTH).tokenizer.vocab_size
-
-    def at(layout: TrainConfig, seq_len: int) -> Workload:
-        return choice.workload(layout, seq_len, tokens)
-
-    return dry_run.longest_of(
-        [partial(at, layout) for layout in choice.layouts],
-        partial(scheduled, config),
-        machine.gpu,
-        machine.host_memory,
-        say,
+    config, model, device = choice.config, choice.model, choice.device
+    is_open = config.attention.backend == AUTO
+    able = able_backends(config, model, device) if is_open or device == "cuda" else []
+    if not is_open:
+        check_attention(config, model, device)
+    each = divisions(config, model)
+    if config.resume:
+        each = resume.with_steps_of_run(each, config, overrides)
+    step = workload_of(config, device, length_of(config), model)
+    step = replace(
+        with_vocabulary(step, tokens),
+        machines=launched(config).nodes,
+        divisions=tuple(each),
+        backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
+        merges=config.batch_size is None and config.accumulate is None,
+        is_longest=config.seq_len == "max",
     )
+    if model.transformers:
+        step = replace(step, measured=measured_layers(step, say))
+    return step
 
 
 def stretched(choice: Choice, seq_len: int) -> Choice:
@@ -196,49 +162,33 @@ def stretched(choice: Choice, seq_len: int) -> Choice:
     if choice.config.init is None or choice.config.resume:
         return choice
     model, rope = extended(choice.model, choice.config.rope, seq_len)
-    source = choice.source + (f", rope {rope}" if rope else "")
-    return replace(choice, model=model, source=source)
+    return replace(choice, model=model, source=choice.source + (f", rope {rope}" if rope else ""))
 
 
-def open_data(choice: Choice, seq_len: int) -> Data:
-    """Return the data; raise ValueError if the model's vocabulary is smaller than its tokenizer's,
-    or no document is left to train on.
+def vocabulary(choice: Choice) -> int:
+    """Return the tokens of the tokenizer, which is trained here if none is given; raise ValueError
+    if the model has fewer.
     """
-    config, model = choice.config, choice.model
-    data = load(data_config(config), seq_len)
-    tokens = data.tokenizer.vocab_size
+    config, size = choice.config, choice.model.vocab_size
+    tokens = open_tokenizer(data_config(config)).vocab_size
     # A resumed run tells of its documents if they are others
-    if not config.resume and model.vocab_size is not None and model.vocab_size < tokens:
+    if not config.resume and size is not None and size < tokens:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size}: the tokenizer has {tokens:,} tokens; "
-            "use at least that, or null to follow it"
+            f"model.vocab_size={size}: the tokenizer has {tokens:,} tokens; use at least that, or "
+            "null to follow it"
         )
+    return tokens
+
+
+def open_data(config: TrainConfig, seq_len: int) -> Data:
+    """Return the data; raise ValueError if no document is left to train on."""
+    data = load(data_config(config), seq_len)
     if not len(data.train):
         raise ValueError(
             f"data={config.data.source}: no document is left to train on; "
             f"data.val_fraction={config.data.val_fraction}"
         )
     return data
-
-
-def choose_workload(
-    choice: Choice, seq_len: int, data: Data, machine: Machine
-) -> tuple[Workload, str]:
-    """Choose layout, memory policy, and micro-batches if neither batch_size nor accumulate is
-    given; return the step, and a note about the layout if it was open.
-    """
-    candidates = choice.workloads(seq_len, data.tokenizer.vocab_size)
-    config, several = choice.config, len(candidates) > 1
-    merge = config.batch_size is None and config.accumulate is None
-    workload, reason = candidates[0], "nothing is predicted on a CPU"
-    if choice.device == "cuda" and (merge or several or config.memory.policy == "auto"):
-        gpu, host = machine.gpu, machine.host_memory
-        assert gpu is not None
-        workload, reason = fitting.choose_layout(candidates, gpu, host, merge)
-    elif choice.device == "cuda":
-        workload = fitting.with_policy(workload, config.memory.policy)
-    workload.check_graphs()
-    return workload, f"{fitting.name_of(workload)} (auto: {reason})" if several else ""
 
 
 def check_schedule(run: Run) -> None:

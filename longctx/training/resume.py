@@ -17,6 +17,7 @@ from longctx import files
 from longctx.config.train_config import TrainConfig
 from longctx.model import restore
 from longctx.runs import checkpoints, metrics_file, run_folder
+from longctx.spec.step import Division
 from longctx.training import kernel_lock, optimizers
 from longctx.training.run import Run, run_of
 from longctx.training.schedule import Schedule
@@ -24,19 +25,18 @@ from longctx.untrusted import opened
 
 
 def with_steps_of_run(
-    open_layouts: list[TrainConfig], overrides: Collection[str]
-) -> list[TrainConfig]:
-    """Return the layouts that keep the sequences per step of a resumed run, on the devices of this
-    request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if there
-    is no such layout.
+    each: list[Division], config: TrainConfig, overrides: Collection[str]
+) -> list[Division]:
+    """Return the divisions that keep the sequences per step of a resumed run, on the devices of
+    this request. `batch_size` and `accumulate` are fixed if `overrides` names them. ValueError if
+    there is no such division.
     """
-    path = Path(open_layouts[0].resume or "")
+    path = Path(config.resume or "")
     saved = run_folder.read_config(path, needed=("devices", "batch_size", "accumulate"))
     rows = run_folder.rows_per_step(saved)
     possible = []
-    for config in open_layouts:
-        assert isinstance(config.context.degree, int)
-        groups = config.devices // config.context.degree
+    for division in each:
+        groups = config.devices // division.context
         batch_size = config.batch_size if "batch_size" in overrides else None
         accumulate = config.accumulate if "accumulate" in overrides else None
         # No larger micro-batch than the run's own, which is known to fit
@@ -45,10 +45,10 @@ def with_steps_of_run(
         batch_size = batch_size or rows // groups // (accumulate or 1)
         accumulate = accumulate or rows // groups // batch_size
         if batch_size * accumulate * groups == rows:
-            possible.append(replace(config, batch_size=batch_size, accumulate=accumulate))
+            possible.append(division._replace(batch_size=batch_size, accumulate=accumulate))
     if not possible:
         names = ["devices", *(name for name in ("batch_size", "accumulate") if name in overrides)]
-        asked = " ".join(f"{name}={getattr(open_layouts[0], name)}" for name in names)
+        asked = " ".join(f"{name}={getattr(config, name)}" for name in names)
         raise ValueError(
             f"{asked}: a step of the run has {rows} sequences, which cannot be divided so; give "
             f"numbers with groups of devices × batch_size × accumulate = {rows}"

@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from longctx.config.asked import workload_of
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig, default_val_every
 from longctx.data import Data
 from longctx.runs import run_folder
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Seconds, Workload
 from longctx.training.schedule import Schedule, schedule_of
 
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
@@ -39,6 +40,7 @@ class Run:
     lock_note: str = ""  # about kernels that changed
     rate_note: str = ""  # about a resumed run's learning rate, if it jumps
     layout_note: str = ""  # about a layout that was chosen here
+    seconds: Seconds | None = None  # predicted, of a step
     data: Data | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -18,15 +18,12 @@ from rich.table import Column, Table
 from longctx import attention, files, plugins, system, tables
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
-from longctx.planner import step_time
-from longctx.planner.overview import count_of
-from longctx.planner.peak_memory import predict
 from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, duration, figures, finite, is_step
+from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, figures, finite, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
-from longctx.spec.hardware import GIB, Machine
 from longctx.spec.step import Workload
+from longctx.tables import count_of
 from longctx.training.context_check import Finding
 from longctx.training.memory import predicted_gib
 from longctx.training.run import Run
@@ -305,7 +302,7 @@ def run_metadata(run: Run) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if workload.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "kernel_lock": run.kernel_lock,
-        "memory_predicted_gib": predict(workload).peak / GIB,
+        "memory_predicted_gib": predicted_gib(run),
     }
 
 
@@ -371,21 +368,6 @@ def opening(run: Run) -> list[str]:
         "kernels": run.lock_note,
     }
     return [f"{name:<10} {text}" for name, text in lines.items() if text] + warnings(run, counts)
-
-
-def prediction(run: Run, machine: Machine) -> list[str]:
-    """Return lines with the predicted memory and, on a known GPU, the time of a run."""
-    workload, peak = run.workload, predicted_gib(run, has_model=False)
-    has_gpu = workload.device == "cuda" and machine.gpu is not None
-    total = (machine.gpu.memory if has_gpu and machine.gpu else machine.host_memory) / GIB
-    advice = "; too much: give memory=long or a shorter seq_len" if peak > total else ""
-    lines = [f"predicted  {peak:.2f} of {total:.1f} GiB of memory{advice}"]
-    step = step_time.seconds(workload, machine.gpu) if has_gpu and machine.gpu else None
-    if step is not None:
-        whole = duration((run.max_steps - run.steps_done) * step.total)
-        speed = step.tokens / step.total
-        lines.append(f"           {step.total:.2f} s a step, {speed:,.0f} tokens/s, {whole} in all")
-    return [*lines, "dry run    nothing is trained; leave out dry_run=true to start"]
 
 
 def listed(*parts: object) -> str:

@@ -18,7 +18,6 @@ from longctx import files
 from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
-from longctx.planner import fitting
 from longctx.runs import checkpoints, run_folder
 from longctx.runs.checkpoint_write import ALONE, Saving, Writers
 from longctx.spec import hardware
@@ -167,7 +166,7 @@ class Saver:
         is_cuda = self.parallel.device.type == "cuda"
         try:
             # Data workers and the cache of files need the rest
-            if needed > fitting.COPY_SHARE * free:
+            if needed > hardware.COPY_SHARE * free:
                 raise MemoryError(f"more than half of the {free / GIB:.1f} that are free")
             self.memory = [
                 pinned(size, torch.uint8) if is_cuda else torch.empty(size, dtype=torch.uint8)

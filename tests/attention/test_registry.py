@@ -23,12 +23,11 @@ from longctx.attention import (
 )
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig, Description
 from longctx.attention.naive import Naive
+from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.kernels.attention import tiled
-from longctx.planner import fitting
 from longctx.planner.fitting import with_policy
 from longctx.planner.peak_memory import predict
-from longctx.spec.step import with_vocabulary, workload_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "attention"
 q = torch.randn(1, 5, 2, 16)
@@ -98,7 +97,7 @@ def test_register_adds_a_description(mine):
     with pytest.raises(ValueError, match="factor=4"):
         AttentionConfig("mine", {"factor": 4}).validate()
     config = TrainConfig(attention=AttentionConfig("mine"), devices=4)
-    methods = {layout.context.method for layout in fitting.each_layout(config, config.model)}
+    methods = {division.context_method for division in divisions(config, config.model)}
     assert "allgather" not in methods
     step = with_policy(with_vocabulary(workload_of(config, "cuda", 4096), 512), "fast")
     fused = replace(step, attention=AttentionConfig("sdpa"))

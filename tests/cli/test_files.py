@@ -7,9 +7,9 @@ import pytest
 
 from longctx import cli
 from longctx.cli import parse
+from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
-from longctx.spec.step import workload_of
 from longctx.training.run import Run, scheduled
 
 

@@ -8,10 +8,10 @@ import pytest
 from longctx import cli
 from longctx.cli import checked_jobs, early_checks
 from longctx.config import presets
+from longctx.config.asked import workload_of
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
-from longctx.spec.step import workload_of
 from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))

@@ -13,13 +13,13 @@ from torch import Tensor
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
 from longctx.cli import compose
+from longctx.config.asked import workload_of
 from longctx.kernels import HAS_TRITON
 from longctx.model import GPT, fp8, lora
 from longctx.model.fp8 import GRADIENTS, VALUES, Product, quantized, weights_quantized
 from longctx.model.layers import Block, Linear
 from longctx.planner.peak_memory import _Step
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from longctx.spec.step import workload_of
 from tests.inputs import DEVICE, inputs
 
 SIZES = {"vocab_size": 97, "layers": 3, "channels": 64, "heads": 4, "kv_heads": 2, "ffn": 96}

@@ -13,6 +13,7 @@ from torch import Tensor
 from longctx import cli
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
+from longctx.config.asked import workload_of
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT, GPTConfig, lora
@@ -22,7 +23,6 @@ from longctx.parallel.devices import check_attention
 from longctx.planner.peak_memory import KEPT, predict
 from longctx.spec.experts import ExpertsConfig
 from longctx.spec.model_config import LoraConfig, Multipliers
-from longctx.spec.step import workload_of
 from tests.model.test_recompute import FEW
 
 SMALL = GPTConfig(

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 
 from longctx import cli
+from longctx.config.asked import divisions, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Workload
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 HOST = 1536 * GIB
@@ -26,8 +27,8 @@ def request(*overrides: str) -> TrainConfig:
 def steps(config: TrainConfig) -> list[Workload]:
     """The step of each layout that `config` leaves open."""
     assert isinstance(config.seq_len, int)
-    layouts = fitting.each_layout(config, config.model)
-    return [workload_of(layout, "cuda", config.seq_len) for layout in layouts]
+    step = workload_of(config, "cuda", config.seq_len)
+    return [step.divided(each, config.seq_len) for each in divisions(config, config.model)]
 
 
 def test_layouts_follow_devices_heads_and_backend():
@@ -103,8 +104,8 @@ def test_ulysses_wins_a_tie():
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
 def test_the_longest_sequence_of_all_layouts_fits(words):
     config = request("devices=8", "batch_size=1", "accumulate=1", *words)
-    layouts = fitting.each_layout(config, config.model)
-    ats = [partial(workload_of, layout, "cuda") for layout in layouts]
+    step = workload_of(config, "cuda", 512)
+    ats = [partial(step.divided, division) for division in divisions(config, config.model)]
     work = fitting.longest(ats, fitting.room(H200), HOST, 512)
     assert work is not None
     assert work.seq_len % (512 * 1) == 0 and work.seq_len % work.context == 0

@@ -12,6 +12,7 @@ import pytest
 
 from longctx import cli as command_line
 from longctx.attention.description import AttentionConfig
+from longctx.config.asked import workload_of
 from longctx.config.doors import OPTIMIZERS, OptimizerTraits
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
@@ -28,7 +29,7 @@ from longctx.planner.peak_memory import (
 )
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Workload
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 ROOT = Path(__file__).parents[2]

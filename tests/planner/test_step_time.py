@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from longctx import cli
+from longctx.config.asked import workload_of
 from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.step_time import attention_exchange, waiting_for_weights
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Workload
 
 H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 

@@ -25,11 +25,11 @@ from longctx import system
 from longctx.attention import Mask
 from longctx.attention.registry import Attention
 from longctx.cli import compose
+from longctx.config.asked import with_vocabulary, workload_of
 from longctx.data import Data, load
 from longctx.data.sequences import IGNORED, PackedSequences
 from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
-from longctx.spec.step import with_vocabulary, workload_of
 from longctx.training import context_check, module
 from longctx.training.run import Run, scheduled
 from longctx.training.train_step import TrainState

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import train
 from longctx import files
+from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.data.sequences import IGNORED, padding_ids
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.runs.checkpoint_write import Saving, Sharded
-from longctx.spec.step import workload_of
 from longctx.training.run import Run, scheduled
 from tests.written import write
 

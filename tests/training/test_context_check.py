@@ -8,8 +8,8 @@ import pytest
 
 import train
 from longctx import cli
+from longctx.config.asked import with_vocabulary, workload_of
 from longctx.runs import metrics_file
-from longctx.spec.step import with_vocabulary, workload_of
 from longctx.training import context_check
 from longctx.training.run import scheduled
 from tests.processes import finished, run_on

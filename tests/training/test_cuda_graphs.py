@@ -10,10 +10,11 @@ from torch import Tensor
 
 import train
 from longctx import cli
+from longctx.config.asked import with_vocabulary, workload_of
 from longctx.data.sequences import IGNORED
 from longctx.model import GPT, GPTConfig
 from longctx.runs import metrics_file
-from longctx.spec.step import Workload, with_vocabulary, workload_of
+from longctx.spec.step import Workload
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, StepGraphs
 from tests.processes import ROOT, finished

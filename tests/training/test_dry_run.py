@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from longctx import cli
+from longctx.config.asked import workload_of
 from longctx.config.doors import ObjectiveConfig
 from longctx.data.preferences import REJECTED, SIDES, UNRELATED
 from longctx.data.sequences import IGNORED
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import workload_of
 from longctx.training import dry_run as dry
 from longctx.training.dry_run import OUT_OF_MEMORY, dry_run_in_child
 from longctx.training.run import Run, scheduled

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 import train
+from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.kernels.attention import tiled
 from longctx.runs import checkpoints, run_folder
-from longctx.spec.step import workload_of
 from longctx.training import kernel_lock
 
 

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from benchmarks.shapes import settings_of
 from longctx.attention import Mask
+from longctx.config.asked import workload_of
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
 from longctx.model.gpt import build
 from longctx.model.transformers_model import described
 from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Workload
 from longctx.training.layer_memory import Alive, layers_of, measured_layers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 64}

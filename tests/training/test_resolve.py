@@ -5,56 +5,57 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
 import train
-from longctx import cli
+from longctx import cli, planner
 from longctx.cli import parse
+from longctx.config.asked import divisions, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
+from longctx.planner.plans import check_fits
 from longctx.runs import run_folder
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB, Machine
-from longctx.spec.step import Workload, workload_of
+from longctx.spec.step import Workload
 from longctx.training import resolve, resume
-from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_probed
-from longctx.training.memory import check_fits
+from longctx.training.dry_run import MULTIPLE, OUT_OF_MEMORY, DryRun, longest_of, longest_probed
 from longctx.training.run import Run
 
 H200 = Machine(1, hardware.chip("NVIDIA H200", 139.8 * GIB), 128 * GIB)
 OLD = Machine(1, replace(hardware.chip("NVIDIA H200"), bf16=False, fp8=False), 128 * GIB)
 L4 = Machine(1, hardware.chip("NVIDIA L4", 22 * GIB), 64 * GIB)
 CPU = Machine(0, None, 16 * GIB)
-DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=128), train=[0])
 
 
-def choice_of(config: TrainConfig, device: str) -> resolve.Choice:
-    """Return what is chosen before a run's data is read."""
-    layouts = fitting.each_layout(config, config.model)
-    return resolve.Choice(config, device, config.model, "", "", layouts)
+def planned(
+    config: TrainConfig, machine: Machine, lines: list[str] | None = None, tokens: int = 128
+) -> Workload:
+    """Return the step that is planned on a machine, with a tokenizer of so many tokens."""
+    say = [].append if lines is None else lines.append
+    device = "cpu" if machine.gpu is None else "cuda"
+    choice = resolve.Choice(config, device, config.model, "", "")
+    step = resolve.step_of(choice, tokens, (), say)
+    find_longest = partial(longest_of, config, machine, say)
+    return planner.plan(step, machine, say, find_longest).step
 
 
 def test_micro_batches_stay_on_another_gpu(tmp_path):
-    def decided(config: TrainConfig, machine: Machine) -> Workload:
-        choice = choice_of(config, "cuda")
-        return resolve.choose_workload(choice, config.seq_len, DATA, machine)[0]
-
     request = cli.compose("train", ["model=124m", "model.vocab_size=50304"]).config
-    begun = decided(request, H200)
+    begun = planned(request, H200)
     assert (begun.batch_size, begun.accumulate, begun.memory.policy) == (16, 1, "fast")
     run_folder.write_config(tmp_path, resolve.scheduled(request, begun).settings())
     again = parse.from_file(tmp_path / "config.yaml", {"max_steps": 900}).config
-    resumed = decided(again, L4)
+    resumed = planned(again, L4)
     assert (resumed.batch_size, resumed.accumulate, resumed.memory) == (16, 1, begun.memory)
     for overrides in (["batch_size=2"], ["accumulate=2"]):
         config = cli.compose("train", ["model=124m", *overrides]).config
         asked = workload_of(config, "cuda", config.seq_len)
-        work = decided(config, H200)
+        work = planned(config, H200)
         assert (work.batch_size, work.accumulate) == (asked.batch_size, asked.accumulate)
 
 
@@ -111,12 +112,6 @@ def test_no_fitting_length_is_an_error(probe, gpu, message):
         longest_probed(requested(), probe, gpu, HOST, print)
 
 
-def length_on(machine: Machine, device: str, config: TrainConfig, lines: list[str]) -> int:
-    """The tokens of seq_len=max on a machine, with a tokenizer of 128 tokens; it adds to lines."""
-    with patch("longctx.training.resolve.load", lambda *_: DATA):
-        return resolve.choose_length(choice_of(config, device), machine, lines.append)
-
-
 def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
     config = replace(cli.compose("train", ["model=1b", "seq_len=max"]).config, batch_size=1)
     monkeypatch.setattr(
@@ -124,10 +119,10 @@ def test_longest_rows_are_taken_as_they_were_probed(monkeypatch):
         lambda run, *_: DryRun([1.0], memory={"memory_peak_gib": 0.0}),
     )
     lines: list[str] = []
-    length = length_on(H200, "cuda", config, lines)
-    assert length > 100_000 and f"{length:,}" in lines[-1]
+    length = planned(config, H200, lines).seq_len
+    assert length > 100_000 and any(f"{length:,}" in line for line in lines)
     with pytest.raises(ValueError, match="seq_len=max"):
-        length_on(CPU, "cpu", config, lines)
+        planned(config, CPU, lines)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +165,7 @@ def test_fp8_is_refused_for_sizes_that_do_not_fit(overrides, message):
 def test_model_auto_is_the_preset_of_the_device():
     request = cli.compose("train", ["model=auto", "model.layers=3"])
     for device, channels in (("cpu", 128), ("cuda", 768)):
-        choice = resolve.choose_model(request, device, H200, say=print)
+        choice = resolve.choose_model(request, device)
         assert (choice.model.layers, choice.model.channels) == (3, channels)
         assert choice.source.endswith("(model=auto)")
 
@@ -194,17 +189,17 @@ NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
         (["model=tiny", "model.softcap=30"], None, "flash"),
     ],
 )
-def test_attention_auto_is_the_fastest_exact_one(overrides, gpu, backend):
+def test_attention_auto_is_the_fastest_exact_one(overrides, gpu, backend, monkeypatch):
     request = cli.compose("train", ["attention=auto", *overrides])
     machine = CPU if gpu is None else replace(H200, gpu=hardware.chip(gpu, 79 * GIB))
     lines: list[str] = []
-    device = "cpu" if gpu is None else "cuda"
-    choice = resolve.choose_model(request, device, machine, lines.append)
+    config = request.config
+    monkeypatch.setattr(
+        "longctx.training.dry_run.dry_run_in_child", lambda *_: DryRun([1.0], memory={})
+    )
     as_typed = cli.compose("train", [f"attention={backend}"]).config.attention
-    assert choice.config.attention == as_typed
-    assert all(layout.attention == as_typed for layout in choice.layouts)
-    (line,) = lines
-    assert line.startswith(f"attention=auto: {backend}, ")
+    assert planned(config, machine, lines, tokens=32768).attention == as_typed
+    assert lines[0].startswith(f"attention=auto: {backend}, ")
 
 
 def test_the_word_for_attention_auto_is_written_down(overrides, tmp_path):
@@ -248,14 +243,14 @@ def test_longest_rows_of_several_gpus_are_predicted(tmp_path, corpus):
     for overrides in (["context.degree=8"], ["strategy.name=fsdp"], ["context.degree=auto"]):
         words = ["model=1b", "seq_len=max", "devices=8", *overrides]
         config = replace(cli.compose("train", words).config, batch_size=1)
-        lengths.append(length_on(EIGHT, "cuda", config, lines))
-        assert f"{lengths[-1]:,}" in lines[-1] and "not tried" in lines[-1]
+        lengths.append(planned(config, EIGHT, lines).seq_len)
+        assert any(f"{lengths[-1]:,}" in line and "not tried" in line for line in lines)
     assert lengths[2] == lengths[0] > 4 * lengths[1]
     run = decided_on_eight(tmp_path, corpus, "context.degree=auto", "seq_len=max")
     assert fitting.fits(run.workload, fitting.room(H200.gpu), HOST_OF_EIGHT)
     small = replace(EIGHT, gpu=hardware.chip("NVIDIA H200", 2 * GIB))
     with pytest.raises(ValueError, match="seq_len=max: no length is predicted to fit"):
-        length_on(small, "cuda", config, lines)
+        planned(config, small, lines)
 
 
 def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
@@ -263,12 +258,12 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
     work = workload_of(begun, "cpu", 4096)
     run_folder.write_config(tmp_path, resolve.scheduled(begun, work).settings())
 
-    def layouts_of(*overrides: str) -> list[tuple[object, int]]:
+    def layouts_of(*overrides: str) -> list[tuple[int, int]]:
         given = parse.given_values(TrainConfig, ["max_steps=900", *overrides])
         config = parse.from_file(tmp_path / "config.yaml", given).config
         config.resume = str(tmp_path)
-        each = resume.with_steps_of_run(fitting.each_layout(config, config.model), given)
-        return [(one.context.degree, one.batch_size * one.accumulate) for one in each]
+        each = resume.with_steps_of_run(divisions(config, config.model), config, given)
+        return [(one.context, one.batch_size * one.accumulate) for one in each]
 
     assert layouts_of() == [(4, 1)]
     assert layouts_of("devices=4") == [(4, 2)]
@@ -289,13 +284,13 @@ def test_a_resumed_run_keeps_its_degree_unless_asked(tmp_path):
         (["model=1b", "batch_size=1024", "memory=long"], L4, r"batch_size=\d+ accumulate=\d+"),
     ],
 )
-def test_too_much_memory_is_refused_with_a_remedy(tmp_path, overrides, machine, remedy):
-    words = [*overrides, f"runs={tmp_path}", "data.path=/nowhere", "data=text"]
+def test_too_much_memory_is_refused_with_a_remedy(tmp_path, corpus, overrides, machine, remedy):
+    words = [*overrides, f"runs={tmp_path / 'runs'}", f"data.path={corpus}", "data=text"]
     request = cli.compose("train", words)
     with pytest.raises(ValueError, match=rf"^seq_len=.* GiB of .*; try .*{remedy}") as error:
-        resolve.resolve(request, machine)  # before it opens the data
+        resolve.resolve(request, machine)
     assert "\n" not in str(error.value)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("overrides", [["model=8b"], ["model=1b", "seq_len=262144"]])
@@ -307,10 +302,10 @@ def test_what_may_run_is_not_refused(overrides, machine):
     work = workload_of(config, device, config.seq_len)
     needed = min(predict(one).peak for one in fitting.policies(work)) / 1.2  # by a fifth too much
     if machine.gpu is None:
-        check_fits([work], replace(machine, host_memory=needed))
+        check_fits(work, replace(machine, host_memory=needed))
     else:
         gpu = hardware.chip(machine.gpu.name, needed)
-        check_fits([work], replace(machine, gpu=gpu, host_memory=2048 * GIB))
+        check_fits(work, replace(machine, gpu=gpu, host_memory=2048 * GIB))
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypatch, refused):

@@ -5,10 +5,10 @@ from statistics import fmean
 import pytest
 import torch
 
+from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
-from longctx.spec.step import workload_of
 from longctx.training.batches import MicroBatch, StepBatch
 from longctx.training.throughput import Meter
 from tests.processes import finished

@@ -20,7 +20,7 @@ from torch.optim import adamw as functional
 from longctx.kernels import HAS_TRITON
 from longctx.model.offload import pinned
 from longctx.parallel.sharding import local
-from longctx.planner.peak_memory import SLICE
+from longctx.spec.step import SLICE
 from longctx.training.run import Run
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

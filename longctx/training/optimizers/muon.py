@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.model import GPT
 from longctx.parallel.sharding import full, like, local, rows
-from longctx.planner.peak_memory import STACK
+from longctx.spec.step import STACK
 from longctx.training.optimizers.adamw import AdamW, groups
 from longctx.training.run import Run
 

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 import eval as evaluate
 import longctx
 import train
+from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template
 from longctx.runs import metrics_file, run_folder
 from longctx.spec.model_config import LoraConfig
-from longctx.spec.step import workload_of
 from longctx.training.run import scheduled
 from longctx.training.schedule import default_learning_rate
 from tests.data.chat_templates import INST, SPACE, write, write_tokenizer

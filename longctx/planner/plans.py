@@ -1,0 +1,160 @@
+"""The one question to the planner: how does this step run on that machine? No torch.
+
+A step names what is open in it: backends, divisions, the memory policy, micro-batches, the length.
+A plan has none of these open, and says what was predicted of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from longctx.attention.description import AUTO, AttentionConfig
+from longctx.planner import fitting, step_time
+from longctx.planner.peak_memory import Memory, predict
+from longctx.spec.hardware import CLEARLY, GIB, NO_LONGEST, Chip, Machine
+from longctx.spec.step import Division, Seconds, Workload
+
+Say = Callable[[str], None]
+# A candidate gives the step for a length. Returns the tokens of the longest sequence that fits.
+FindLongest = Callable[[Sequence[Callable[[int], Workload]]], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step with nothing left open, its predictions, and the reason for its division if several
+    were open.
+    """
+
+    step: Workload
+    memory: Memory
+    time: Seconds | None  # of an unknown chip, or on a CPU
+    note: str = ""
+
+
+class Limits(NamedTuple):
+    """Bytes of memory for one process: in all, to be filled by a step, and on the host."""
+
+    name: str
+    total: float
+    usable: float
+    host: float
+
+
+def plan(
+    step: Workload, machine: Machine, say: Say = print, find_longest: FindLongest | None = None
+) -> Plan:
+    """Return the plan of `step` on `machine`; `say` gets a line for each choice with a reason.
+
+    `find_longest` decides seq_len=max. Raises ValueError, with a step that fits, if a step is
+    predicted to take clearly more than there is.
+    """
+    chip = machine.gpu if step.device == "cuda" else None
+    host = machine.host_memory
+    if step.attention.backend == AUTO:
+        step = with_backend(step, chip, host, say)
+    candidates = [partial(step.divided, division) for division in able_divisions(step)]
+    seq_len = step.seq_len
+    if step.is_longest:
+        # Other programs share a CPU's memory: there is no such length
+        if chip is None or find_longest is None:
+            raise ValueError(NO_LONGEST)
+        seq_len = find_longest(candidates)
+    steps = [candidate(seq_len) for candidate in candidates]
+    chosen, reason = steps[0], "nothing is predicted on a CPU"
+    if chip is not None and (step.merges or len(steps) > 1 or step.memory.policy == "auto"):
+        chosen, reason = fitting.choose_layout(steps, chip, host, step.merges)
+    elif chip is not None:
+        chosen = fitting.with_policy(chosen, step.memory.policy)
+    # The longest has been tried
+    if not step.is_longest:
+        check_fits(chosen, machine)
+    chosen.check_graphs()
+    if chip is not None:
+        names = [backend.backend for backend in step.backends]
+        if line := fitting.faster_backend(chosen, names, chip):
+            say(line)
+    note = f"{fitting.name_of(chosen)} (auto: {reason})" if len(steps) > 1 else ""
+    time = None if chip is None else step_time.seconds(chosen, chip)
+    return Plan(replace(chosen, backends=()), predict(chosen), time, note)
+
+
+def with_backend(step: Workload, chip: Chip | None, host: float, say: Say) -> Workload:
+    """Return `step` with its fastest backend: predicted on a GPU, as measured on a CPU."""
+    able = {backend.backend: backend for backend in step.backends}
+    if chip is None:
+        name = max(able, key=lambda name: able[name].description.on_cpu)
+        reason = "the fastest on a CPU that computes this exactly"
+    else:
+        # Divisions are still open, and attention is divided alike in each
+        whole = step.divisions[0]._replace(context=1, context_method="ulysses")
+        single = replace(step, attention=AttentionConfig()).divided(whole, step.seq_len)
+        single = fitting.decide(single, chip, host, step.merges)
+        name, reason = fitting.fastest_backend(single, list(able), chip)
+    say(f"attention=auto: {name}, {reason}")
+    return replace(step, attention=able[name])
+
+
+def able_divisions(step: Workload) -> list[Division]:
+    """Return the open divisions that the backend of `step` can compute, the plainest first."""
+    if step.attention.description.takes_intervals:
+        return list(step.divisions)
+    # A rank's queries would see arbitrary intervals of keys
+    free = [division for division in step.divisions if division.context_method != "allgather"]
+    return free or list(step.divisions)
+
+
+def limits(workload: Workload, machine: Machine) -> Limits:
+    """Return the memory of `machine` for each process of `workload`."""
+    if workload.device == "cuda":
+        assert machine.gpu is not None
+        gpu = machine.gpu
+        return Limits("GPU memory", gpu.memory, fitting.room(gpu), machine.host_memory)
+    # Each process has its own tensors, the host's share among them; within_memory leaves a tenth
+    total = machine.host_memory / workload.devices_per_machine
+    return Limits("memory", total, 0.9 * total, float("inf"))
+
+
+def check_fits(step: Workload, machine: Machine) -> None:
+    """Raise ValueError, with a step that fits, if `step` is predicted to take clearly more memory
+    than `machine` has, by every policy that memory= leaves open. A prediction may be wrong.
+    """
+    there, clearly = limits(step, machine), CLEARLY[step.device]
+    possible = fitting.policies(step)
+    host_limit = clearly * there.host + fitting.HOST_LEFT
+    if any(fitting.fits(policy, clearly * there.total, host_limit) for policy in possible):
+        return
+    smallest = min(possible, key=lambda policy: predict(policy).peak)
+    predicted = predict(smallest)
+    text = f"{fitting.on_host(smallest, predicted) / GIB:,.1f} GiB of host memory"
+    total = there.host
+    if predicted.peak > clearly * there.total:
+        largest, total = predicted.largest, there.total
+        share = f"{predicted.gpu[largest] / GIB:,.1f} of it for {largest}"
+        text = f"{predicted.peak / GIB:,.1f} GiB of {there.name}, {share}"
+    advice = fitting.smallest_change(smallest, there.usable, there.host)
+    raise ValueError(
+        f"seq_len={smallest.seq_len} batch_size={smallest.batch_size} "
+        f"memory={smallest.memory.policy}: a step is predicted to take {text}, and there are "
+        f"{total / GIB:,.1f}; try {advice}"
+    )
+
+
+def explain(step: Workload, steps_done: int, machine: Machine, used: float | None) -> str:
+    """Return the line for a step that ran out of memory: predicted and `used` bytes, the largest
+    term, and the smallest change that fits.
+    """
+    there, predicted = limits(step, machine), predict(step)
+    of = "" if used is None else f"{used / GIB:.1f} GiB used of "
+    # It did not fit, whatever was predicted: the advice must be predicted to take clearly less
+    limit = min(there.usable, 0.9 * predicted.peak)
+    advice = fitting.smallest_change(step, limit, there.host)
+    largest = predicted.gpu[predicted.largest] / GIB
+    return (
+        f"out of {there.name} in step {steps_done + 1} ({of}{there.total / GIB:.1f} GiB; "
+        f"{predicted.peak / GIB:.1f} predicted) at seq_len={step.seq_len}, "
+        f"batch_size={step.batch_size}, memory={step.memory.policy}: "
+        f"{predicted.largest} take {largest:.1f} GiB of it; try {advice}"
+    )
