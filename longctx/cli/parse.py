@@ -23,7 +23,7 @@ import yaml
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import other_names, presets
 from longctx.config.command_config import DescribeConfig
-from longctx.config.data_config import DataConfig
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import (
@@ -71,11 +71,14 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     if schema is EvalConfig and "data" not in given and any(x.startswith("data.") for x in given):
-        # Its keys are those of the run's own source
+        # Its keys are those of the run's own source, if that reads files
         folder = Path(str(given["checkpoint"])).expanduser()
         folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
         if (folder / "config.yaml").is_file():
             given["data"] = run_folder.read_config(folder, ["data.source"])["data.source"]
+        source = SOURCES.get(given.get("data", ""))
+        if "data.path" in given and (source is None or "path" not in source.keys):
+            given["data"] = "text"
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})

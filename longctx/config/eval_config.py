@@ -173,6 +173,11 @@ class EvalConfig(Group):
         between=(0, 10**6),
         needs="tasks",
     )
+    chat_template: bool | None = key(
+        None,
+        "write the prompts of tasks by the model's chat template; null: if it has one",
+        needs="tasks",
+    )
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
@@ -230,12 +235,13 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
     """Raise ValueError for one of the `overrides`, key → value as typed, that `config` ignores."""
     data_keys = [name for name in overrides if name.partition(".")[0] == "data"]
     reasons = {
-        "data.tokenizer": "the checkpoint brings its tokenizer",
         "data.vocab_size": "the checkpoint brings its tokenizer",
         "data.cache": "an evaluation stores nothing of data=",
         "data.packing": "windows share a sequence if the model keeps them apart",
         "data.preferences": "an evaluation scores plain text",
     }
+    if not config.data.chat:  # else its chat template is read
+        reasons["data.tokenizer"] = "the checkpoint brings its tokenizer"
     if data_keys and "data" not in overrides:
         reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
     reasons |= {"data.val_fraction": "all documents of data= are scored"}

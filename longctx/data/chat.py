@@ -436,6 +436,12 @@ def tokens_in(settings: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
+def has_template(folder: Path) -> bool:
+    """Return True if the folder of a tokenizer has a chat template."""
+    settings = untrusted.read_settings(folder / "tokenizer_config.json")
+    return os.path.lexists(folder / "chat_template.jinja") or template_in(settings) is not None
+
+
 def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):

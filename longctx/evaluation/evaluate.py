@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -21,21 +21,20 @@ import torch
 
 from longctx import files
 from longctx.attention import kernels_run
-from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
+from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
-from longctx.config.fields import refuse
-from longctx.config.layout_config import POLICIES
+from longctx.config.fields import keys, refuse
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
+from longctx.data.chat import Template, has_template
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model, skeleton
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Progress, Scorer
 from longctx.evaluation.windows import Document, stride_of
-from longctx.model.decoder import KVCache
 from longctx.parallel.devices import (
     able_backends,
     check_attention,
@@ -52,9 +51,6 @@ from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import precision_of
 
-# Keys that leave the results as they are: they decide the place and the speed of an evaluation.
-INDIFFERENT = {"checkpoint", "device", "devices", "strategy"}
-INDIFFERENT |= {"context", "batch_size", "compile", "wandb"}
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
 
@@ -79,6 +75,13 @@ class Setup:
         if self.own_split:
             return f"{self.config.split} split of the run's data"
         return asdict(self.config.data)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that decide the memory, as keys."""
+        if self.config.passkey.enabled or self.config.ruler.enabled:
+            return f"lengths={self.lengths}"
+        return f"seq_len={self.context} batch_size={self.batch_size}"
 
     def documents(self) -> Iterator[Document]:
         """Return the documents to score or to make texts of."""
@@ -170,15 +173,11 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
         step = plans.with_backend(step, chip, machine.host_memory, print)
         config = replace(config, attention=step.attention)
     check_attention(config, model.model, device)
-    # The largest forward decides the strategy, and sizes of context and batch decide that forward.
     precision = precision_of(config.precision, device)
     tokens = TOKENS_PER_BATCH[device] * int(config.context.degree)
     batch_size = config.batch_size or max(1, tokens // seq_len)
     lengths = text_lengths(config, seq_len)
-    key, rows = largest_forward(config, lengths, batch_size, device)
-    dtype = dtype_of(precision)
-    needed = partial(bytes_of_copy, config, model.model, dtype, rows, max(lengths))
-    strategy = choose_strategy(config, machine, device, needed)
+    strategy = choose_strategy(config, model.model, machine, device, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
     folders = (results_folder, *results_folder.parents)
@@ -186,10 +185,11 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
     if (longest := max(seq_len, *lengths)) > model.seq_len:
         origin = "the run trained at" if model.run else "the model is made for"
+        key = next((k for k in ("passkey", "ruler") if getattr(config, k).lengths), None)
         print(
-            f"warning: {key}={longest:,} is {longest / model.seq_len:,.1f} times the "
-            f"{model.seq_len:,} tokens per sequence that {origin}, so it has never seen the "
-            "positions beyond them"
+            f"warning: {f'{key}.lengths' if key else 'seq_len'}={longest:,} is "
+            f"{longest / model.seq_len:,.1f} times the {model.seq_len:,} tokens per sequence that "
+            f"{origin}, so it has never seen the positions beyond them"
         )
     own_split = model.run is not None and not request.names_data
     settings = device, precision, seq_len, batch_size, lengths, strategy, packs
@@ -205,47 +205,11 @@ def text_lengths(config: EvalConfig, context: int) -> list[int]:
     return [context]
 
 
-def largest_forward(
-    config: EvalConfig, lengths: list[int], rows: int, device: str
-) -> tuple[str, int]:
-    """Return the key that decides the longest text, and how many of them share its forward: `rows`,
-    if they are windows of documents.
-    """
-    for name, texts in (("passkey", config.passkey), ("ruler", config.ruler)):
-        if texts.enabled:
-            tokens = TOKENS_TOGETHER[device] * int(config.context.degree)
-            key = "seq_len" if texts.lengths is None else f"{name}.lengths"
-            return key, max(1, tokens // max(lengths))
-    return "seq_len", rows
-
-
-def bytes_of_copy(
-    config: EvalConfig, model: GPTConfig, dtype: torch.dtype, rows: int, length: int
-) -> float:
-    """Return the bytes of a device with a copy of the model in the largest forward, of `rows`
-    sequences of `length` tokens; the devices of context= share them.
-    """
-    whole, sharing = skeleton(model, config.attention, dtype), int(config.context.degree)
-    weights = sum(weight.nbytes for weight in whole.parameters())
-    # From a cache of the keys and values; the prompts are packed into one sequence
-    generates = config.ruler.enabled or (bool(config.tasks) and sharing == 1)
-    tokens = -(-rows * length // sharing)
-    in_mlp = min(tokens, POLICIES["long"]["mlp_tile"]) if generates else tokens
-    activations: float = dtype.itemsize * max(
-        block.forward_elements(tokens, in_mlp) for block in model.blocks()
-    )
-    # Scores twice in fp32, and the probabilities.
-    if config.attention.description.score_bytes is not None:
-        pairs = (rows if generates else 1) * rows * length**2 / sharing
-        activations += model.heads * pairs * (2 * 4 + dtype.itemsize)
-    return weights + activations + generates * KVCache.bytes_of(model, rows, length, dtype)
-
-
 def choose_strategy(
-    config: EvalConfig, machine: Machine, device: str, needed: Callable[[], float]
+    config: EvalConfig, model: GPTConfig, machine: Machine, device: str, dtype: torch.dtype
 ) -> str:
-    """Return the strategy of `config`; for auto, a copy per device, or slices if none has room for
-    the bytes `needed`.
+    """Return the strategy of `config`; for auto, a copy per device, or slices if the weights of a
+    copy take more than half of its memory.
     """
     if config.strategy.name != "auto":
         return config.strategy.name
@@ -254,8 +218,8 @@ def choose_strategy(
     room = machine.host_memory / config.devices
     if device != "cpu" and machine.gpu is not None:
         room = machine.gpu.usable
-    # 5% stay free, as `longctx plan` has it
-    return "ddp" if needed() <= 0.95 * room else "fsdp"
+    weights = sum(x.nbytes for x in skeleton(model, config.attention, dtype).parameters())
+    return "ddp" if weights <= room / 2 else "fsdp"
 
 
 def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
@@ -319,7 +283,7 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 
 def decisive(config: EvalConfig) -> dict[str, Any]:
     """Return the keys that decide the results."""
-    return {key: value for key, value in asdict(config).items() if key not in INDIFFERENT}
+    return {key: value for key, value in asdict(config).items() if keys(EvalConfig)[key].compared}
 
 
 def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -414,12 +378,22 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     config, model, context = setup.config, setup.model, setup.context
     stride, tokenizer = stride_of(config.stride or context, context), model.tokenizer
     sizes = context, stride, setup.batch_size
-    harness = Harness(scorer, tokenizer, *sizes, tokenizer.end_tokens)
+    template = template_of(config, model)
+    harness = Harness(scorer, tokenizer, *sizes, tokenizer.end_tokens, template)
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     limits = config.documents, config.fewshot
     content = evaluate_tasks(harness, config.tasks, model.folder, folder, *limits)
     about = {"context": context, "stride": stride, "documents": config.documents}
+    about["chat_template"] = template is not None
     return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
+
+
+def template_of(config: EvalConfig, model: TrainedModel) -> Template | None:
+    """Return the chat template that writes the prompts of tasks, and print which it is."""
+    wanted = has_template(model.folder) if config.chat_template is None else config.chat_template
+    folder = f"the chat template of {model.folder}" if wanted else "no chat template"
+    print(f"tasks: prompts are written by {folder} (chat_template={str(wanted).lower()})")
+    return Template(model.folder) if wanted else None
 
 
 def explain(
@@ -428,21 +402,13 @@ def explain(
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
         memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        advice = (
-            "let more devices share a sequence (context=N) or the model (strategy=fsdp), or give a "
-            "smaller batch_size or seq_len"
+        sizes = "it" if setup is None else setup.sizes
+        flash = "attention=flash, " if config.attention.description.score_bytes else ""
+        context = "" if config.ruler.enabled else ", or a sequence (context=N)"
+        return (
+            f"{memory} on process {parallel.rank}; {sizes} is too much: give smaller numbers, "
+            f"{flash}or devices that share the model (strategy=fsdp){context}"
         )
-        if config.ruler.enabled:
-            advice = "let devices share the model (strategy=fsdp), or give shorter ruler.lengths"
-        backend = DESCRIPTIONS.get(config.attention.backend)
-        if backend is not None and backend.score_bytes:
-            advice = f"give attention=flash, {advice}"
-        if setup is not None:
-            sizes = f"seq_len={setup.context} batch_size={setup.batch_size}"
-            if config.passkey.enabled or config.ruler.enabled:
-                sizes = f"lengths={setup.lengths} of the texts"
-            advice = f"{sizes} is too much: {advice}"
-        return f"{memory} on process {parallel.rank}; {advice}"
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"
     return None if parallel.is_first else files.one_line(error)

@@ -2,7 +2,8 @@
 
 A request is scored with the last `context` tokens before it, a long text in lm-eval's rolling
 windows. Generation is greedy, from a cache of keys and values. As in lm-eval's own HFLM, prompt and
-answer share the context. Unlike there, text never turns into special tokens.
+answer share the context. Unlike there, text turns into special tokens only in prompts that the
+model's chat template writes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from longctx.data import Tokenizer
+from longctx.data.chat import Template
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Window, losses, spans
 
@@ -58,10 +60,12 @@ class Harness(TemplateLM):
         stride: int,
         batch_size: int,
         ends: Collection[int] = (),
+        template: Template | None = None,
     ) -> None:
         super().__init__()
         self.scorer, self.vocabulary = scorer, tokenizer
         self.context, self.stride, self.batch_size = context, stride, batch_size
+        self.template = template
         # The tokens that end an answer.
         self.ends = [tokenizer.eos_id, *sorted({*ends} - {tokenizer.eos_id})]
 
@@ -80,12 +84,35 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return begin-of-text, if the tokenizer has one, and the text; as lm-eval's own HFLM."""
+        """Return begin-of-text, if the tokenizer has one, and the text; as lm-eval's own HFLM. A
+        chat template has written its special tokens.
+        """
+        if self.template is not None:
+            ids: list[int] = self.vocabulary.encode_conversation(string, [])[0].tolist()
+            return ids
         begin = self.vocabulary.bos_id
         if begin is None or add_special_tokens is False:
             return self.vocabulary.encode(string)
         text = string.removeprefix(self.vocabulary.decode([begin]))
         return [begin, *self.vocabulary.encode(text)]
+
+    @property
+    def tokenizer_name(self) -> str:
+        return "" if self.template is None else self.template.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.tokenizer_name
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the conversation up to the next answer, or up to the end of its last message."""
+        assert self.template is not None
+        text = self.template.render(chat_history, prompt=add_generation_prompt).text
+        if add_generation_prompt:
+            return text
+        begun = chat_history[-1]["content"].strip()
+        return text[: text.rindex(begun) + len(begun)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any
@@ -216,6 +243,8 @@ def evaluate_tasks(
     metadata = {"tokenizer": str(tokenizer_folder), "max_seq_lengths": [lm.context]}
     settings = {"limit": limit, "num_fewshot": fewshot, "metadata": metadata}
     settings |= {"log_samples": False, "bootstrap_iters": 1000}
+    if lm.template is not None:
+        settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
     try:
         manager = _manager(tasks, task_folder, metadata)
         results = simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)

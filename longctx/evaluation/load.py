@@ -2,15 +2,15 @@
 
 The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
 uncut, in the model's tokens: those of the run's own split or of any other source. Bytes and words
-are counted in the text of the target tokens. Of a run's conversations the tokens that the run
-learns are scored, as in its val_loss.
+are counted in the text of the target tokens. Of conversations the answers are scored, as in the
+val_loss of a run that learns them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -188,18 +188,9 @@ def of_run(
             "it may have seen some of them",
             file=sys.stderr,
         )
-    tokenizer = data.tokenizer
     wanted = (document for document in data.documents(split) if not document.is_rejected)
     for name, ids, n_bytes, scored, _ in islice(wanted, limit):
-        if scored is None:
-            ended = ids[-1] == tokenizer.eos_id
-            n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())
-            n_bytes -= tokenizer.n_bytes(int(ids[0]))
-        else:
-            # The text of a conversation has special tokens between its target tokens.
-            text = tokenizer.decode(ids[1:][scored[1:]], special=False)
-            n_bytes, n_words = len(text.encode()), len(text.split())
-        yield Document(name, ids, n_bytes, n_words, scored)
+        yield counted(data.tokenizer, name, ids, n_bytes, scored)
 
 
 def of_source(
@@ -207,26 +198,41 @@ def of_source(
 ) -> Iterator[Document]:
     """Yield the first `limit` documents of files or a data set, without caching anything.
 
-    Documents without text are left out, and a line on stderr counts them.
+    Of conversations, written by the chat template of the model's folder, or of data.tokenizer, the
+    answers are scored. A line on stderr counts documents without a target, which are left out.
     """
     if config.source == "mix":
         raise ValueError(
             "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
         )
-    if config.chat:
-        raise ValueError("data.chat=true: an evaluation scores plain text; leave data.chat out")
+    if config.chat and config.tokenizer is None:
+        config = replace(config, tokenizer=str(tokenizer.folder))
     texts = islice(read_documents(config), limit)
     empty = 0
     while group := list(islice(texts, TOGETHER)):
-        encoded = tokenizer.encode_documents([document.text for document in group])
-        for (name, text, *_), ids in zip(group, encoded, strict=True):
-            if len(ids) < tokenizer.shortest:
+        encoded: Iterable[tuple[np.ndarray, np.ndarray | None]]
+        if config.chat:
+            encoded = [tokenizer.encode_conversation(x.text, x.spans or []) for x in group]
+        else:
+            encoded = ((x, None) for x in tokenizer.encode_documents([x.text for x in group]))
+        for (name, text, *_), (ids, scored) in zip(group, encoded, strict=True):
+            if len(ids) < tokenizer.shortest if scored is None else not scored[1:].any():
                 empty += 1
                 continue
-            raw = text.encode()
-            first = tokenizer.n_bytes(int(ids[0]))
-            words = len(raw[first:].decode(errors="replace").split())
-            yield Document(name, ids.astype(np.int64), len(raw) - first, words)
+            yield counted(tokenizer, name, ids.astype(np.int64), len(text.encode()), scored)
     if empty:
-        left_out = "1 document without text is" if empty == 1 else f"{empty:,} without text are"
-        print(f"data: {left_out} left out", file=sys.stderr)
+        left_out = "1 document is" if empty == 1 else f"{empty:,} documents are"
+        print(f"data: {left_out} left out, without a token to score", file=sys.stderr)
+
+
+def counted(
+    tokenizer: Tokenizer, name: str, ids: np.ndarray, n_bytes: int, scored: np.ndarray | None
+) -> Document:
+    """Return a document of `n_bytes` with the bytes and words of its target tokens."""
+    if scored is None:
+        ended = ids[-1] == tokenizer.eos_id
+        n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())
+        return Document(name, ids, n_bytes - tokenizer.n_bytes(int(ids[0])), n_words)
+    # The text of a conversation has special tokens between its target tokens.
+    text = tokenizer.decode(ids[1:][scored[1:]], special=False)
+    return Document(name, ids, len(text.encode()), len(text.split()), scored)

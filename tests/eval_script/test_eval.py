@@ -15,6 +15,8 @@ from longctx import files
 from longctx.cli import main as export
 from longctx.runs import checkpoints, evaluations, run_folder
 from longctx.runs.checkpoint_write import Sharded
+from tests.data.chat_templates import CHATML
+from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import SCRIPT, write_tasks
 from tests.processes import ROOT, finished
 from tests.written import write
@@ -202,6 +204,29 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     for checkpoint, wrong in (("out", "split=val"), (run, "passkey.lengths=[128000]")):
         assert evaluation.main([f"checkpoint={checkpoint}", *keys, wrong]) == 2
         assert f"error: {wrong}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["run", "export", "base"])
+def test_answers_to_any_file_are_scored(kind, run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "templates").mkdir()
+    shutil.copy(run / "tokenizer.json", tmp_path / "templates")
+    write_template(tmp_path / "templates" if kind == "base" else model, CHATML)
+    keys = ["data.tokenizer=templates"] if kind == "base" else []
+    if kind != "run":
+        assert export(["export", str(model), "out"]) == 0
+        model = Path("out")
+    turns = [{"role": role, "content": "a rose"} for role in ("user", "assistant")]
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    words = [str(model), "device=cpu", "data.chat=true", "data.path=chats.jsonl", *keys]
+    assert evaluation.main(words) == 0
+    file = Path(capsys.readouterr().out.split()[-1])
+    (row,) = json.loads(file.read_text())["documents"]
+    assert 1 < row["tokens"] < 30
+    assert row["words"] == 2
+    without = evaluation.main([word for word in words if not word.startswith("data.tok")])
+    assert without == (2 if kind == "base" else 0)
 
 
 def test_ruler_of_a_run(evaluate):

@@ -16,6 +16,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from longctx.data import Tokenizer
+from longctx.data.chat import Template
 from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, Question, evaluate_tasks
 from longctx.evaluation.load import open_model
@@ -23,6 +24,8 @@ from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
+from tests.data.chat_templates import CHATML, write_tokenizer
+from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import TEXT, write_tasks
 from tests.evaluation.test_load import with_begin
 
@@ -140,6 +143,33 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path):
     assert len(shorter) < len(answers[0])
     assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
     assert ours._text(Question(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
+
+
+def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path)
+    write_template(tmp_path, CHATML)
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(Tokenizer.load(tmp_path).vocab_size, **SHAPE), "naive").eval()
+    export(model, tmp_path, tmp_path / "hf", context=64)
+    folder = tmp_path / "hf"
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    tokenizer = Tokenizer.load(folder)
+    ours = Harness(Scorer(model), tokenizer, 64, 32, 3, template=Template(folder))
+    asked, begun = {"role": "user", "content": "a rose"}, {"role": "assistant", "content": " is"}
+    prompt = ours.apply_chat_template([asked])
+    assert prompt == theirs.apply_chat_template([asked])
+    prefix = ours.apply_chat_template([asked, begun], add_generation_prompt=False)
+    assert prefix == theirs.apply_chat_template([asked, begun], add_generation_prompt=False)
+    assert ours.tok_encode(prompt) == theirs.tok_encode(prompt)
+    requests = requests_of("loglikelihood", [(prompt, "a rose"), (prefix, " a")])
+    for mine, other in zip(
+        ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True
+    ):
+        assert mine == pytest.approx(other, rel=1e-4)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tasks = write_tasks(tmp_path / "tasks")
+    output = evaluate_tasks(ours, ["my_choice", "my_answer"], tmp_path, tasks, fewshot=1)
+    assert output["results"].keys() == {"my_choice", "my_answer"}
 
 
 def test_texts_are_scored_in_the_windows_of_hflm(model, tokenizer, tmp_path):

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -169,6 +170,13 @@ def test_a_conversation_is_scored_as_its_val_loss(folder):
             nats += float(model(x, y, Mask.documents(ids), reduction="none").sum())
         targets += int((y != IGNORED).sum())
     documents = list(of_run(run, {"data": settings, "seq_len": 512}, "val", data.fingerprint))
+    # So are those of any file, by the template of the model's folder
+    plain = {**settings, "val_fraction": None, "cache": None}
+    others = {x.name: x for x in of_source(DataConfig(**plain), data.tokenizer)}
+    assert len(others) == 20
+    for document in documents:
+        for mine, other in zip(document, others[document.name], strict=True):
+            np.testing.assert_array_equal(mine, other)
     result = perplexity(Scorer(model), documents, 512, contexts=[16])
     assert result.total.tokens == targets < sum(len(document.ids) - 1 for document in documents)
     assert result.total.nats == pytest.approx(nats, rel=1e-5)
