@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     assert len(result["documents"]) == 3
     (file,) = [x for x in (run / "eval").glob("*.json") if json.loads(x.read_text()) == result]
     listed = evaluations.read_evaluations(run)
-    assert file.name in [x["file"] for x in listed.perplexities] and listed.unreadable == []
+    assert file.name in [x["file"] for x in listed.perplexities]
     file.unlink()
 
 
