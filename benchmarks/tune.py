@@ -32,7 +32,7 @@ from longctx import files
 from longctx.config.command_config import SIZES
 from longctx.config.fields import key
 from longctx.kernels import flash_op, launch, machine, selftest
-from longctx.kernels.attention import Intervals, Saved, hopper_size
+from longctx.kernels.attention import Intervals, Saved, Scores, hopper_size
 from longctx.kernels.attention.launch import Launch
 
 GAIN = 1.02
@@ -87,7 +87,7 @@ def run(options: Options, command: str) -> None:
                 config = best_portable(kernel, tensors)
                 add(best, kernel, head_dim, length, lengths, list(config))
         hopper = "hopper" in options.kernels and length == lengths[-1]
-        if hopper and flash_op.runs_hopper(device, tensors["q"].dtype, head_dim):
+        if hopper and flash_op.runs("triton-hopper", device, tensors["q"].dtype, head_dim):
             for kernel in launch.HOPPER:
                 if (chosen := best_hopper(kernel, tensors)) is not None:
                     size = str(hopper_size(head_dim))
@@ -109,17 +109,17 @@ def inputs(options: Options, head_dim: int, length: int, device: torch.device) -
     i = torch.arange(length, dtype=torch.int32, device=device)[None]
     intervals = Intervals(torch.zeros_like(i), i, i, torch.full_like(i, length - 1))
     forward = flash_op.kernels("triton-portable", device).forward
-    out, lse = forward(q, k, v, intervals, head_dim**-0.5, None)
+    out, lse = forward(q, k, v, intervals, Scores(head_dim**-0.5))
     return {"q": q, "do": do, "saved": Saved(q, k, v, out, lse), "intervals": intervals}
 
 
 def call(part: str, implementation: str, x: dict[str, Any]) -> Callable[[], Any]:
     """Return the forward or backward of `implementation` on what `inputs` made."""
-    saved, scale = x["saved"], x["q"].shape[3] ** -0.5
+    saved, scores = x["saved"], Scores(x["q"].shape[3] ** -0.5)
     kernels = flash_op.kernels(implementation, x["q"].device)
     if part == "forward":
-        return functools.partial(kernels.forward, *saved[:3], x["intervals"], scale, None)
-    return functools.partial(kernels.backward, x["do"], None, saved, x["intervals"], scale, None)
+        return functools.partial(kernels.forward, *saved[:3], x["intervals"], scores)
+    return functools.partial(kernels.backward, x["do"], None, saved, x["intervals"], scores)
 
 
 @contextmanager

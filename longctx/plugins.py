@@ -12,10 +12,11 @@ import importlib.util
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.runs import run_folder
 
 HASH = "@sha256:"  # between the path of a recorded plugin and its hash
@@ -98,3 +99,23 @@ def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
     folder = checkpoint.resolve().parent.parent
     if (folder / "config.yaml").is_file():
         check_named(run_folder.read_config(folder).get("plugins"), given, folder)
+
+
+def attention_of(run: Mapping[str, Any] | None, asked: AttentionConfig | None) -> AttentionConfig:
+    """Return the attention that computes a model: `asked`, else that of its `run`, else flash.
+
+    Raises ValueError if a plugin that is not loaded brings the run's, or if the run's is not exact
+    and another is asked for.
+    """
+    own = AttentionConfig(**run["attention"]) if run else AttentionConfig()
+    if run and own.backend not in DESCRIPTIONS:
+        raise ValueError(
+            f"the model was trained with attention={own.backend}, which a plugin brings; name it: "
+            f"{as_typed(run.get('plugins') or ['FILE.py'])}"
+        )
+    if asked is not None and asked.backend != own.backend and not own.description.exact:
+        raise ValueError(
+            f"attention={asked.backend}: the model was trained with attention={own.backend}, which "
+            "computes something else; leave attention out"
+        )
+    return asked or own

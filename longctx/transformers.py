@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from longctx.attention import Attention, Mask, attention
+from longctx.attention import Attention, Mask, Scores, attention
 from longctx.attention.registry import registered
 from longctx.config.fields import refuse
 
@@ -45,57 +46,51 @@ class Documents:
     """
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
-        self.backend, self.options = backend, options
-        self.mask: Mask | None = None
-        self.shards: Any = None
-        self.by_window: dict[int | None, Mask] = {}
-        self.callers: dict[tuple[float | None, float | None], Attention] = {}
+        self.caller = Attention(backend, options)
+        self.masks = Masks(None)  # of the forward that runs, or of the one that is recomputed
         # Attention of a layer that is recomputed, which saves its output
         self.attend_and_save: Callable[..., Tensor] | None = None
         self.calls = 0  # of attention, so that a model without any is noticed
 
     def begin(self, mask: Mask | None, shards: Any = None) -> None:
         """Take the bound `mask` of the next forward; None: keys from a cache, one document."""
-        self.mask, self.shards = mask, shards
-        self.by_window.clear()
+        self.masks = Masks(mask, shards)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        """Return attention's output (B, T, H, D), saved for recomputation if a layer keeps it."""
+        self.calls += 1
+        if self.attend_and_save is None or not self.caller.saves_output:
+            return self.caller(q, k, v, mask, scores)
+        return self.attend_and_save(q, k, v, scores, mask, self.caller)
+
+    @contextmanager
+    def attending(self, attend_and_save: Callable[..., Tensor], masks: Masks) -> Iterator[None]:
+        """Call this for the attention of the layer that is computed in the block, with `masks`:
+        other forwards may have begun since the one that is recomputed.
+        """
+        before, self.masks, self.attend_and_save = self.masks, masks, attend_and_save
+        try:
+            yield
+        finally:
+            self.masks, self.attend_and_save = before, None
+
+
+@dataclass
+class Masks:
+    """The bound mask of a forward, and what it is in layers with a window."""
+
+    mask: Mask | None
+    shards: Any = None
+    by_window: dict[int | None, Mask] = field(default_factory=dict)
 
     def of(self, window: int | None) -> Mask:
         """Return the mask of layers with this `window`."""
-        self.calls += 1
         if self.mask is None:
             return Mask.causal(window)
         if window not in self.by_window:
             mask = self.mask if window is None else self.mask.windowed(window)
             self.by_window[window] = mask if self.shards is None else self.shards.mask(mask)
         return self.by_window[window]
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        mask: Mask,
-        scale: float | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Return attention's output (B, T, H, D), saved for recomputation if a layer keeps it."""
-        caller = self.callers.get((scale, softcap))
-        if caller is None:
-            caller = Attention(self.backend, self.options, scale, softcap)
-            self.callers[scale, softcap] = caller
-        if self.attend_and_save is None or not caller.saves_output:
-            return caller(q, k, v, mask, sinks)
-        return self.attend_and_save(q, k, v, sinks, mask, caller)
-
-    @contextmanager
-    def attending(self, attend_and_save: Callable[..., Tensor]) -> Iterator[None]:
-        """Call this for the attention of the layer that is computed in the block."""
-        self.attend_and_save = attend_and_save
-        try:
-            yield
-        finally:
-            self.attend_and_save = None
 
 
 def attend(
@@ -136,8 +131,8 @@ def attend(
     # a model of ours has its documents; others tell by their arguments
     documents: Documents | None = module.__dict__.get("documents")
     if documents is not None:
-        mask = documents.of(window) if is_causal else Mask.full()
-        out = documents.attend(q, k, v, sinks, mask, scaling, softcap)
+        mask = documents.masks.of(window) if is_causal else Mask.full()
+        out = documents.attend(q, k, v, mask, Scores(scaling, softcap, sinks))
         return out[..., :width].contiguous(), None
     shape = None if attention_mask is None else tuple(attention_mask.shape)
     if shape and len(shape) != 2:

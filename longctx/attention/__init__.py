@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from longctx.attention.mask import Mask
     from longctx.attention.registry import (
         Attention,
+        AttentionRequest,
         Backend,
-        Request,
+        Scores,
         attention,
         backends,
         check,
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attention",
+    "AttentionRequest",
     "Backend",
     "Mask",
-    "Request",
+    "Scores",
     "attention",
     "backends",
     "check",

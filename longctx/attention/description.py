@@ -11,12 +11,12 @@ channels, e bytes of an activation.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
-from longctx.kernels.attention import AMPERE_HEAD_SIZES, HOPPER_HEAD_SIZES, hopper_size
+from longctx.kernels.attention import IMPLEMENTATIONS, hopper_size
 from longctx.spec.parts import FP32, Attention
 
 # Head size → share of the chip's peak that forward and backward reach on long sequences. A share
@@ -84,14 +84,14 @@ class Description:
     # True if a mask may have free intervals, on every device; context.method=allgather needs it
     takes_intervals: bool = True
 
-    # True if `run`, and `backward` if there is one, take `softcap=`
-    takes_softcap: bool = False
+    # The parts of `Scores` that it has: "softcap" if `run`, and `backward` if there is one, compute
+    # it; "sinks" if gradients flow through the lse, as training them needs
+    scores: frozenset[str] = frozenset()
 
-    # True if gradients flow through the lse, as training with sinks needs
-    differentiable_lse: bool = False
-
-    # True if the backend's own `backward` takes the forward's out and lse; `register` sets it
+    # True if the backend's own `backward` takes the forward's out and lse, and if it computes the
+    # formula and no variant; `register` sets both
     has_backward: bool = False
+    exact: bool = True
 
     # True if its launches are the same for all documents in sequences of one length. Others count
     # documents, or build block masks, on the host, and no CUDA graph can hold that.
@@ -148,13 +148,14 @@ class Description:
         """Return the bytes that a forward without gradient takes besides inputs and output."""
         return 0.0
 
-    def trains(self, softcap: float | None, sinks: bool) -> bool:
-        """Return True if it has what training a model with these parts asks of it."""
-        has_softcap = softcap is None or self.takes_softcap
-        return has_softcap and (not sinks or self.differentiable_lse)
+    def lacks(self, parts: frozenset[str]) -> str | None:
+        """Return which of these parts of `Scores` it does not have and what has them, or None."""
+        missing = " and no ".join(WORDS[part] for part in sorted(parts - self.scores))
+        names = " or ".join(name for name, other in DESCRIPTIONS.items() if parts <= other.scores)
+        return f"it has no {missing}; use attention={names}" if missing else None
 
 
-class Naive(Description):
+class NaiveDescription(Description):
     """Scores and probabilities are in memory."""
 
     def saved(self, layer: Layer) -> float:
@@ -182,30 +183,29 @@ class Naive(Description):
         return 2 * FP32 + layer.itemsize + capped
 
 
-class Flash(Description):
+class FlashDescription(Description):
     """Our kernels; on Hopper GPUs those of its own."""
 
     def rates_for(self, layer: Layer, generation: str) -> tuple[float, float]:
-        if generation == "ampere" and not self._runs("ampere", AMPERE_HEAD_SIZES, layer):
-            return _rates(PORTABLE_ON_AMPERE, layer.part.model.head_size)
-        is_hopper = self._runs("hopper", HOPPER_HEAD_SIZES, layer)
-        if generation == "other" or (generation == "hopper" and not is_hopper):
-            return _rates(PORTABLE, layer.part.model.head_size)
-        return super().rates_for(layer, generation)
+        if generation != "other" and self._runs(generation, layer):
+            return super().rates_for(layer, generation)
+        rates = PORTABLE_ON_AMPERE if generation == "ampere" else PORTABLE
+        return _rates(rates, layer.part.model.head_size)
 
     def workspace(self, layer: Layer) -> float:
         lse_and_delta = 2 * FP32 * layer.part.model.heads * layer.tokens
         # as if every GPU were a Hopper: on others it may be a sum of dq too much
-        if not layer.on_gpu or not self._runs("hopper", HOPPER_HEAD_SIZES, layer):
+        if not layer.on_gpu or not self._runs("hopper", layer):
             return lse_and_delta
         padded = hopper_size(layer.part.model.head_size)
         sums_of_dq = FP32 * layer.part.model.heads * padded * layer.tokens / layer.head_parts
         return lse_and_delta + sums_of_dq
 
-    def _runs(self, kernel: str, sizes: Container[int], layer: Layer) -> bool:
-        """Return True if a GPU of its own kind runs `kernel`, which takes heads of `sizes`."""
+    def _runs(self, kernel: str, layer: Layer) -> bool:
+        """Return True if a GPU of its own kind runs `kernel`."""
         chosen = layer.options.get("kernel", "auto")
-        fits = layer.itemsize == 2 and layer.part.model.head_size in sizes
+        takes = IMPLEMENTATIONS[f"triton-{kernel}"].takes
+        fits = takes(layer.itemsize, layer.part.model.head_size)
         return fits if chosen == "auto" else chosen == kernel
 
 
@@ -222,27 +222,20 @@ def _rates(rates: Rates, head_size: int) -> tuple[float, float]:
 
 
 ALL = ("out", "dq", "dk", "dv")
+WORDS = {"softcap": "softcap", "sinks": "gradient of its lse, with which sinks are trained"}
+ALL_SCORES = frozenset(WORDS)
 # Backend → its description; `register` adds those from elsewhere
 DESCRIPTIONS: dict[str, Description] = {
-    "flash": Flash(
+    "flash": FlashDescription(
         options={"kernel": ("auto", "portable", "ampere", "hopper")},
         kernels_need_gpu={
             "ampere": "kernel=ampere needs a GPU; use attention.options.kernel=auto",
             "hopper": "kernel=hopper needs a Hopper GPU; use attention.options.kernel=portable",
         },
-        takes_softcap=True,
-        differentiable_lse=True,
+        scores=ALL_SCORES,
         has_backward=True,
         capturable=True,
-        # the backward of Ampere and Hopper adds dq up in any order, unless it is ordered
-        reproducible={
-            "triton-portable": ALL,
-            "torch-tiled": ALL,
-            "triton-ampere": ("out", "dk", "dv"),
-            "triton-ampere-ordered": ALL,
-            "triton-hopper": ("out", "dk", "dv"),
-            "triton-hopper-ordered": ALL,
-        },
+        reproducible={name: kernel.reproducible for name, kernel in IMPLEMENTATIONS.items()},
         rates={
             64: (0.61, 0.595),
             96: (0.63, 0.57),
@@ -253,9 +246,8 @@ DESCRIPTIONS: dict[str, Description] = {
         rates_on_ampere=FLASH_ON_AMPERE,
         on_cpu=0.9,
     ),
-    "naive": Naive(
-        takes_softcap=True,
-        differentiable_lse=True,
+    "naive": NaiveDescription(
+        scores=ALL_SCORES,
         capturable=True,
         reproducible={"torch matmul and softmax": ALL},
         on_cpu=0.15,
@@ -271,8 +263,7 @@ DESCRIPTIONS: dict[str, Description] = {
     ),
     "flex": Description(
         needs_gpu="FlexAttention has no backward on a CPU; use attention=flash",
-        takes_softcap=True,
-        differentiable_lse=True,
+        scores=ALL_SCORES,
         # a block mask has a part for each pair of tiles
         reuses_masks=False,
         rates={64: (0.18, 0.21), 128: (0.35, 0.28)},

@@ -14,22 +14,14 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Gradients, Request, register
+from longctx.attention.registry import AttentionRequest, Backend, Gradients, register
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention import (
-    AMPERE_HEAD_SIZES,
-    HEAD_SIZES,
-    HOPPER_HEAD_SIZES,
-    Intervals,
-    Saved,
-    launch,
-)
+from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores, launch
 from longctx.kernels.attention.flash_op import (
     flash_backward,
     forward_for,
     implementation,
-    runs_ampere,
-    runs_hopper,
+    runs,
     trusted,
 )
 
@@ -37,10 +29,10 @@ from longctx.kernels.attention.flash_op import (
 class Flash(Backend):
     """Any interval mask and length, grouped-query, fp32, bf16, fp16; the lse is differentiable.
 
-    `kernel`: portable runs on every GPU. hopper is for Hopper alone, for 16-bit heads of
-    `HOPPER_HEAD_SIZES`; ampere for NVIDIA GPUs from sm_80 on, for 16-bit heads of
-    `AMPERE_HEAD_SIZES`. These two add dq up in any order unless torch uses deterministic
-    algorithms. auto is hopper if that runs, ampere on sm_8x and sm_12x, and portable otherwise.
+    `kernel`: portable runs on every GPU, hopper on Hopper, ampere on NVIDIA GPUs from sm_80 on, for
+    the tensors of its row of `IMPLEMENTATIONS`. The last two add dq up in any order unless torch
+    uses deterministic algorithms. auto is hopper if that runs, ampere on sm_8x and sm_12x, and
+    portable otherwise.
 
     In portable NaN and inf reach only the rows that see them. In the other kernels they also reach
     rows of the same tile.
@@ -48,31 +40,31 @@ class Flash(Backend):
 
     description = DESCRIPTIONS["flash"]
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"its kernels take fp32, bf16 and fp16, not {request.dtype}; use attention=naive"
-        kernel = request.options.get("kernel", "auto")
-        if kernel == "hopper" and (reason := _not_hopper(request)):
-            return f"kernel=hopper {reason}; use attention.options.kernel=portable"
+        kernel = str(request.options.get("kernel", "auto"))
         shape = request.device, request.dtype, request.head_dim
-        if kernel == "ampere" and not runs_ampere(*shape):
-            sizes = ", ".join(map(str, AMPERE_HEAD_SIZES))
+        asked = None if kernel in ("auto", "portable") else IMPLEMENTATIONS[f"triton-{kernel}"]
+        if asked and not runs(f"triton-{kernel}", *shape):
             return (
-                f"kernel=ampere takes bf16 and fp16 with head sizes {sizes} on an NVIDIA GPU from "
-                "sm_80 on; use attention.options.kernel=portable"
+                f"kernel={kernel} takes bf16 and fp16 with head sizes {asked.sizes} on {asked.gpus}"
+                "; use attention.options.kernel=portable"
             )
-        if request.softcap and implementation(*shape, kernel).startswith("triton-hopper"):
-            return "its Hopper kernels have no softcap; use attention.options.kernel=portable"
-        if implementation(*shape, "portable") == "torch-tiled":
+        name = implementation(*shape, kernel)
+        own = IMPLEMENTATIONS[name]
+        if missing := request.scores - own.scores - {"sinks"}:
+            parts = " and ".join(sorted(missing))
+            return f"its kernel {name} has no {parts}; use attention.options.kernel=portable"
+        if name == "torch-tiled":
             return None
         if request.device.type == "cpu" and request.dtype == torch.bfloat16:
             return (
                 "Triton's interpreter computes bf16 products wrongly; "
                 "use fp32 or fp16, or unset TRITON_INTERPRET"
             )
-        if request.head_dim not in HEAD_SIZES:
-            sizes = f"{HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
-            return f"head size {request.head_dim} is outside {sizes}; use attention=naive"
+        if not own.takes(request.dtype.itemsize, request.head_dim):
+            return f"head size {request.head_dim} is not in {own.sizes}; use attention=naive"
         if not HAS_TRITON:
             return "triton is not installed; `pip install triton`, or use attention=sdpa"
         return None
@@ -83,30 +75,24 @@ class Flash(Backend):
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        scale: float,
+        scores: Scores,
         kernel: str = "auto",
-        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast
-        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scale, softcap, chosen)
+        # no call between `run` and the kernels: it would cost host time
+        out, lse = forward_for(q, k, v)(q, k, v, *intervals, scores, chosen)
         return out, lse, chosen
 
     def backward(
-        self,
-        do: Tensor,
-        saved: Saved,
-        mask: Mask,
-        scale: float,
-        kernel: str = "auto",
-        softcap: float | None = None,
+        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, kernel: str = "auto"
     ) -> Gradients:
         q = saved.q
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         assert mask.first is not None and mask.last is not None
         assert mask.qfirst is not None and mask.qlast is not None
         intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
-        return flash_backward(do, None, saved, intervals, scale, softcap, chosen)
+        return flash_backward(do, None, saved, intervals, scores, chosen)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         return launch.longest_bucket(launch.PORTABLE, q, length) if q.is_cuda else 0
@@ -117,17 +103,6 @@ class Flash(Backend):
         # their self-tests compile them
         chosen = implementation(q.device, q.dtype, q.shape[3], options.get("kernel", "auto"))
         return [partial(trusted, part, chosen, q, k) for part in ("forward", "backward")]
-
-
-def _not_hopper(request: Request) -> str | None:
-    if request.device.type != "cuda" or torch.cuda.get_device_properties(request.device).major != 9:
-        return "needs a Hopper GPU"
-    if not runs_hopper(request.device, request.dtype, request.head_dim):
-        return (
-            f"takes bf16 and fp16 with head sizes 64, 72 .. {HOPPER_HEAD_SIZES[-1]}, "
-            f"not {request.dtype} with {request.head_dim}"
-        )
-    return None
 
 
 register("flash", Flash())

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Request, register
+from longctx.attention.registry import AttentionRequest, Backend, register
 from longctx.attention.sdpa import align_gradient, aligned, beyond_flash_attention
+from longctx.kernels.attention import Scores
 
 
 class Api(NamedTuple):
@@ -53,7 +54,7 @@ class FlashAttn(Backend):
 
     description = DESCRIPTIONS["flash_attn"]
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
             return self.description.needs_gpu
@@ -77,7 +78,13 @@ class FlashAttn(Backend):
         return beyond_flash_attention(request)
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, version: str | int = "auto"
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scores: Scores,
+        version: str | int = "auto",
     ) -> tuple[Tensor, Tensor, str]:
         # the newest version that this GPU runs
         generation = torch.cuda.get_device_properties(q.device).major
@@ -88,7 +95,7 @@ class FlashAttn(Backend):
         module = importlib.import_module(api.module)
         causal = mask.kind != "full"
         window = (api.no_window, api.no_window) if mask.window is None else (mask.window - 1, 0)
-        options = {"softmax_scale": scale, "causal": causal, "window_size": window}
+        options = {"softmax_scale": scores.scale, "causal": causal, "window_size": window}
         options[api.lse_flag] = True
         B, Tq, Hq, _ = q.shape
         q, k, v = aligned(q), aligned(k), aligned(v)

@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Request, register
+from longctx.attention.registry import AttentionRequest, Backend, register
+from longctx.kernels.attention import Scores
 
 BLOCK = 128
 
@@ -25,7 +26,7 @@ class Flex(Backend):
 
     description = DESCRIPTIONS["flex"]
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         if request.device.type != "cuda":
             return self.description.needs_gpu
         if request.head_dim < 16 or request.head_dim > 256:
@@ -33,18 +34,12 @@ class Flex(Backend):
         return None
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
     ) -> tuple[Tensor, Tensor, str]:
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        options = {"scale": scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
-        if softcap is not None:
-            options["score_mod"] = _capped(softcap)
+        options = {"scale": scores.scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        if scores.softcap is not None:
+            options["score_mod"] = _capped(scores.softcap)
         # otherwise short sequences go to a kernel for decoding that lacks shapes
         options["kernel_options"] = {"BACKEND": "TRITON"}
         if torch.compiler.is_compiling():

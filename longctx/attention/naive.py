@@ -1,23 +1,22 @@
 """naive: scores, softmax and weighted sum as the formula says, with the (Tq, Tk) matrix in memory.
 
-The oracle of the others. `cached_attention` is the same formula for one new token per sequence over
-a cache of keys and values; on a GPU a Triton kernel splits the keys instead
+The oracle of the others. It also computes the new tokens of texts that are generated, for every
+backend that is exact; on a GPU a Triton kernel splits the keys instead
 (kernels/attention/decoding.py).
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Request, register, with_sinks
+from longctx.attention.registry import AttentionRequest, Backend, register, scaled
 from longctx.kernels import HAS_TRITON
-from longctx.kernels.attention import HEAD_SIZES
+from longctx.kernels.attention import IMPLEMENTATIONS, Scores
 
 
 class Naive(Backend):
@@ -25,34 +24,29 @@ class Naive(Backend):
 
     description = DESCRIPTIONS["naive"]
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         return None
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scale: float,
-        softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
     ) -> tuple[Tensor, Tensor, str]:
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
         # query heads of a group become rows, so k is not repeated
         qh = q.transpose(1, 2).reshape(B, Hkv, Hq // Hkv * Tq, D)
-        scores = (qh @ k.permute(0, 2, 3, 1)).reshape(B, Hq, Tq, Tk)
+        s = (qh @ k.permute(0, 2, 3, 1)).reshape(B, Hq, Tq, Tk)
         # softmax in fp32 at least
-        accumulate = torch.promote_types(scores.dtype, torch.float32)
-        scores = scores.to(accumulate) * scale
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        scores = scores.masked_fill(~visible(mask, Tk), float("-inf"))
-        lse = scores.logsumexp(dim=-1)
+        s = s.to(torch.promote_types(s.dtype, torch.float32)) * scores.scale
+        if scores.softcap is not None:
+            s = scores.softcap * (s / scores.softcap).tanh()
+        s = s.masked_fill(~visible(mask, Tk), float("-inf"))
+        lse = s.logsumexp(dim=-1)
         # a blind query's lse is -inf: its exponentials are 0, not NaN
-        p = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)
+        p = (s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp().to(v.dtype)
         out = p.reshape(B, Hkv, Hq // Hkv * Tq, Tk) @ v.transpose(1, 2)
         return out.reshape(B, Hq, Tq, D).transpose(1, 2), lse.float(), "torch matmul and softmax"
+
+    decode = run
 
 
 def visible(mask: Mask, Tk: int) -> Tensor:
@@ -62,21 +56,12 @@ def visible(mask: Mask, Tk: int) -> Tensor:
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
 
 
-class Visible(NamedTuple):
-    """Visible keys of each row's new token: first .. last (B,) int32; no row sees beyond `keys`."""
-
-    first: Tensor
-    last: Tensor
-    keys: int
-
-
 def decode_kernel(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    softcap: float | None = None,
-    sinks: bool = False,
+    scores: frozenset[str] = frozenset(),
 ) -> str:
     """Return "triton" or "torch", as `name` asks; auto is triton on a GPU if it can serve.
 
@@ -84,7 +69,7 @@ def decode_kernel(
     """
     runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if name == "auto":
-        name = "triton" if runs_triton and softcap is None and not sinks else "torch"
+        name = "triton" if runs_triton and not scores else "torch"
     if name == "torch":
         return name
     reason = None
@@ -96,42 +81,23 @@ def decode_kernel(
         reason = f"takes fp32, bf16 and fp16, not {dtype}"
     elif device.type == "cpu" and dtype == torch.bfloat16:
         reason = "Triton's interpreter computes bf16 products wrongly"
-    elif softcap is not None:
-        reason = "has no softcap"
-    elif sinks:
-        reason = "has no sinks"
-    elif head_dim not in HEAD_SIZES:
-        reason = f"takes heads of {HEAD_SIZES[0]} to {HEAD_SIZES[-1]} channels, not {head_dim}"
+    elif scores:
+        reason = f"has no {' and no '.join(sorted(scores))}"
+    elif head_dim not in (sizes := IMPLEMENTATIONS["triton-portable"].head_sizes):
+        reason = f"takes heads of {sizes[0]} to {sizes[-1]} channels, not {head_dim}"
     if reason is not None:
         raise ValueError(f"decode=triton cannot run here: {reason}; use decode=torch")
     return name
 
 
-def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visible,
-    kernel: str,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return out (B, Hq, D) of q (B, Hq, D) over a cache k, v (B, T, Hkv, D).
+def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Return what `Naive.decode` does, (B, 1, Hq, D), by the kernel that splits the keys."""
+    from longctx.kernels import decoding  # imports Triton
 
-    `kernel` is as `decode_kernel` returned it. `scale` defaults to D**-0.5.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "triton":
-        from longctx.kernels import decoding  # imports Triton
-
-        out: Tensor = decoding.decode(q, k, v, visible.first, visible.last, scale)
-        return out
-    mask = Mask("intervals", first=visible.first[:, None], last=visible.last[:, None])
-    k, v = k[:, : visible.keys], v[:, : visible.keys]
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse, _ = Naive().run(q[:, None], k, v, mask, scale, softcap)
-        return (out if sinks is None else with_sinks(out, lse, sinks)[0])[:, 0]
+    assert mask.first is not None and mask.last is not None
+    scale = scaled(scores, q).scale
+    out: Tensor = decoding.decode(q[:, 0], k, v, mask.first[:, 0], mask.last[:, 0], scale)
+    return out[:, None]
 
 
 register("naive", Naive())

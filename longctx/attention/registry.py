@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +27,16 @@ from torch import Tensor
 from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check_options
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
-from longctx.kernels.attention import Saved
+from longctx.kernels.attention import Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
 from longctx.kernels.attention.relaunch import stream_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAIN = Scores()
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """The properties of a call, known before any tensor exists. `mask` None: any mask."""
 
     device: torch.device
@@ -42,20 +45,22 @@ class Request(NamedTuple):
     mask: Mask | None = None
     options: Mapping[str, Any] = {}
     deterministic: bool = False
-    softcap: float | None = None
+    scores: frozenset[str] = frozenset()  # names of the parts of `Scores`
 
 
 class Backend(ABC):
     """One way to compute attention; `refusal` and `run` are all that a backend needs.
 
     `description` answers planner, checks and kernel lock; the default predicts the costs of a fused
-    kernel.
+    kernel. `exact` says that `run` is softmax attention of the keys that the mask shows. Generation
+    may then use the formula, and a run checks a plugin against it before step 1.
     """
 
     description = Description()
+    exact = True
 
     @abstractmethod
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         """Return why this backend cannot serve the request and what to use instead, or None.
 
         The answer may depend on the mask's kind and window alone: `Attention` remembers it.
@@ -63,22 +68,42 @@ class Backend(ABC):
 
     @abstractmethod
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *_: Any, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, **options: Any
     ) -> tuple[Tensor, Tensor, str]:
         """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
-        `mask` is bound, and q, k, v are contiguous in their last dimension.
+        `mask` is bound, q, k, v are contiguous in their last dimension, and `scores` has its scale.
         """
 
     def backward(
-        self, do: Tensor, saved: Saved, mask: Mask, scale: float, *_: Any, **options: Any
+        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, **options: Any
     ) -> Gradients:
         """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, **options: Any
+    ) -> tuple[Tensor, Tensor, str]:
+        """Do as `run` for the newest token of each text, q (B, 1, Hq, D), over the keys and values
+        of all its tokens: `first` and `last` of `mask`, (B, 1), are the first that it sees and
+        itself.
+
+        Without it a backend that is not exact computes the whole text again for each token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no decoding of its own")
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the packages that its kernels come from, for the kernel lock."""
         return {}
+
+    def source(self) -> Path | None:
+        """Return the file that the class is in; None for those of this package, and in a notebook.
+
+        Its hash identifies kernels of a plugin in the kernel lock.
+        """
+        module = sys.modules[type(self).__module__]
+        file = getattr(module, "__file__", None)
+        return None if file is None or module.__name__.startswith("longctx.") else Path(file)
 
     def kernels_change_at(self, q: Tensor, length: int) -> int:
         """Return the shortest length with the kernels of `length` keys, for tensors like q."""
@@ -107,7 +132,9 @@ def register(name: str, backend: Backend) -> None:
         raise ValueError(f"attention backend {name!r} is already registered")
     _backends[name] = backend
     has_backward = type(backend).backward is not Backend.backward
-    DESCRIPTIONS[name] = replace(backend.description, has_backward=has_backward)
+    DESCRIPTIONS[name] = replace(
+        backend.description, has_backward=has_backward, exact=backend.exact
+    )
 
 
 @functools.cache
@@ -130,7 +157,10 @@ def backends() -> dict[str, str | None]:
     # the usual dtype of this machine
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {name: b.refusal(Request(device, dtype, 64)) for name, b in sorted(_backends.items())}
+    return {
+        name: b.refusal(AttentionRequest(device, dtype, 64))
+        for name, b in sorted(_backends.items())
+    }
 
 
 def check(
@@ -142,15 +172,45 @@ def check(
     mask: Mask | None = None,
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
-    softcap: float | None = None,
-    sinks: bool = False,
+    scores: frozenset[str] = frozenset(),
+    group: int = 1,
 ) -> None:
-    """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here."""
+    """Raise ValueError, saying what to use instead, if `backend` cannot serve such tensors here, or
+    says that it is exact and is not.
+
+    `scores` names the parts of `Scores`, sinks if they are trained. `group` query heads share a
+    key-value head.
+    """
     options = options or {}
-    request = Request(torch.device(device), dtype, head_dim, mask, options, deterministic, softcap)
-    _refuse(backend, _lookup(backend, options), request)
-    if sinks:
-        _refuse_sinks(backend)
+    of_tensors = torch.device(device), dtype, head_dim
+    request = AttentionRequest(*of_tensors, mask, options, deterministic, scores)
+    chosen = _lookup(backend, options)
+    _refuse(backend, chosen, request)
+    if chosen.exact and chosen.source() is not None:
+        _check_formula(backend, chosen, request, group)
+
+
+def _check_formula(name: str, backend: Backend, request: AttentionRequest, group: int) -> None:
+    """Raise ValueError if a backend from elsewhere differs from naive on small packed documents."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 37, heads, request.head_dim) for heads in (2 * group, 2, 2)]
+    of_device = request.device, request.dtype
+    q, k, v = (torch.randn(shape, generator=generator).to(*of_device) for shape in shapes)
+    numbers = [[0] * 17 + [1] * 5 + [2] * 15, [0] * 9 + [1] * 28]
+    scores = Scores(softcap=2.0 if "softcap" in request.scores else None)
+    for window in (None, 7):
+        mask = Mask.documents(torch.tensor(numbers), window)
+        if window is not None and backend.refusal(request._replace(mask=mask)):
+            continue
+        with torch.no_grad():
+            out = Attention(name, request.options)(q, k, v, mask, scores).float()
+            exact = Attention("naive")(q.float(), k.float(), v.float(), mask, scores)
+        error = float((out - exact).norm() / exact.norm())
+        if not error <= max(1e-4, 4 * torch.finfo(request.dtype).eps):
+            raise ValueError(
+                f"attention={name} says that it is exact, and is {error:.1%} off attention=naive; "
+                "mend it, or write exact = False in its class"
+            )
 
 
 def kernels_run() -> dict[str, str]:
@@ -166,21 +226,11 @@ class Attention:
     `attention()`.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        options: Mapping[str, Any] | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> None:
+    def __init__(self, backend: str, options: Mapping[str, Any] | None = None) -> None:
         self.name = backend
         self.options = dict(options or {})
-        self.scale = scale  # None: D**-0.5
-        self.softcap = softcap
         self.backend = _lookup(backend, self.options)
         self.description = DESCRIPTIONS[backend]
-        # arguments of the backend's `run` and `backward`
-        self._arguments = self.options | ({} if softcap is None else {"softcap": softcap})
         self._served: set[tuple[Any, ...]] = set()
 
     @property
@@ -188,40 +238,45 @@ class Attention:
         """Return True if `backward` takes the forward's out and lse and need not run it again."""
         return self.description.has_backward
 
+    @property
+    def decodes(self) -> bool:
+        """Return True if `decode` computes new tokens without those before them."""
+        return type(self.backend).decode is not Backend.decode
+
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores = PLAIN
     ) -> Tensor:
         """Return out (B, Tq, Hq, D); see `with_lse`."""
-        return self.with_lse(q, k, v, mask, sinks)[0]
+        return self.with_lse(q, k, v, mask, scores)[0]
 
     def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores = PLAIN
     ) -> tuple[Tensor, Tensor]:
         """Return out (B, Tq, Hq, D) and lse (B, Hq, Tq) float32; see `attention`.
 
         If ranks share sequences, q, k, v and out have this rank's tokens; mask and lse belong to
         attention after the exchange.
         """
+        sinks, scores = scores.sinks, scaled(scores, q)
         # sinks scale out by a function of the lse: training needs its gradient
         trains = sinks is not None and torch.is_grad_enabled()
         if trains and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-            _refuse_sinks(self.name)
+            _refuse_parts(self.name, frozenset({"sinks"}))
         # a custom operator is not cast by autocast itself
         autocast = torch.is_autocast_enabled(q.device.type)
         if autocast:
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        scale = self._scale(q.shape[3])
         exchange = mask.exchange or WHOLE_ROWS
         outs: list[Tensor] = []
         lses: list[Tensor] = []
         own, heads = None if sinks is None else exchange.own_heads(sinks), 0
         for part in exchange.parts(q, k, v):
             qs, ks, vs = [x if x.stride(3) == 1 else x.contiguous() for x in part]
-            self._check_served(qs, mask)
+            self._check_served(qs, mask, scores)
             bound = _bound(mask, qs, ks.shape[1], self.description.reuses_masks)
             with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
-                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scale, **self._arguments)
+                out, lse, kernel = self.backend.run(qs, ks, vs, bound, scores, **self.options)
             _record(self.name, kernel)
             if own is not None:
                 out, lse = with_sinks(out, lse, own[heads : heads + qs.shape[2]])
@@ -232,6 +287,12 @@ class Attention:
             del part, qs, ks, vs, out, lse
         return exchange.joined(outs), lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
 
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        """Return out (B, 1, Hq, D) of new tokens, see `Backend.decode`."""
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse, _ = self.backend.decode(q, k, v, mask, scaled(scores, q), **self.options)
+        return out if scores.sinks is None else with_sinks(out, lse, scores.sinks)[0]
+
     def backward(
         self,
         do: Tensor,
@@ -241,23 +302,25 @@ class Attention:
         out: Tensor,
         lse: Tensor | None,
         mask: Mask,
-        sinks: Tensor | None = None,
+        scores: Scores = PLAIN,
     ) -> tuple[Tensor, ...]:
         """Return dq, dk, dv for the gradient `do` of the `out` that an earlier call returned.
 
-        With `sinks` also theirs. Unless `saves_output`, it runs the forward again and needs no lse.
+        With sinks also theirs. Unless `saves_output`, it runs the forward again and needs no lse.
         """
+        sinks = scores.sinks
         if lse is None or not self.saves_output:
             # the forward again, with a graph of its own
             with torch.enable_grad():
                 inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
                 leaves = [x.detach().requires_grad_() for x in inputs]
                 own_sinks = None if sinks is None else leaves[3]
-                again = self(leaves[0], leaves[1], leaves[2], mask, own_sinks)
+                given = scores._replace(sinks=own_sinks)
+                again = self(leaves[0], leaves[1], leaves[2], mask, given)
             return torch.autograd.grad(again, leaves, do)
         # autocast: saved tensors may be wider than the kernel's inputs
         q16, k16, v16 = (x.to(out.dtype) for x in (q, k, v))
-        exchange, scale, heads = mask.exchange or WHOLE_ROWS, self._scale(q.shape[3]), 0
+        exchange, scores, heads = mask.exchange or WHOLE_ROWS, scaled(scores, q), 0
         parts: list[Gradients] = []
         own = None if sinks is None else exchange.own_heads(sinks.detach())
         dsinks: list[Tensor] = []
@@ -270,7 +333,7 @@ class Attention:
             heads += qs.shape[2]
             with torch.autocast(q.device.type, enabled=False):
                 saved = Saved(qs, ks, vs, outs, lses)
-                gradients = self.backend.backward(dos, saved, bound, scale, **self._arguments)
+                gradients = self.backend.backward(dos, saved, bound, scores, **self.options)
             parts.append(exchange.gradients(*gradients, k.shape[2]))
             # free before the next part is exchanged
             del qs, ks, vs, dos, outs, saved, gradients
@@ -283,52 +346,25 @@ class Attention:
         exchange.own_heads(total).copy_(torch.cat(dsinks))
         return *gradients, total
 
-    def _check_served(self, q: Tensor, mask: Mask) -> None:
+    def _check_served(self, q: Tensor, mask: Mask, scores: Scores) -> None:
         """Raise ValueError if the backend cannot serve such a call; its answers are remembered."""
         # read at each call: a program may change it
         deterministic = torch.are_deterministic_algorithms_enabled()
-        properties = (q.device, q.dtype, q.shape[3], mask.kind, mask.window, deterministic)
+        of_tensors = q.device, q.dtype, q.shape[3]
+        properties = (*of_tensors, mask.kind, mask.window, deterministic, scores.softcap is None)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
-            of_tensors = q.device, q.dtype, q.shape[3]
-            request = Request(*of_tensors, mask, self.options, deterministic, self.softcap)
-            _refuse(self.name, self.backend, request)
+            asked = mask, self.options, deterministic, scores.parts
+            _refuse(self.name, self.backend, AttentionRequest(*of_tensors, *asked))
             if not is_compiling:
                 self._served.add(properties)
 
-    def _scale(self, head_dim: int) -> float:
-        return head_dim**-0.5 if self.scale is None else self.scale
+
+def scaled(scores: Scores, q: Tensor) -> Scores:
+    """Return `scores` with the scale of q (B, T, H, D), as a backend gets them: without sinks."""
+    return Scores(q.shape[3] ** -0.5 if scores.scale is None else scores.scale, scores.softcap)
 
 
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None = None,
-    backend: str = "flash",
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    layout: Literal["bthd", "bhtd"] = "bthd",
-    **options: Any,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None = None,
-    backend: str = "flash",
-    scale: float | None = None,
-    *,
-    return_lse: Literal[True],
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    layout: Literal["bthd", "bhtd"] = "bthd",
-    **options: Any,
-) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -341,7 +377,7 @@ def attention(
     softcap: float | None = None,
     layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
 
     Hq is a multiple of Hkv (grouped-query). fp32, bf16, fp16; any strides; any length from 1 up.
@@ -365,24 +401,22 @@ def attention(
     mask = Mask.of(mask)
     # calls without options share an Attention and its answers
     if options or torch.compiler.is_compiling() or backend not in _backends:
-        caller = Attention(backend, options, scale, softcap)
+        caller = Attention(backend, options)
     else:
-        caller = _caller(_backends[backend], backend, scale, softcap)
-    # without sinks this is all: at most five calls to the launch
-    if sinks is None:
-        out, lse = caller.with_lse(q, k, v, mask)
-    else:
+        caller = _caller(_backends[backend], backend)
+    if sinks is not None:
         _check_sinks(sinks, q)
-        out, lse = caller.with_lse(q, k, v, mask, sinks)
+    # this is all: at most five calls to the launch
+    out, lse = caller.with_lse(q, k, v, mask, Scores(scale, softcap, sinks))
     out = out.transpose(1, 2) if layout == "bhtd" else out
     return (out, lse) if return_lse else out
 
 
 @functools.lru_cache(maxsize=16)
-def _caller(backend: Backend, name: str, scale: float | None, softcap: float | None) -> Attention:
+def _caller(backend: Backend, name: str) -> Attention:
     """Return the Attention without options that `attention()` calls, with its answers."""
     assert _backends[name] is backend
-    return Attention(name, None, scale, softcap)
+    return Attention(name)
 
 
 def _bound(mask: Mask, q: Tensor, keys: int, reuses: bool) -> Mask:
@@ -424,20 +458,15 @@ def _lookup(backend: str, options: Mapping[str, Any]) -> Backend:
     return _backends[backend]
 
 
-def _refuse(name: str, backend: Backend, request: Request) -> None:
-    reason = backend.refusal(request)
-    if request.softcap is not None and not DESCRIPTIONS[name].takes_softcap:
-        reason = "its kernels have no softcap; use attention=flash, flex or naive"
-    if reason:
+def _refuse(name: str, backend: Backend, request: AttentionRequest) -> None:
+    _refuse_parts(name, request.scores)
+    if reason := backend.refusal(request):
         raise ValueError(f"attention={name} cannot run here: {reason}")
 
 
-def _refuse_sinks(backend: str) -> None:
-    if not DESCRIPTIONS[backend].differentiable_lse:
-        raise ValueError(
-            f"attention={backend} cannot train with sinks: its lse has no gradient; "
-            "use attention=flash, flex or naive, or torch.no_grad()"
-        )
+def _refuse_parts(backend: str, parts: frozenset[str]) -> None:
+    if reason := DESCRIPTIONS[backend].lacks(parts):
+        raise ValueError(f"attention={backend} cannot run here: {reason}")
 
 
 def _record(backend: str, kernel: str) -> None:

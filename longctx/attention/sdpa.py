@@ -13,7 +13,8 @@ from torch import Tensor
 
 from longctx.attention.description import DESCRIPTIONS
 from longctx.attention.mask import Mask
-from longctx.attention.registry import Backend, Request, register
+from longctx.attention.registry import AttentionRequest, Backend, register
+from longctx.kernels.attention import Scores
 from longctx.kernels.attention.tiled import fused_documents
 
 CPU_TILE = 512  # queries
@@ -24,7 +25,7 @@ class Sdpa(Backend):
 
     description = DESCRIPTIONS["sdpa"]
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: AttentionRequest) -> str | None:
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
             return self.description.without_gpu(request.options)
@@ -40,8 +41,10 @@ class Sdpa(Backend):
         return None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "auto"
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
+        assert scores.scale is not None
+        scale = scores.scale
         if not q.is_cuda:
             # document lengths are data: the compiler would compile each of them
             on_cpu = _attend_on_cpu
@@ -49,7 +52,7 @@ class Sdpa(Backend):
                 on_cpu = torch.compiler.disable(_attend_on_cpu)
             return *on_cpu(q, k, v, mask, scale), "torch CPU flash"
         deterministic = torch.are_deterministic_algorithms_enabled()
-        request = Request(q.device, q.dtype, q.shape[3], mask, deterministic=deterministic)
+        request = AttentionRequest(q.device, q.dtype, q.shape[3], mask, deterministic=deterministic)
         q, k, v = aligned(q), aligned(k), aligned(v)
         Tq, Tk = q.shape[1], k.shape[1]
         lengths_fit = Tq == Tk and Tq % 128 == 0  # cuDNN is wrong for others: pytorch#196678
@@ -70,7 +73,7 @@ class Sdpa(Backend):
         return {"cudnn": str(torch.backends.cudnn.version())} if on_gpu else {}
 
 
-def beyond_flash_attention(request: Request) -> str | None:
+def beyond_flash_attention(request: AttentionRequest) -> str | None:
     """Return why neither torch's nor the user's FlashAttention serves the request, or None."""
     if request.dtype not in (torch.bfloat16, torch.float16):
         return (
@@ -107,7 +110,7 @@ def align_gradient(out: Tensor) -> None:
         out.register_hook(aligned)
 
 
-def _not_cudnn(request: Request) -> str | None:
+def _not_cudnn(request: AttentionRequest) -> str | None:
     largest = _largest_head_of_cudnn(request.device)
     if not largest:
         return "is faster on Hopper and later only"

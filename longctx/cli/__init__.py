@@ -323,8 +323,8 @@ def _plan(argv: list[str]) -> None:
     backends = [request.overrides.get("attention", AUTO)]
     # A run refuses backends that lack a part of the model
     if backends == [AUTO]:
-        parts = request.config.model.softcap, request.config.model.sinks
-        backends = [name for name in PLANNED if DESCRIPTIONS[name].trains(*parts)]
+        parts = request.config.model.block(0).attention.required()["scores"]
+        backends = [name for name in PLANNED if not DESCRIPTIONS[name].lacks(parts)]
     from longctx.planner import overview
 
     measured: Measured = {}

@@ -3,8 +3,12 @@
 The prompts are packed into one row like documents and go through the attention backend of the
 model, which never crosses from one to another; so prompts of different lengths cost no padding.
 Their keys and values stay in a cache. From then on a forward is of one token per prompt, which
-attends to the cache (longctx/attention/naive.py). Such a forward takes a GPU less time than its
-launches take a CPU, so on a GPU it is captured in a CUDA graph once and replayed.
+attends to the cache. Such a forward takes a GPU less time than its launches take a CPU, so on a GPU
+it is captured in a CUDA graph once and replayed.
+
+If the backend is exact, the cache is read by its formula (longctx/attention/naive.py), which a
+kernel computes on a GPU. Others bring a `decode` of their own, or read each text anew for every
+token.
 
 The blocks are those of training, called in the two parts on either side of attention. If the
 frequencies of RoPE depend on the length of the input (dynamic, longrope), they follow it token by
@@ -13,7 +17,9 @@ token and the keys before keep theirs, as in transformers.
 
 from __future__ import annotations
 
+import functools
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.attention import Mask
-from longctx.attention.naive import Visible, cached_attention, decode_kernel
+from longctx.attention import Attention, Mask
+from longctx.attention.naive import by_triton, decode_kernel
 from longctx.config.layout_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.recompute import in_tiles
@@ -87,13 +93,22 @@ class Decoder:
         self.device, kind = weight.device, weight.device.type
         self.autocasts = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if self.autocasts else weight.dtype
-        required = model.config.block(0).attention.required()
-        self.kernel = decode_kernel(decode, self.device, dtype, **required)
+        own: Attention = model.blocks[0].attention.attend
+        self.attend = Attention("naive") if own.backend.exact else own
+        self.kernel = "torch"
+        if own.backend.exact:
+            parts = model.config.block(0).attention.required()["scores"]
+            size = model.config.head_size
+            self.kernel = decode_kernel(decode, self.device, dtype, size, parts)
+        elif not own.decodes:
+            say_slow(own.name)
         self.cache = KVCache(model.config, rows, length, dtype, self.device)
         self.dtype = dtype
         self.windows = [model.config.window_of(n) for n in range(model.config.layers)]
-        self.graphs = kind == "cuda" if graphs is None else graphs
+        captures = self.attend.decodes and self.attend.description.capturable
+        self.graphs = captures and (kind == "cuda" if graphs is None else graphs)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.texts: list[list[int]] = []  # if their tokens are read anew
         self.lengths: list[int] = []  # of the texts, as the cache has them on the device
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.angles: list[Angles] = [rope(self.cache.lengths[:, None]) for rope in model.ropes]
@@ -130,7 +145,7 @@ class Decoder:
             return forward
 
         x = self._through_blocks(self._embedded(ids[None].to(self.device)), block_of)
-        self.lengths = lengths
+        self.texts, self.lengths = [list(prompt) for prompt in prompts], lengths
         cache.lengths.copy_(torch.tensor(lengths))
         return self._logits(x[0, torch.tensor(lengths).cumsum(0).to(self.device) - 1])
 
@@ -139,6 +154,9 @@ class Decoder:
         """Logits (rows, V) after one more token of each row, (rows,) int64; the next call may
         overwrite them.
         """
+        if not self.attend.decodes:
+            new = tokens.tolist()
+            return self.prefill([[*text, x] for text, x in zip(self.texts, new, strict=True)])
         self.lengths = [n + 1 for n in self.lengths]
         assert max(self.lengths) <= self.cache.length
         self.tokens.copy_(tokens)
@@ -172,28 +190,22 @@ class Decoder:
         angles = self.model.ropes.per_layer(
             lambda rope: buffers[rope] if rope.follows_length else rope(cache.lengths[:, None])
         )
-        slots, last = cache.starts + cache.lengths, cache.lengths.int()
+        slots, last = cache.starts + cache.lengths, cache.lengths.int()[:, None]
         keys = cache.length if self.graphs else max(self.lengths)
-        visible = {
-            w: Visible((last - ((w or cache.length) - 1)).clamp(min=0), last, keys)
-            for w in set(self.windows)
-        }
+        first = {w: (last - ((w or cache.length) - 1)).clamp(min=0) for w in set(self.windows)}
+        masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
         def block_of(n: int) -> Callable[..., Tensor]:
             def forward(block: Any, x: Tensor) -> Tensor:
                 q, k, v = block.before(x, *angles[n])
                 cache.write(n, slots, k[:, 0], v[:, 0])
-                out = cached_attention(
-                    q[:, 0].to(self.dtype),
-                    cache.keys[n],
-                    cache.values[n],
-                    visible[self.windows[n]],
-                    self.kernel,
-                    block.attention.attend.softcap,
-                    block.attention.attend.scale,
-                    block.attention.sinks,
-                )
-                y: Tensor = block.after(x, out[:, None])
+                q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
+                mask, scores = masks[self.windows[n]], block.attention.scores
+                if self.kernel == "triton":
+                    out = by_triton(q, k, v, mask, scores)
+                else:
+                    out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
+                y: Tensor = block.after(x, out)
                 return y
 
             return forward
@@ -250,6 +262,15 @@ class TransformersDecoder(Decoder):
             x, self.caches[n] = model.continued(ids[None], self.caches[n])
             logits.append(model.logits(x[:, -1], model.lm_head_weight))
         return torch.cat(logits)
+
+
+@functools.cache
+def say_slow(backend: str) -> None:
+    """Print, once, that each new token costs a forward over the whole text."""
+    print(
+        f"attention={backend} has no decoding of its own: each new token reads its text anew",
+        file=sys.stderr,
+    )
 
 
 def decoder_of(

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import files, hub_snapshot, untrusted
+from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.config.command_config import ExportOptions
 from longctx.model import huggingface, lora, packed
 from longctx.model.families import family_of, multimodal, read_model
@@ -252,6 +252,12 @@ def run(options: ExportOptions) -> None:
         config = checkpoint["longctx"]["config"]
         model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
         seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
+    attention = plugins.attention_of(config, None)
+    if not attention.description.exact:
+        raise ValueError(
+            f"{options.run}: it was trained with attention={attention.backend}, which config.json "
+            "cannot describe: others would compute plain softmax; generate and evaluate it here"
+        )
     if options.adapter:
         run_adapter(model, file, checkpoint, added, seq_len, out)
         return

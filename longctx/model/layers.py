@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.attention import Attention, Mask
+from longctx.attention import Attention, Mask, Scores
 from longctx.attention.description import AttentionConfig
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import Angles, rotate
@@ -116,8 +116,7 @@ class SelfAttention(nn.Module):
         model = part.model
         self.heads, self.kv_heads, self.head_dim = model.heads, model.kv_heads, model.head_size
         self.rotates = part.rotates
-        scale, softcap = model.attention_scale, model.softcap
-        self.attend = Attention(backend.backend, backend.options, scale, softcap)
+        self.attend = Attention(backend.backend, backend.options)
         self.qkv, self.out, *gates = linears(part)
         self.gate = gates[0] if gates else None
         self.gate_activation = model.attention_gate_activation
@@ -126,7 +125,13 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = model.qk_norm == "head"
         self.norms_after_rope = model.qk_norm_after_rope
+        self.scale, self.softcap = model.attention_scale, model.softcap
         self.sinks = nn.Parameter(torch.zeros(model.heads)) if model.sinks else None
+
+    @property
+    def scores(self) -> Scores:
+        """Return how its logits are made; the sinks are those of now."""
+        return Scores(self.scale, self.softcap, self.sinks)
 
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, growth: Tensor | None = None
@@ -168,7 +173,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attention's output, (B, T, H, D), before its projection."""
-        return self.attend(q, k, v, mask, self.sinks)
+        return self.attend(q, k, v, mask, self.scores)
 
 
 class SwiGLU(nn.Module):

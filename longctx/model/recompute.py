@@ -106,13 +106,13 @@ class _Tape:
 
     def run(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return block i of x, attention's output, and its lse if backward takes it."""
-        attend, sinks = self.blocks[i].attention.attend, self.blocks[i].attention.sinks
+        attend, scores = self.blocks[i].attention.attend, self.blocks[i].attention.scores
         with self.surroundings.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
             if attend.saves_output:
-                out, lse = attend.with_lse(q, k, v, self.masks[i], sinks)
+                out, lse = attend.with_lse(q, k, v, self.masks[i], scores)
             else:
-                out, lse = attend(q, k, v, self.masks[i], sinks), None
+                out, lse = attend(q, k, v, self.masks[i], scores), None
             del q, k, v
             out = out.reshape(1, -1, *out.shape[2:])
             return self.after(i, x, out), out, lse
@@ -186,12 +186,12 @@ def _block_backward(tape: _Tape, i: int, dy: Tensor, sums: _Sums) -> Tensor:
     q, k, v = (tape.rows(t.detach()) for t in qkv)
 
     # attention
-    sinks = block.attention.sinks
+    scores = block.attention.scores
     gradients = block.attention.attend.backward(
-        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], sinks
+        tape.rows(do), q, k, v, tape.rows(out), lse, tape.masks[i], scores
     )
     dqkv: Tokens = tuple(t.reshape(1, -1, *t.shape[2:]) for t in gradients[:3])
-    sums.add([gradients[3] if weight is sinks else None for weight in sums.weights])
+    sums.add([gradients[3] if weight is scores.sinks else None for weight in sums.weights])
     del do, q, k, v, out, lse, saved, into
 
     # before

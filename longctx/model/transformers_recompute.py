@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from longctx.attention import Attention, Mask
+from longctx.attention import Attention, Mask, Scores
 from longctx.config.layout_config import MemoryConfig
 from longctx.model.offload import HostBuffers, SavedTensors
 from longctx.transformers import Documents
@@ -43,6 +43,7 @@ def _recomputed(
 ) -> Any:
     """Return function(x, *others), the outputs of layer `i`; x is the residual stream."""
     before, layer = tape[0] if i and tape else None, Layer(i, is_offloaded)
+    masks = documents.masks
     tape[:] = [layer]
 
     @contextmanager
@@ -51,7 +52,7 @@ def _recomputed(
         layer.on_host.clear()  # its tensors are there
         if before is not None:
             before.prefetch()
-        with documents.attending(layer.attend):
+        with documents.attending(layer.attend, masks):
             yield
 
     hooks = torch.autograd.graph.saved_tensors_hooks(partial(layer.packed, x), unpacked)
@@ -61,7 +62,7 @@ def _recomputed(
             x,
             *others,
             use_reentrant=False,
-            context_fn=lambda: (documents.attending(layer.attend), again()),
+            context_fn=lambda: (documents.attending(layer.attend, masks), again()),
             preserve_rng_state=False,
         )
 
@@ -95,12 +96,12 @@ class Layer:
         """Save an input of the layer: the residual stream `x` on the host, others as they are."""
         return self.save(x=saved) if saved.data_ptr() == x.data_ptr() else saved
 
-    def attend(self, *call: Any) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, *others: Any) -> Tensor:
         """Return attention's output (B, T, H, D): saved in forward, and taken in backward.
 
-        A `call` is q, k, v, sinks, mask and caller.
+        The `others` are mask and caller.
         """
-        out: Tensor = _Kept.apply(*call, self)
+        out: Tensor = _Kept.apply(q, k, v, scores.sinks, scores, *others, self)
         return out
 
 
@@ -119,6 +120,7 @@ class _Kept(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        scores: Scores,
         mask: Mask,
         caller: Attention,
         layer: Layer,
@@ -127,15 +129,16 @@ class _Kept(torch.autograd.Function):
             kept = layer.outputs.pop(0).tensors()
             out, lse = kept["out"], kept["lse"]
         else:
-            out, lse = caller.with_lse(q, k, v, mask, sinks)
+            out, lse = caller.with_lse(q, k, v, mask, scores)
             layer.outputs.append(layer.save(out=out, lse=lse))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.mask, ctx.caller = mask, caller
+        ctx.scores, ctx.mask, ctx.caller = scores._replace(sinks=None), mask, caller
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        gradients = ctx.caller.backward(do, q, k, v, out, lse, ctx.mask, sinks)
-        return *gradients, *[None] * (7 - len(gradients))
+        scores = ctx.scores._replace(sinks=sinks)
+        gradients = ctx.caller.backward(do, q, k, v, out, lse, ctx.mask, scores)
+        return *gradients, *[None] * (8 - len(gradients))

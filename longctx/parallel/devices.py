@@ -44,6 +44,11 @@ def dtype_of(precision: str) -> torch.dtype:
 def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> None:
     """Raise ValueError with an alternative if the backend cannot run as asked."""
     shard, sharing = None, config.context
+    if not config.attention.description.exact and config.devices > 1 and sharing.degree != 1:
+        raise ValueError(
+            f"attention={config.attention.backend} is not exact, and devices that share sequences "
+            "compute a part of its heads; give context=1"
+        )
     if sharing.degree not in (1, "auto") and sharing.method_for(model.heads) == "allgather":
         # A rank's queries see arbitrary intervals of keys
         shard = Mask("intervals")
@@ -60,9 +65,11 @@ def check_attention(config: TrainConfig | EvalConfig, model: GPTConfig, device: 
 
 
 def able_backends(config: TrainConfig | EvalConfig, model: GPTConfig, device: str) -> list[str]:
-    """Return the backends that compute `config` exactly on `device`."""
+    """Return the backends that are exact and can compute `config` on `device`."""
     able = []
-    for name in DESCRIPTIONS:
+    for name, description in DESCRIPTIONS.items():
+        if not description.exact:
+            continue
         with suppress(ValueError):
             check_attention(replace(config, attention=AttentionConfig(name)), model, device)
             able.append(name)

@@ -114,7 +114,7 @@ def kernel_lock(folder: Path) -> dict[str, str]:
     for key, value in untrusted.read_settings(folder / "kernel.lock.json").items():
         if key in ("machine", "versions"):
             cells |= {name: str(version) for name, version in value.items()}
-        elif key in ("sources", "fingerprint"):
+        elif key in ("sources", "fingerprint") and value:
             text = json.dumps(value, sort_keys=True)
             cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
         elif isinstance(value, str | bool) and key != "backend":

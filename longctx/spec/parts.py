@@ -298,8 +298,10 @@ class Attention(Part):
 
         Sinks ask something of it only in training: a gradient of the lse.
         """
-        model, sinks = self.model, trains and self.model.sinks
-        return {"head_dim": model.head_size, "softcap": model.softcap, "sinks": sinks}
+        parts = frozenset(part for part in ("softcap", "sinks") if getattr(self.model, part))
+        parts = parts if trains else parts - {"sinks"}
+        group = self.model.heads // self.model.kv_heads
+        return {"head_dim": self.model.head_size, "scores": parts, "group": group}
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""

@@ -8,6 +8,7 @@ since those kernels made its weights.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -68,12 +69,14 @@ def identify(
         return out, promised.get(kernels_run()[chosen.backend], ())
 
     hashes, kernel = dict[str, str](), "unknown before it runs"
+    if source := backend.source():
+        hashes = {source.name: hashlib.sha256(source.read_bytes()).hexdigest()}
     if promised:
         # Head size, dtype and device choose the kernel, so it is empty
         like = torch.empty(0, 0, 0, head_size, dtype=dtype, device=device)
         bucket = backend.kernels_change_at(like, seq_len)
         # the first use of a kernel tests it, and may raise SelfTestFailed
-        hashes = fingerprint(run, device, dtype, head_size, group, bucket)
+        hashes |= fingerprint(run, device, dtype, head_size, group, bucket)
         kernel = kernels_run()[chosen.backend]
 
     # plain values only: JSON holds them, and `differences` compares them as text

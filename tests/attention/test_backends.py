@@ -10,7 +10,7 @@ from longctx.attention import Mask, attention, flash_attn, kernels_run
 from longctx.attention.flash_attn import INSTALLED
 from longctx.attention.flex import BLOCK, block_mask
 from longctx.attention.naive import visible
-from longctx.attention.registry import Request
+from longctx.attention.registry import AttentionRequest
 from tests.attention.rule import FREE, GRID, ON_GPU, Case, check, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -124,6 +124,6 @@ def test_flash_attn_needs_a_version_for_the_gpu(
     monkeypatch.setattr(flash_attn, "INSTALLED", installed)
     gpu = SimpleNamespace(major=generation)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    request = Request(torch.device("cuda"), BF16, 64, None, {"version": wanted})
+    request = AttentionRequest(torch.device("cuda"), BF16, 64, None, {"version": wanted})
     answer = flash_attn.FlashAttn().refusal(request)
     assert answer is None if refused is None else (answer or "").startswith(refused)

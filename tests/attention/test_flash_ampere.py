@@ -8,14 +8,14 @@ import torch
 
 from longctx.attention import check, kernels_run
 from longctx.kernels import HAS_TRITON, flash_op
-from longctx.kernels.attention import AMPERE_HEAD_SIZES
+from longctx.kernels.attention import IMPLEMENTATIONS
 from tests.attention import rule
 from tests.attention.rule import FREE, GRID, ON_GPU, Case
 
 if HAS_TRITON and ON_GPU:  # Gluon has no interpreter
     from longctx.kernels.attention import ampere
 
-every_size = pytest.mark.parametrize("head_dim", AMPERE_HEAD_SIZES)
+every_size = pytest.mark.parametrize("head_dim", IMPLEMENTATIONS["triton-ampere"].head_sizes)
 
 
 @pytest.fixture(params=[163, 99])

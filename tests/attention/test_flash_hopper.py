@@ -9,7 +9,7 @@ import torch
 
 from longctx.attention import Mask, attention, check, kernels_run
 from longctx.kernels import HAS_TRITON, flash_op
-from longctx.kernels.attention import HOPPER_HEAD_SIZES, HOPPER_SIZES, hopper_size
+from longctx.kernels.attention import HOPPER_SIZES, IMPLEMENTATIONS, hopper_size
 from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
@@ -63,7 +63,8 @@ def test_scores_far_from_the_first_maximum(mask, window, head_dim, dtype):
 def test_sizes_are_padded_to_the_next_that_has_tiles():
     sizes = [hopper_size(d) for d in (64, 72, 96, 104, 136, 256)]
     assert sizes == [64, 96, 96, 128, 192, 256]
-    assert {hopper_size(d) for d in HOPPER_HEAD_SIZES} == set(HOPPER_SIZES)
+    taken = IMPLEMENTATIONS["triton-hopper"].head_sizes
+    assert {hopper_size(d) for d in taken} == set(HOPPER_SIZES)
 
 
 @on_hopper
@@ -186,7 +187,7 @@ def test_auto_is_compiled_without_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "message"),
     [
-        ("cpu", torch.float16, 128, "needs a Hopper GPU; use attention.options.kernel=portable"),
+        ("cpu", torch.float16, 128, "on a Hopper GPU; use attention.options.kernel=portable"),
         pytest.param(DEVICE, torch.float32, 128, "takes bf16 and fp16", marks=ON_HOPPER),
         pytest.param(DEVICE, torch.float16, 60, "head sizes 64, 72 .. 256", marks=ON_HOPPER),
     ],

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import tune
 from longctx.cli import main
-from longctx.kernels.attention import HEAD_SIZES
+from longctx.kernels.attention import IMPLEMENTATIONS
 from longctx.kernels.attention import launch as configs
 from longctx.kernels.attention.launch import (
     Launch,
@@ -30,7 +30,7 @@ TILES = [2**n for n in range(4, 20)]
 @pytest.mark.parametrize("kernel", ["forward", "dkv", "dq"])
 def test_every_request_has_an_entry(arch, kernel, monkeypatch):
     monkeypatch.setattr(configs, "architecture", lambda device, itemsize: arch)
-    for head_dim in HEAD_SIZES:
+    for head_dim in IMPLEMENTATIONS["triton-portable"].head_sizes:
         for length in (1, 100, 4096, 8191, 8192, 1 << 20):
             launch = launch_config(kernel, torch.empty(1, 1, 1, head_dim), length)
             assert launch.BM in TILES and launch.BN in TILES

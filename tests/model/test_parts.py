@@ -282,12 +282,12 @@ def test_sinks_are_not_trained_by_a_backend_without_their_gradient(memory):
     tokens = torch.randint(61, (1, 17))
     with torch.no_grad():
         model(tokens, tokens)
-    with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):
+    with pytest.raises(ValueError, match="with which sinks are trained"):
         model(tokens, tokens).backward()
 
 
 def test_sinks_ask_nothing_of_a_backend_that_does_not_train():
     model = GPTConfig(sinks=True)
     check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model, "cpu")
-    with pytest.raises(ValueError, match="attention=sdpa cannot train with sinks"):
+    with pytest.raises(ValueError, match="with which sinks are trained"):
         check_attention(TrainConfig(attention=AttentionConfig("sdpa")), model, "cpu")

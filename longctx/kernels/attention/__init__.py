@@ -2,23 +2,23 @@
 
 Every implementation has a module, or two, with these functions:
 
-    forward(q, k, v, intervals, scale, softcap) → out, lse
-    backward(do, dlse, saved, intervals, scale, softcap) → dq, dk, dv
+    forward(q, k, v, intervals, scores) → out, lse
+    backward(do, dlse, saved, intervals, scores) → dq, dk, dv
 
-`dlse` is None if nothing depends on the lse, `softcap` if scores are not capped.
+`dlse` is None if nothing depends on the lse. `IMPLEMENTATIONS` says where each runs and what it
+takes: choice, refusals, kernel lock and planner read it, so a kernel for another chip is its files
+and a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # planning reads the sizes, and needs no torch
     from torch import Tensor
 
-HEAD_SIZES = range(16, 513)  # that the Triton kernels compute
-HOPPER_HEAD_SIZES = range(64, 257, 8)  # that Hopper's take, padded to the next of HOPPER_SIZES
-AMPERE_HEAD_SIZES = (64, 96, 128, 256)  # that the kernels for mma.sync take
-HOPPER_SIZES = (64, 96, 128, 192, 256)
+HOPPER_SIZES = (64, 96, 128, 192, 256)  # to the next of which Hopper's kernels pad a head
 
 
 def hopper_size(head_dim: int) -> int:
@@ -48,3 +48,84 @@ class Saved(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor  # (B, Hq, Tq) float32, natural log
+
+
+class Scores(NamedTuple):
+    """How the product of a query and a key becomes a logit of the softmax, and what joins it.
+
+    A new part is a field here, a line in naive and one in each kernel that has it. The others
+    refuse it, since their description does not name it.
+    """
+
+    scale: float | None = None  # factor of the product; None: D**-0.5
+    softcap: float | None = None  # c: logits become c · tanh(logit / c)
+    sinks: Tensor | None = None  # (Hq,), a logit of each head without a value; no kernel sees them
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Return the names of the parts that not every backend has."""
+        return frozenset(x for x in ("softcap", "sinks") if getattr(self, x) is not None)
+
+
+class Implementation(NamedTuple):
+    """An implementation of both passes: its modules here, and the tensors that it serves."""
+
+    modules: tuple[str, str]  # of forward and backward
+    files: tuple[str, ...]  # patterns of its sources, whose hashes the kernel lock holds
+    head_sizes: Sequence[int] = range(16, 513)
+    gpus: str = "a GPU"  # that run it, in words
+    generations: Container[int] | None = None  # of those of NVIDIA, 8 for sm_8x; None: any device
+    chosen_on: Container[int] = ()  # generations for which kernel=auto takes it
+    itemsizes: tuple[int, ...] = (2, 4)  # bytes of an element
+    scores: frozenset[str] = frozenset({"softcap"})  # the parts of `Scores` that it computes
+    is_ordered: bool = True  # dq, too, has the same bits in every run
+    sums_dq: bool = False  # in fp32, in memory of its own
+
+    @property
+    def sizes(self) -> str:
+        """Return the sizes of heads that it computes, in words."""
+        if isinstance(self.head_sizes, range):
+            return f"{self.head_sizes[0]}, {self.head_sizes[1]} .. {self.head_sizes[-1]}"
+        return ", ".join(map(str, self.head_sizes))
+
+    @property
+    def reproducible(self) -> tuple[str, ...]:
+        """Return the results that have the same bits in every run on one machine."""
+        return ("out", "dq", "dk", "dv") if self.is_ordered else ("out", "dk", "dv")
+
+    def takes(self, itemsize: int, head_dim: int) -> bool:
+        """Return True if it computes such elements and heads."""
+        return itemsize in self.itemsizes and head_dim in self.head_sizes
+
+
+_AMPERE = Implementation(
+    modules=("ampere", "ampere"),
+    files=("ampere.py", "portable.py"),
+    head_sizes=(64, 96, 128, 256),
+    gpus="an NVIDIA GPU from sm_80 on",
+    generations=range(8, 100),
+    chosen_on=(8, 12),  # sm_100 has products of its own, which Triton's compiler uses
+    itemsizes=(2,),
+    is_ordered=False,
+)
+_HOPPER = Implementation(
+    modules=("hopper_forward", "hopper_backward"),
+    files=("hopper_*.py", "portable.py"),
+    head_sizes=range(64, 257, 8),
+    gpus="a Hopper GPU",
+    generations=(9,),
+    chosen_on=(9,),
+    itemsizes=(2,),
+    scores=frozenset(),
+    is_ordered=False,
+    sums_dq=True,
+)
+# In the order in which kernel=auto looks for one. "-ordered" serves deterministic algorithms.
+IMPLEMENTATIONS = {
+    "triton-hopper": _HOPPER,
+    "triton-hopper-ordered": _HOPPER._replace(is_ordered=True),
+    "triton-ampere": _AMPERE,
+    "triton-ampere-ordered": _AMPERE._replace(modules=("ampere", "portable"), is_ordered=True),
+    "triton-portable": Implementation(("portable", "portable"), ("portable.py",)),
+    "torch-tiled": Implementation(("tiled", "tiled"), ("tiled.py",), head_sizes=range(1, 1 << 31)),
+}

@@ -31,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import Intervals, Saved, Scores
 from longctx.kernels.attention.hopper_primitives import split
 from longctx.kernels.attention.portable import (
     LENGTHS,
@@ -459,8 +459,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, D = q.shape
@@ -470,10 +469,10 @@ def forward(
     c = FORWARD[shared_memory(q.device)][D]
     with on_device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
-            *(q, k, v, out, lse, intervals.first, intervals.last, scale * LOG2E.value),
+            *(q, k, v, out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
-            *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, softcap),
+            *(Hq // k.shape[2], *split(D), c.BM, c.BN, c.warps, scores.softcap),
             num_warps=c.warps,
         )
     return out, lse
@@ -484,8 +483,7 @@ def backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     q, k, v, out, lse = saved
@@ -494,6 +492,7 @@ def backward(
     q, k, v, do = (_addressable(x) for x in (q, k, v, do))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, delta = preprocess(do, dlse, out, lse)
+    scale = scores.scale
     c, parts = BACKWARD[shared_memory(q.device)][D], split(D)
     tiles = triton.cdiv(Tq, c.BM)
     sums = torch.zeros(B * Hq * tiles * c.BM * D, dtype=torch.float32, device=q.device)
@@ -503,7 +502,7 @@ def backward(
             *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),
             *(batch_stride(intervals.first), batch_stride(intervals.qfirst)),
             *(Tq, Tk, Hq, B * Hkv, heads_in_l2(q, B * Hkv, 1), Hq // Hkv, *parts),
-            *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, softcap),
+            *(c.BM, c.BN, c.warps, c.S_ROWS, c.KV_ROWS, c.STAGES, scores.softcap),
             num_warps=c.warps,
         )
         sort_kernel[(tiles * B * Hq,)](

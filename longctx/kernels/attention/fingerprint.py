@@ -17,17 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longctx.kernels.attention import IMPLEMENTATIONS
+
 DRIVER = Path("/proc/driver/nvidia/version")
-HOPPER = ("hopper_*.py", "portable.py")
-AMPERE = ("ampere.py", "portable.py")
-SOURCES = {
-    "triton-portable": ("portable.py",),
-    "triton-ampere": AMPERE,
-    "triton-ampere-ordered": AMPERE,
-    "triton-hopper": HOPPER,
-    "triton-hopper-ordered": HOPPER,
-    "torch-tiled": ("tiled.py",),
-}
 TOKENS = 1000  # of the inputs
 DOCUMENTS = (97, 1, 200, 35, 667)  # their lengths, again and again
 
@@ -35,7 +27,8 @@ DOCUMENTS = (97, 1, 200, 35, 667)  # their lengths, again and again
 def sources(implementation: str) -> dict[str, str]:
     """Return sha256 of each source file of `implementation`; {} if it is not ours."""
     folder = Path(__file__).parent
-    patterns = SOURCES.get(implementation, ())
+    ours = IMPLEMENTATIONS.get(implementation)
+    patterns = ours.files if ours else ()
     files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from longctx.kernels.attention import AMPERE_HEAD_SIZES, HOPPER_HEAD_SIZES, Intervals, Saved
-from longctx.kernels.attention.launch import configure
+from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores
+from longctx.kernels.attention.launch import HOPPER, configure
 from longctx.kernels.attention.selftest import trust
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -35,30 +35,26 @@ def implementation(
 ) -> str:
     """Return the implementation that serves such tensors; on a GPU `kernel` chooses it.
 
-    "auto" is hopper if that runs, else ampere on the cards that it is for, else portable. Hopper
-    and ampere are ordered if torch uses deterministic algorithms.
+    "auto" is the first of IMPLEMENTATIONS that is for this GPU and takes the tensors. It is ordered
+    if torch uses deterministic algorithms.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "torch-tiled"
     if kernel == "auto":
-        kernel = "hopper" if runs_hopper(device, dtype, head_dim) else "portable"
-        # sm_100 has products of its own, which Triton's compiler uses
-        if runs_ampere(device, dtype, head_dim) and _major(device) in (8, 12):
-            kernel = "ampere"
-    ordered = kernel != "portable" and torch.are_deterministic_algorithms_enabled()
-    return f"triton-{kernel}-ordered" if ordered else f"triton-{kernel}"
+        for_device = (name for name, x in IMPLEMENTATIONS.items() if _major(device) in x.chosen_on)
+        name = next((x for x in for_device if runs(x, device, dtype, head_dim)), "triton-portable")
+    else:
+        name = f"triton-{kernel}"
+    if IMPLEMENTATIONS[name].is_ordered or not torch.are_deterministic_algorithms_enabled():
+        return name
+    return f"{name}-ordered"
 
 
-def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if the Hopper kernels run on `device`, with such tensors."""
-    is_16_bit = dtype in (torch.bfloat16, torch.float16)
-    return _major(device) == 9 and is_16_bit and head_dim in HOPPER_HEAD_SIZES
-
-
-def runs_ampere(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if the kernels for mma.sync run on `device`, with such tensors."""
-    is_16_bit = dtype in (torch.bfloat16, torch.float16)
-    return _major(device) >= 8 and is_16_bit and head_dim in AMPERE_HEAD_SIZES
+def runs(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return True if the implementation `name` runs on `device`, with such tensors."""
+    own = IMPLEMENTATIONS[name]
+    on_device = own.generations is None or _major(device) in own.generations
+    return on_device and own.takes(dtype.itemsize, head_dim)
 
 
 def _major(device: torch.device) -> int:
@@ -86,30 +82,19 @@ class Kernels(NamedTuple):
 
 def kernels(implementation: str, device: torch.device) -> Kernels:
     """Return the kernels of `implementation`, imported and configured for `device`."""
-    forward_module, backward_module = _modules(implementation, device)
-    backward = backward_module.backward
+    forward, backward = (_module(name, device) for name in IMPLEMENTATIONS[implementation].modules)
     if implementation == "triton-hopper-ordered":
-        backward = functools.partial(backward, ordered=True)
-    return Kernels(forward_module.forward, backward)
+        return Kernels(forward.forward, functools.partial(backward.backward, ordered=True))
+    return Kernels(forward.forward, backward.backward)
 
 
 @functools.cache
-def _modules(implementation: str, device: torch.device) -> tuple[Any, Any]:
-    """The modules of both passes; Triton's are imported on first use."""
-    names = {
-        "torch-tiled": ("tiled", "tiled"),
-        "triton-portable": ("portable", "portable"),
-        "triton-ampere": ("ampere", "ampere"),
-        # which adds dq up in the order of the keys
-        "triton-ampere-ordered": ("ampere", "portable"),
-    }.get(implementation, ("hopper_forward", "hopper_backward"))
-    forward, backward = (
-        importlib.import_module(f"longctx.kernels.attention.{name}") for name in names
-    )
-    if implementation.startswith("triton-hopper"):
-        configure(forward, names[0], device)
-        configure(backward, names[1], device)
-    return forward, backward
+def _module(name: str, device: torch.device) -> Any:
+    """Return a module of this folder; Triton's are imported on first use."""
+    module = importlib.import_module(f"longctx.kernels.attention.{name}")
+    if name in HOPPER:
+        configure(module, name, device)
+    return module
 
 
 @torch.library.custom_op("longctx::flash_forward", mutates_args=())
@@ -129,7 +114,8 @@ def forward_op(
 
     q is (B, Tq, Hq, D), k and v (B, Tk, Hkv, D).
     """
-    return _forward(q, k, v, first, last, qfirst, qlast, scale, softcap, implementation)
+    intervals = Intervals(first, last, qfirst, qlast)
+    return _forward(q, k, v, *intervals, Scores(scale, softcap), implementation)
 
 
 @torch.library.custom_op("longctx::flash_backward", mutates_args=())
@@ -155,20 +141,20 @@ def backward_op(
     """
     intervals = Intervals(first, last, qfirst, qlast)
     saved = Saved(q, k, v, out, lse)
-    return _backward(do, dlse, saved, intervals, scale, softcap, implementation)
+    return _backward(do, dlse, saved, intervals, Scores(scale, softcap), implementation)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Run the forward kernels, with the arguments of `forward_op`."""
-    *intervals, scale, softcap, implementation = others
+    """Run the forward kernels; `others` are the ends of intervals, scores and implementation."""
+    *intervals, scores, implementation = others
     # self-tested once per process
     run = trusted("forward", implementation, q, k)
-    output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scale, softcap)
+    output: tuple[Tensor, Tensor] = run(q, k, v, Intervals(*intervals), scores)
     return output
 
 
 def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gradients:
-    """Run the backward kernels; `others` are intervals, scale, softcap and implementation."""
+    """Run the backward kernels; `others` are intervals, scores and implementation."""
     run = trusted("backward", others[-1], saved.q, saved.k)
     gradients: Gradients = run(do, dlse, saved, *others[:-1])
     return gradients
@@ -230,8 +216,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
     q, k, v, first, last, qfirst, qlast, out, lse = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
     intervals = Intervals(first, last, qfirst, qlast)
-    options = ctx.scale, ctx.softcap, ctx.implementation
-    gradients = flash_backward(do, dlse, Saved(q, k, v, out, lse), intervals, *options)
+    scores = Scores(ctx.scale, ctx.softcap)
+    saved = Saved(q, k, v, out, lse)
+    gradients = flash_backward(do, dlse, saved, intervals, scores, ctx.implementation)
     return *gradients, *[None] * 7
 
 
@@ -243,8 +230,8 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        *intervals, scale, softcap, implementation = others
-        ctx.others = Intervals(*intervals), scale, softcap, implementation
+        *intervals, scores, implementation = others
+        ctx.others = Intervals(*intervals), scores, implementation
         # no dispatcher between this call and the kernels
         out, lse = trusted("forward", implementation, q, k)(q, k, v, *ctx.others[:-1])
         # the intervals have no gradient and need not be saved by autograd
@@ -256,11 +243,11 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = Saved(*ctx.saved_tensors)
         do = torch.zeros_like(saved.out) if do is None else do
-        return *flash_backward(do, dlse, saved, *ctx.others), *[None] * 7
+        return *flash_backward(do, dlse, saved, *ctx.others), *[None] * 6
 
 
 def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the shortest way to the forward kernels, with the arguments of `forward_op`.
+    """Return the shortest way to the forward kernels, with the arguments of `_forward`.
 
     Compilers, transforms and profilers see the operator. Raises NotImplementedError for
     derivatives that the kernels do not have.
@@ -272,10 +259,17 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
     if not unobserved(q, k, v):
         if not is_compiling:
             _refuse_transforms(q, k, v)
-        return forward_op
+        return _by_operator
     # without gradients autograd's Function would cost time for nothing
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad
     return _Flash.apply if torch.is_grad_enabled() and needs_gradient else _forward
+
+
+def _by_operator(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Do as `_forward` through the operator, whose arguments are flat."""
+    *intervals, scores, implementation = others
+    output: tuple[Tensor, Tensor] = forward_op(q, k, v, *intervals, *scores[:2], implementation)
+    return output
 
 
 def flash_backward(
@@ -283,17 +277,16 @@ def flash_backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
     implementation: str,
 ) -> Gradients:
     """Return dq, dk, dv as `backward_op` does; the operator refuses second derivatives."""
     if torch.is_grad_enabled() or not unobserved(do, saved.q, saved.k, saved.v):
         gradients: Gradients = backward_op(
-            do, dlse, *saved, *intervals, scale, softcap, implementation
+            do, dlse, *saved, *intervals, *scores[:2], implementation
         )
         return gradients
-    return _backward(do, dlse, saved, intervals, scale, softcap, implementation)
+    return _backward(do, dlse, saved, intervals, scores, implementation)
 
 
 def unobserved(*tensors: Tensor) -> bool:

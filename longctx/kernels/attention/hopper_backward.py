@@ -59,7 +59,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from longctx.kernels.attention import Intervals, Saved, hopper_size
+from longctx.kernels.attention import Intervals, Saved, Scores, hopper_size
 from longctx.kernels.attention.hopper_backward_192 import backward_192_kernel
 from longctx.kernels.attention.hopper_backward_256 import backward_256_kernel
 from longctx.kernels.attention.hopper_order import (
@@ -715,17 +715,17 @@ def backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous; `ordered`: dq, too, has the same bits every time."""
-    assert softcap is None
+    assert scores.softcap is None
+    scale = scores.scale
     q, k, v, out, lse = saved
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return backward(do, dlse, saved, intervals, scale, None, ordered)
+            return backward(do, dlse, saved, intervals, scores, ordered)
     if dlse is not None:
         dlse = dlse.contiguous()
     pointers = out, do, lse, lse if dlse is None else dlse
@@ -783,7 +783,7 @@ def _first_backward(
     addressed = [addressable(x) for x in (q, k, v, do)]
     if any(x is not y for x, y in zip(addressed, (q, k, v, do), strict=True)):
         q, k, v, do = addressed
-        return backward(do, dlse, Saved(q, k, v, out, lse), intervals, scale, None, ordered)
+        return backward(do, dlse, Saved(q, k, v, out, lse), intervals, Scores(scale), ordered)
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     # larger heads have a kernel without a choice of tiles

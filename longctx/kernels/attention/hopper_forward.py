@@ -61,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longctx.kernels.attention import Intervals, hopper_size
+from longctx.kernels.attention import Intervals, Scores, hopper_size
 from longctx.kernels.attention.hopper_primitives import (
     addressable,
     at_index,
@@ -711,15 +711,15 @@ def forward(
     k: Tensor,
     v: Tensor,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
-    assert softcap is None
+    assert scores.softcap is None
+    scale = scores.scale
     device = q.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return forward(q, k, v, intervals, scale)
+            return forward(q, k, v, intervals, scores)
     first, last = intervals[:2]
     q_at, k_at, v_at, *ends = [x.data_ptr() for x in (q, k, v, first, last)]
     # everything that the choice of a compiled kernel depends on
@@ -752,7 +752,7 @@ def _first_forward(
     """Compute a shape for the first time, or copy inputs that tensor maps cannot address."""
     addressed = addressable(q), addressable(k), addressable(v)
     if any(x is not y for x, y in zip(addressed, (q, k, v), strict=True)):
-        return forward(*addressed, intervals, scale)
+        return forward(*addressed, intervals, Scores(scale))
     B, Tq, Hq, D = q.shape
     size = hopper_size(D)
     c = CONFIGS[size]

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import Intervals, Saved, Scores
 from longctx.kernels.attention.launch import Launch, launch_config
 from longctx.kernels.attention.relaunch import Relaunch, first_launch, on_device
 
@@ -497,8 +497,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, _ = q.shape
@@ -511,10 +510,10 @@ def forward(
     with on_device(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
-            *(out, lse, intervals.first, intervals.last, scale * LOG2E.value),
+            *(out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
             *(Tq, k.shape[1], Hq, B * Hq, heads_in_l2(k, B * Hq, Hq // k.shape[2])),
-            **_constants(q, k, c, tma, softcap),
+            **_constants(q, k, c, tma, scores.softcap),
         )
     return out, lse
 
@@ -524,8 +523,7 @@ def backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     q, k, v, out, lse = saved
@@ -541,10 +539,10 @@ def backward(
         strides = *(n for x in (q, k, v, do) for n in strides_of(x)), batch_stride(ends[0])
         kernel[(tiles * heads,)](
             *(_operand(x, rows, tma) for x, rows in operands),
-            *(lse2, delta, *outputs, *ends, scale, scale * LOG2E.value),
+            *(lse2, delta, *outputs, *ends, scores.scale, scores.scale * LOG2E.value),
             *strides,
             *(Tq, Tk, Hq, heads, l2_heads),
-            **_constants(q, k, c, tma, softcap),
+            **_constants(q, k, c, tma, scores.softcap),
             **constants,
         )
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention import Intervals, Saved, launch
+from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores, launch
 from longctx.kernels.attention.fingerprint import compilers, gpu_name, integers
 
 SCALE = math.log(2)  # exp(SCALE · s) = 2^s
@@ -76,7 +76,7 @@ def trust(part: str, implementation: str, q: Tensor, k: Tensor, run: Callable[..
     # a compiled kernel serves one dtype, head size and group
     bucket, group = 0, q.shape[2] // k.shape[2]
     # its configs, and so its compiled kernels, depend on the length
-    if implementation in ("triton-portable", "triton-ampere-ordered"):
+    if IMPLEMENTATIONS[implementation].modules[part == "backward"] == "portable":
         bucket = launch.longest_bucket(
             (name for name, its in launch.PORTABLE.items() if its == part), q, k.shape[1]
         )
@@ -115,11 +115,11 @@ def check(
     qlast = torch.searchsorted(x.first, keys, right=True, out_int32=True) - 1
     intervals = Intervals(*(end.to(device) for end in (x.first, x.last, qfirst, qlast)))
     if part == "forward":
-        output = run(q, k, v, intervals, SCALE, None)
+        output = run(q, k, v, intervals, Scores(SCALE))
         results = zip(("out", "lse"), output, (x.out, x.lse), strict=True)
     else:
         saved = Saved(q, k, v, out, x.given_lse.to(device).repeat(copies, 1, 1))
-        gradients = run(do, None, saved, intervals, SCALE, None)
+        gradients = run(do, None, saved, intervals, Scores(SCALE))
         results = zip(("dq", "dk", "dv"), gradients, (x.dq, x.dk, x.dv), strict=True)
     for name, actual, exact in results:
         if not torch.equal(actual.nan_to_num(), actual[:1].nan_to_num().expand_as(actual)):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longctx.kernels.attention import Intervals, Saved
+from longctx.kernels.attention import Intervals, Saved, Scores
 
 # queries × keys of a tile: small enough for L2, large enough for the matrix library
 ROWS = 256
@@ -26,8 +26,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor]:
     """Return out like q and lse (B, Hq, Tq) float32.
 
@@ -38,11 +37,11 @@ def forward(
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     for b in range(q.shape[0]):
         ends = _of_sequence(intervals, b)
-        documents = None if softcap else fused_documents(*ends, k.shape[1])
+        documents = None if scores.softcap else fused_documents(*ends, k.shape[1])
         if documents is None:
             # any mask: online softmax, tile by tile
             tiled = Saved(q[b], k[b], v[b], out[b], lse[b])
-            _forward_tiles(tiled, *ends, scale, softcap)
+            _forward_tiles(tiled, *ends, scores)
             continue
         # causal documents: torch's fused kernel, one call each
         for start, end, causal in documents:
@@ -51,7 +50,7 @@ def forward(
                 _heads(q[b, rows]),
                 *_grouped(q.shape[2], k[b, cols], v[b, cols]),
                 is_causal=causal,
-                scale=scale,
+                scale=scores.scale,
             )
             out[b, rows], lse[b, :, rows] = o[0].transpose(0, 1), s[0]
     return out, lse
@@ -62,8 +61,7 @@ def backward(
     dlse: Tensor | None,
     saved: Saved,
     intervals: Intervals,
-    scale: float,
-    softcap: float | None = None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv for the gradients do of out and dlse of lse."""
     do = do.contiguous()
@@ -73,14 +71,14 @@ def backward(
     for b in range(q.shape[0]):
         ends = _of_sequence(intervals, b)
         # torch's kernel knows no gradient of the lse
-        plain = dlse is None and not softcap
+        plain = dlse is None and not scores.softcap
         documents = fused_documents(*ends, k.shape[1]) if plain else None
         if documents is None:
             # any mask: tile by tile
             delta = (do[b].float() * out[b].float()).sum(-1).T
             delta = delta if dlse is None else delta - dlse[b]
             of_one = Saved(*(x[b] for x in saved))
-            gradients = _backward_tiles(do[b], delta, of_one, *ends, scale, softcap)
+            gradients = _backward_tiles(do[b], delta, of_one, *ends, scores)
             for target, gradient in zip((dq[b], dk[b], dv[b]), gradients, strict=True):
                 target.copy_(gradient)
             continue
@@ -94,7 +92,7 @@ def backward(
                 lse[b : b + 1, :, rows].contiguous(),
                 0.0,
                 causal,
-                scale=scale,
+                scale=scores.scale,
             )
             dq[b, rows] = grads[0][0].transpose(0, 1)
             # a group's query heads share its key-value head: their gradients add up
@@ -147,23 +145,21 @@ def _tiles(first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor |
 
 
 def _scores(
-    q: Tensor, k: Tensor, visible: Tensor | None, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, visible: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores (Hkv, G, rows, keys) float32, -inf out of sight, and tanh of a softcap.
 
     q is (rows, Hkv, G, D), k (keys, Hkv, D).
     """
-    s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scale
+    s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scores.scale
     tanh = None
-    if softcap:
-        tanh = (s / softcap).tanh()
-        s = softcap * tanh
+    if scores.softcap:
+        tanh = (s / scores.softcap).tanh()
+        s = scores.softcap * tanh
     return s if visible is None else s.masked_fill(~visible, float("-inf")), tanh
 
 
-def _forward_tiles(
-    x: Saved, first: Tensor, last: Tensor, scale: float, softcap: float | None
-) -> None:
+def _forward_tiles(x: Saved, first: Tensor, last: Tensor, scores: Scores) -> None:
     """Write out and lse of one sequence (T, H, D), with online softmax over tiles of keys."""
     G = x.q.shape[1] // x.k.shape[1]
     # query heads of a group share their key-value head
@@ -172,7 +168,7 @@ def _forward_tiles(
     l = torch.zeros_like(m)
     acc = torch.zeros(x.k.shape[1], G, *x.q.shape[::2])
     for i, j, visible in _tiles(first, last):
-        s, _ = _scores(qg[i], x.k[j], visible, scale, softcap)
+        s, _ = _scores(qg[i], x.k[j], visible, scores)
         m_new = torch.maximum(m[..., i], s.amax(-1))
         # a query that has seen nothing yet: -inf - -inf would be NaN
         shift = m_new.masked_fill(m_new == float("-inf"), 0.0)
@@ -191,8 +187,7 @@ def _backward_tiles(
     saved: Saved,
     first: Tensor,
     last: Tensor,
-    scale: float,
-    softcap: float | None,
+    scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, fp32, of one sequence (T, H, D)."""
     q, k, v, _, lse = saved
@@ -204,11 +199,11 @@ def _backward_tiles(
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (qg, k, v))
     for i, j, visible in _tiles(first, last):
-        s, tanh = _scores(qg[i], k[j], visible, scale, softcap)
+        s, tanh = _scores(qg[i], k[j], visible, scores)
         p = (s - lse[..., i, None]).exp()
         dv[j] += torch.einsum("hgij,ihgd->jhd", p, dog[i].float())
         dp = torch.einsum("ihgd,jhd->hgij", dog[i].float(), v[j].float())
-        ds = p * (dp - delta[..., i, None]) * scale
+        ds = p * (dp - delta[..., i, None]) * scores.scale
         if tanh is not None:
             ds *= 1 - tanh.square()
         dk[j] += torch.einsum("hgij,ihgd->jhd", ds, qg[i].float())
