@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import nn
 
-from longctx import files, hub_snapshot, untrusted
+from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.attention import check
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
@@ -78,7 +78,10 @@ class Speed:
 
 
 def load(
-    checkpoint: str | Path, device: str = "auto", precision: str = "auto", attention: str = "flash"
+    checkpoint: str | Path,
+    device: str = "auto",
+    precision: str = "auto",
+    attention: str | None = None,
 ) -> tuple[GPT, Tokenizer]:
     """Load the model and the tokenizer of a run, a checkpoint, a Hugging Face folder, or a model of
     the Hub.
@@ -154,8 +157,9 @@ class Engine:
         self.config = config
         self.device = this_machine().device_for(config.device, config.precision)
         self.dtype = dtype_of(precision_of(config.precision, self.device))  # of matrices
-        self.attention = AttentionConfig(**presets.read("attention", config.attention))
         self.trained = open_model(config.checkpoint)
+        asked = config.attention and AttentionConfig(**presets.read("attention", config.attention))
+        self.attention = plugins.attention_of(self.trained.run, asked or None)
         required = self.trained.model.block(0).attention.required(trains=False)
         check(
             self.attention.backend,

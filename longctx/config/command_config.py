@@ -85,7 +85,11 @@ class SampleConfig(Group):
         "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
         choices=("auto", "triton", "torch"),
     )
-    attention: str = key("flash", "backend that computes the prompts", choices=DESCRIPTIONS)
+    attention: str | None = key(
+        None,
+        "backend that computes the prompts; null: that of the run, or flash",
+        choices=DESCRIPTIONS,
+    )
     plugins: list[str] | None = key(None, PLUGINS)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from longctx import files
+from longctx import files, plugins
 from longctx.attention import kernels_run
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
@@ -135,6 +135,9 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     config = request.config
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
+    names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
+    asked = config.attention if names_attention else None
+    config = replace(config, attention=plugins.attention_of(model.run, asked))
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
     no_documents = "a Hugging Face folder has no documents of its own"
     refuse(
