@@ -1,6 +1,6 @@
-"""Prompts in, text out: `load` and `generate` in Python, `longctx generate` on the command line.
+"""Prompts in, text out: `load` and `generate` in Python, `longctx generate` and `chat` to type.
 
-The command prints text as it comes, to stdout; everything else goes to stderr, so that a pipe gets
+The commands print text as it comes, to stdout; everything else goes to stderr, so that a pipe gets
 the text alone. A prompt is tokenized as training tokenizes a document: after its begin-of-text
 token if the tokenizer has one, and never turned into special tokens. The chat template of the
 model's folder writes a chat, with the beginning of the assistant's next message.
@@ -12,20 +12,18 @@ import json
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-import torch
 from torch import nn
 
 from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.attention import check
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
-from longctx.config.command_config import GenerateConfig, SampleConfig
+from longctx.config.command_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import build_model, open_model
@@ -56,25 +54,6 @@ class Prompt(NamedTuple):
     def text(self) -> str:
         """Return the text that a completion continues; an answer in a chat begins its own."""
         return self.shown if isinstance(self.shown, str) else ""
-
-
-@dataclass
-class Speed:
-    """Tokens and seconds of the prompts, to the first new token, and of the new ones after it."""
-
-    prompt: int = 0
-    prompt_seconds: float = 0.0
-    new: int = 0
-    new_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        parts = [("prompt", self.prompt, self.prompt_seconds)]
-        parts += [("generation", self.new, self.new_seconds)] if self.new else []
-        return "   ".join(
-            f"{name} {tokens:,} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):,.1f} "
-            "tokens/s)"
-            for name, tokens, seconds in parts
-        )
 
 
 def load(
@@ -112,13 +91,8 @@ def generate(
     The arguments are those of `longctx generate`. Raises ValueError for values out of range, or for
     a chat without a chat template next to the tokenizer.
     """
-    config = SampleConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
+    chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    config = SampleConfig(max_new_tokens=max_new_tokens, **chosen)
     config.validate()
     is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not (isinstance(prompt, str) or is_chat):
@@ -138,14 +112,57 @@ def run(config: GenerateConfig) -> int:
     """
     engine = Engine(config)
     prompts = read_prompts(config, engine.tokenizer)
-    length = max(len(prompt.ids) for prompt in prompts) + config.max_new_tokens
-    engine.warn_of_length(length)
-    with engine.within_memory(), closing(AnswerFile(config.out)) as answers:
+    engine.warn_of_length(max(len(prompt.ids) for prompt in prompts))
+    with engine.within_memory():
         engine.load()
-        for first in range(0, len(prompts), config.batch_size):
-            numbers = range(len(prompts))[first : first + config.batch_size]
-            engine.write_batch(prompts, numbers, answers)
+        with open(config.out, "w", encoding="utf-8") if config.out else nullcontext() as file:
+            for first in range(0, len(prompts), config.batch_size):
+                numbers = range(len(prompts))[first : first + config.batch_size]
+                engine.write_batch(prompts, numbers, file)
     return engine.exit_code
+
+
+def chat(config: ChatConfig) -> int:
+    """Answer the lines of stdin until its end, each after all messages before it; return the exit
+    code.
+
+    The template writes the whole conversation before each answer, and the model reads it anew: the
+    template may write earlier answers differently once others follow, so a cache of keys and values
+    could be wrong. Raises ValueError or OSError, one line, if the model cannot chat.
+    """
+    engine = Engine(config)
+    template = Template(engine.trained.folder, today=datetime.now())
+    system = [{"role": "system", "content": config.system}]
+    messages: list[dict[str, Any]] = [] if config.system is None else system
+    with engine.within_memory():
+        engine.load()
+        while (line := read_line()) is not None:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                text = template.prompt("chat", {"messages": asked})
+            # Such as a special token: only this message is lost
+            except ValueError as error:
+                say(f"error: {error}")
+                continue
+            prompt = Prompt(engine.tokenizer.encode_question(text), asked)
+            engine.warn_of_length(len(prompt.ids))
+            (answer,) = engine.write_batch([prompt], [0])
+            config.seed += 1  # else each answer draws the same random numbers
+            # The next prompt would be refused with a special token in it
+            for token in template.special:
+                answer = answer.replace(token, "")
+            messages = [*asked, {"role": "assistant", "content": answer}]
+    return engine.exit_code
+
+
+def read_line() -> str | None:
+    """Return the next line of stdin that is not empty; None at its end."""
+    while True:
+        if sys.stdin.isatty():
+            write("> ")
+        line = sys.stdin.readline()
+        if not line or line.strip():
+            return line.strip() or None
 
 
 class Engine:
@@ -158,18 +175,20 @@ class Engine:
         self.device = this_machine().device_for(config.device, config.precision)
         self.dtype = dtype_of(precision_of(config.precision, self.device))  # of matrices
         self.trained = open_model(config.checkpoint)
-        asked = config.attention and AttentionConfig(**presets.read("attention", config.attention))
-        self.attention = plugins.attention_of(self.trained.run, asked or None)
-        required = self.trained.model.block(0).attention.required(trains=False)
+        asked = None
+        if config.attention is not None:
+            asked = AttentionConfig(**presets.read("attention", config.attention))
+        self.attention = plugins.attention_of(self.trained.run, asked)
         check(
             self.attention.backend,
             device=self.device,
             dtype=self.dtype,
             options=self.attention.options,
-            **required,
+            **self.trained.model.block(0).attention.required(trains=False),
         )
         self.tokenizer = self.trained.tokenizer
-        self.speed = Speed()
+        # Tokens and seconds of prompts, up to the first new token, and of the new ones after it
+        self.prompt, self.new = [0, 0.0], [0, 0.0]
         self.exit_code = 0
         self.sequences = 0  # of the latest batch, 0 before the first
 
@@ -182,10 +201,14 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            say(f"error: {self._too_little_memory()}")
+            when = "" if self.sequences else " while the model loads"
+            changes = "batch_size, max_new_tokens or model, precision=bf16 or attention=flash"
+            say(f"error: out of memory{when}; give a smaller {changes}")
             self.exit_code = 1
         else:
-            say(str(self.speed))
+            for name, (tokens, seconds) in (("prompt", self.prompt), ("generation", self.new)):
+                speed = f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"
+                say(f"{name} {tokens:,} tokens in {seconds:.2f} s ({speed})")
 
     def load(self) -> None:
         """Read the weights."""
@@ -194,9 +217,9 @@ class Engine:
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.to(self.dtype)
 
-    def warn_of_length(self, length: int) -> None:
-        """Print a line if prompt and new tokens are longer than what the model was trained on."""
-        known = self.trained.seq_len
+    def warn_of_length(self, tokens: int) -> None:
+        """Print a line if `tokens` of a prompt and new ones are more than the model knows."""
+        length, known = tokens + self.config.max_new_tokens, self.trained.seq_len
         if length > known:
             say(
                 f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
@@ -204,11 +227,11 @@ class Engine:
             )
 
     def write_batch(
-        self, prompts: list[Prompt], numbers: Sequence[int], answers: AnswerFile
+        self, prompts: list[Prompt], numbers: Sequence[int], file: TextIO | None = None
     ) -> list[str]:
         """Continue the prompts with these `numbers` together and return the texts.
 
-        Prints each text as soon as all before it are printed, and writes it to `answers` when it is
+        Prints each text as soon as all before it are printed, and writes it to `file` when it is
         done.
         """
         ids = [prompts[number].ids for number in numbers]
@@ -217,7 +240,7 @@ class Engine:
             Completion(self.tokenizer, self.tokenizer.end_tokens, prompts[number].text)
             for number in numbers
         ]
-        screen = shown(prompts, numbers, completions, answers)
+        screen = shown(prompts, numbers, completions, file)
         # The first new token ends the time of the prompts
         began = time.perf_counter()
         first = None
@@ -225,26 +248,11 @@ class Engine:
             first = first or time.perf_counter()
             next(screen, None)
         assert first is not None  # `continued` yields once at least
-        speed = self.speed
-        speed.prompt += sum(map(len, ids))
-        speed.prompt_seconds += first - began
-        speed.new += sum(completion.tokens for completion in completions) - len(completions)
-        speed.new_seconds += time.perf_counter() - first
+        self.prompt[0] += sum(map(len, ids))
+        self.prompt[1] += first - began
+        self.new[0] += sum(completion.tokens for completion in completions) - len(completions)
+        self.new[1] += time.perf_counter() - first
         return [completion.text for completion in completions]
-
-    def _too_little_memory(self) -> str:
-        """Return a line: the weights, or a batch next to them, did not fit, and what helps."""
-        problem = f"out of {'memory' if self.device == 'cpu' else 'GPU memory'}"
-        changes = ["precision=bf16"] if self.dtype == torch.float32 else []
-        if not self.sequences:
-            problem += " while the model loads"
-            changes.append("a smaller model")
-        else:
-            has_scores = self.attention.description.score_bytes is not None
-            changes += ["attention=flash"] if has_scores else []
-            changes += [f"batch_size={self.sequences // 2}"] if self.sequences > 1 else []
-            changes += ["a smaller max_new_tokens", "shorter prompts"]
-        return f"{problem}; give {' or '.join(changes)}"
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -375,10 +383,10 @@ def shown(
     prompts: list[Prompt],
     numbers: Sequence[int],
     completions: list[Completion],
-    answers: AnswerFile,
+    file: TextIO | None,
 ) -> Iterator[None]:
     """Print `completions` in their order, after the last lines of their prompts; each `next` prints
-    the new text. A completion that is done goes to `answers`.
+    the new text. A completion that is done is a line of `file`.
     """
     for number, completion in zip(numbers, completions, strict=True):
         prompt = prompts[number]
@@ -390,41 +398,9 @@ def shown(
             printed = len(completion.text)
             yield
         write(completion.text[printed:] + "\n")
-        answers.add(
-            {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
-        )
-
-
-class AnswerFile:
-    """Writes each row to the .jsonl `path` at once; None: nowhere.
-
-    The first row replaces the earlier content of the file. A line that a full disk cuts off is
-    taken back, and the OSError names the file.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-        self.file: BinaryIO | None = None
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Write one row."""
-        if self.path is None:
-            return
-        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
-        self.file = self.file or open(self.path, "wb", buffering=0)  # noqa: SIM115 (see `close`)
-        size = self.file.tell()
-        try:
-            while line:
-                line = line[self.file.write(line) :]
-        except OSError as error:
-            self.file.truncate(size)
-            error.filename = self.path
-            raise
-
-    def close(self) -> None:
-        """Close the file, if there is one."""
-        if self.file is not None:
-            self.file.close()
+        row = {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
+        if file is not None:
+            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
 
 
 def write(text: str) -> None:

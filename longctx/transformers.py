@@ -16,12 +16,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+except ImportError as error:
+    remedy = "pip install 'longctx-train[transformers]'"
+    raise ImportError(f"longctx.transformers needs transformers 5 or later: {remedy}") from error
 
 from longctx.attention import Attention, Mask, Scores, attention
 from longctx.attention.registry import registered
@@ -35,6 +41,20 @@ UNKNOWN = (
     "output_attentions",
 )
 PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
+# model_types whose packed documents `check` let pass, of small models with random weights
+TRIED = frozenset(
+    """
+    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cwm dbrx
+    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
+    flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
+    gpt-sw3 gpt2 gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
+    helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
+    jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
+    ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt phi
+    phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma youtu
+    """.split()  # noqa: SIM905
+)
 LAYERS = 12  # that `check` computes at most
 LONG = 4096  # tokens of a window that `check` leaves out
 TOLERANCE = 1e-4
@@ -146,7 +166,7 @@ def attend(
             raise ValueError(
                 f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens"
             )
-        mask = mask_of(q, k.shape[1], window, attention_mask, others)
+        mask = mask_of(config, q, k.shape[1], window, attention_mask, others)
     else:
         mask = full_mask(q, window, attention_mask, others)
     out = attention(q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap)
@@ -159,6 +179,7 @@ _masks = WeakTensorKeyDictionary()
 
 @torch.compiler.disable  # Mask reads counts on the host, once per forward and window
 def mask_of(
+    config: Any,
     q: Tensor,
     keys: int,
     window: int | None,
@@ -166,7 +187,7 @@ def mask_of(
     others: dict[str, Any],
 ) -> Mask:
     """Return the bound mask of causal attention: of packed documents, or of queries that continue
-    a cache.
+    a cache. Raises ValueError for packed documents if no model of this `config` was tried.
     """
     batch, queries = q.shape[:2]
     offsets, positions = others.get("cu_seq_lens_q"), others.get("position_ids")
@@ -184,18 +205,40 @@ def mask_of(
             )
         )
         return Mask.causal(window)
-    by_shape: dict[Any, Mask] = _masks.setdefault(source, {})
+    by_shape: dict[Any, tuple[Mask, bool]] = _masks.setdefault(source, {})
     # it may be written to in place, and an inference tensor counts no versions
     content = source.int().cpu().numpy().tobytes() if source.is_inference() else source._version
     shape = (window, batch, queries, keys, content)
     if shape not in by_shape:
         if queries < keys:
-            mask = after_padding(source[:, -keys:], queries, window)
+            mask, is_packed = after_padding(source[:, -keys:], queries, window), False
         else:
-            numbers = document_numbers(batch, queries, offsets, positions, attention_mask)
+            numbers = document_numbers(batch, queries, offsets, positions)
+            is_packed = packs(numbers, attention_mask)
+            if attention_mask is not None:
+                numbers = numbers + padding_of(numbers, attention_mask)
             mask = Mask.documents(numbers, window)
-        by_shape[shape] = mask.bind(batch, queries, keys, q.device)
-    return by_shape[shape]
+        by_shape[shape] = mask.bind(batch, queries, keys, q.device), is_packed
+    mask, is_packed = by_shape[shape]
+    if is_packed:
+        refuse_untried(config)
+    return mask
+
+
+# id → config of a model that `check` let pass
+_checked: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def refuse_untried(config: Any) -> None:
+    """Raise ValueError unless packed documents are right in models of this `config`."""
+    kind = getattr(config, "model_type", None)
+    refuse(
+        (
+            kind not in TRIED and _checked.get(id(config)) is not config,
+            f"model_type={kind}: packed documents were not tried with it; "
+            "longctx.transformers.check(model) tries them, and then lets them pass",
+        )
+    )
 
 
 def document_numbers(
@@ -203,27 +246,36 @@ def document_numbers(
     tokens: int,
     offsets: Tensor | None,
     positions: Tensor | None,
-    attention_mask: Tensor | None,
 ) -> Tensor:
     """Return the number of each token's document, (B, T): from `offsets` (documents + 1,) in the
-    flattened batch, else from `positions` (B or 1, T) that restart. Padding is a document.
+    flattened batch, else from `positions` (B or 1, T) that restart.
     """
     if offsets is not None:
         indices = torch.arange(batch * tokens, device=offsets.device).view(batch, tokens)
-        numbers = torch.bucketize(indices, offsets[1:].to(indices.dtype), right=True)
-    else:
-        shape = None if positions is None else tuple(positions.shape)
-        refuse((len(shape or ()) != 2, f"position_ids of shape {shape}: give (B, T)"))
-        assert positions is not None
-        steps = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1)
-        numbers = (steps != 1).cumsum(1).expand(batch, -1)
-    if attention_mask is None:
-        return numbers
+        return torch.bucketize(indices, offsets[1:].to(indices.dtype), right=True)
+    shape = None if positions is None else tuple(positions.shape)
+    refuse((len(shape or ()) != 2, f"position_ids of shape {shape}: give (B, T)"))
+    assert positions is not None
+    steps = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1)
+    return (steps != 1).cumsum(1).expand(batch, -1)
+
+
+def packs(numbers: Tensor, attention_mask: Tensor | None) -> bool:
+    """Return True if a document follows another in a sequence; padding follows none."""
+    changes = numbers.diff(dim=1) != 0
+    if attention_mask is not None:
+        is_text = attention_mask.bool()
+        changes &= is_text[:, 1:] & is_text[:, :-1]
+    return bool(changes.any())
+
+
+def padding_of(numbers: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return (B, T) to add to the `numbers` of documents, so that padding is one of its own."""
     is_text = attention_mask.bool()
     turns = is_text.diff(dim=1, prepend=is_text[:, :1])
     is_inside = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) == 0
     refuse(((turns & is_text & is_inside & (is_text.cumsum(1) > 1)).any(), PADDING_INSIDE))
-    return numbers + turns.cumsum(1)
+    return turns.cumsum(1)
 
 
 def after_padding(attention_mask: Tensor, queries: int, window: int | None) -> Mask:
@@ -257,11 +309,15 @@ def full_mask(
 
     Raises ValueError for windows and packed documents.
     """
-    offsets = others.get("cu_seq_lens_q")
+    offsets, positions = others.get("cu_seq_lens_q"), others.get("position_ids")
+    is_own = attention_mask is None or attention_mask.shape[1] == q.shape[1]
+    if positions is not None and positions.ndim == 2 and is_own:
+        numbers = document_numbers(*q.shape[:2], None, positions)
+        offsets = packs(numbers, attention_mask) or offsets is not None
     only = "longctx has it for causal attention only"
     refuse(
         (window is not None, f"sliding_window={window}: {only}"),
-        (offsets is not None, f"cu_seq_lens_q: {only}"),
+        (offsets, f"packed documents: {only}"),
     )
     if attention_mask is None:
         return Mask.full()
@@ -288,9 +344,12 @@ def padding_alone(
     if positions is not None:
         begin, queries = positions[0], len(positions)
     is_causal = mask_function is not masking_utils.bidirectional_mask_function
+    is_changed, is_packed = traits_of(mask_function)
+    if is_packed:  # of models that ask for a mask, and whose attention is not ours, too
+        refuse_untried(sizes.get("config"))
     refuse(
         (
-            is_changed(mask_function),
+            is_changed,
             "this model changes its causal mask, as for images or prefixes, and longctx does not: "
             "use another attention",
         ),
@@ -307,21 +366,22 @@ def padding_alone(
     return None if bool(attention_mask.all()) else attention_mask.clone()
 
 
-def is_changed(mask_function: Callable[..., Any]) -> bool:
-    """Return True unless a mask is made of causality, windows, documents and padding alone; images
-    may see their own future.
+def traits_of(mask_function: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return True if a mask is made of more than causality, windows, documents and padding, as of
+    images, which may see their own future; and True if it has packed documents.
     """
     parts = [mask_function]
     for part in parts:  # which grows
         if getattr(part, "__module__", None) != masking_utils.__name__:
-            return True
+            return True, False
         for cell in part.__closure__ or ():
             inner = cell.cell_contents
             is_overlay = part.__qualname__.startswith("blockwise_overlay")
             if is_overlay and bool((inner >= 0).any()):
-                return True
+                return True, False
             parts += [x for x in (inner if isinstance(inner, tuple) else (inner,)) if callable(x)]
-    return False
+    is_packed = any(part.__qualname__.startswith("packed_sequence_mask") for part in parts)
+    return False, is_packed and not torch.compiler.is_compiling()
 
 
 for _name, _backend in BACKENDS.items():
@@ -365,6 +425,7 @@ class Differences(NamedTuple):
     leak: float
     packed: float
     allowed: float = TOLERANCE
+    is_right_alone: bool = False  # a document that is the first of its sequence
 
     @property
     def problem(self) -> str:
@@ -377,17 +438,18 @@ class Differences(NamedTuple):
                 "flash-linear-attention)"
             )
         if not self.packed <= self.allowed:
+            alone = "packed documents are not supported, one document a sequence is right"
+            remedy = alone if self.is_right_alone else "longctx does not support its layers"
             return (
                 "logits differ from those of transformers' own attention by "
-                f"{self.packed:.2%}, {self.allowed:.2%} is allowed; longctx does not support its "
-                "layers"
+                f"{self.packed:.2%}, {self.allowed:.2%} is allowed; {remedy}"
             )
         return ""
 
 
 def check(model: Any) -> None:
     """Raise ValueError unless documents in one sequence have the logits that each has alone with
-    transformers' eager attention, and none sees another.
+    transformers' eager attention, and none sees another. Then they may be packed in this model.
 
     Computes the first layers of a causal model. In fp32 the smallest mistake shows.
     """
@@ -404,17 +466,32 @@ def check(model: Any) -> None:
 
     longest = getattr(config, "max_position_embeddings", None) or LONG
     lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
-    measured = differences(model, name, lengths, packed)
-    refuse((measured.problem, f"model_type={kind}: {measured.problem}"))
+    _checked[id(config)] = config
+    try:
+        try:
+            measured = differences(model, name, lengths, packed)
+        # Layers that are counted elsewhere in the config, as Jamba's, are computed all
+        except (IndexError, TypeError):
+            measured = differences(model, name, lengths, packed, config.num_hidden_layers)
+        refuse((measured.problem, f"model_type={kind}: {measured.problem}"))
+    except Exception as error:
+        del _checked[id(config)]
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"model_type={kind}: it cannot be computed: {error}") from error
 
 
 def differences(
-    model: Any, name: str, lengths: list[int], packed: Callable[[list[Tensor]], Tensor]
+    model: Any,
+    name: str,
+    lengths: list[int],
+    packed: Callable[[list[Tensor]], Tensor],
+    layers: int | None = None,
 ) -> Differences:
     """Compare logits of random documents of these `lengths`: packed, and each alone.
 
     `packed` computes a sequence of documents with attention `name`, `model` a document with eager
-    attention; both only the first layers, each kind among them.
+    attention; both only the first `layers`, or so many that each kind is among them.
     """
     config, weight = model.config.get_text_config(), model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
@@ -423,20 +500,23 @@ def differences(
         for n in lengths
     ]
     changed = [documents[0].flip(1), *documents[1:]]
-    layers, training = layers_to_check(config), model.training
+    layers, training = layers or layers_to_check(config), model.training
     model.eval()
     try:
         with torch.no_grad(), implementation(model, name, layers):
             ours, leaking = packed(documents), packed(changed)
         with torch.no_grad(), implementation(model, "eager", layers):
             theirs = [model(input_ids=x, use_cache=False).logits for x in documents]
+            first = relative(ours[:, : lengths[0]], theirs[0])
     finally:
         model.train(training)
     others = slice(lengths[0], None)
+    allowed = max(TOLERANCE, 8 * torch.finfo(weight.dtype).eps)
     return Differences(
         leak=relative(leaking[:, others], ours[:, others]) if len(lengths) > 1 else 0.0,
         packed=relative(ours, torch.cat(theirs, dim=1)),
-        allowed=max(TOLERANCE, 8 * torch.finfo(weight.dtype).eps),
+        allowed=allowed,
+        is_right_alone=first <= allowed,
     )
 
 

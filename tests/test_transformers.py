@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 from transformers.masking_utils import create_causal_mask
 
+from benchmarks.models import documents, opened
 from benchmarks.shapes import reference, settings_of
 from longctx.transformers import BACKENDS, check
 from tests.model.families.parity import write_tokenizer
@@ -197,14 +198,37 @@ def test_check_passes(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("qwen3_next", "one document"), ("phimoe", "logits differ")]
+    ("kind", "named"),
+    [
+        *(("qwen3_next", "one document"), ("jamba", "one document"), ("phimoe", "logits differ")),
+        *(("bart", "one document a sequence is right"), ("bert", "causal attention only")),
+    ],
 )
 def test_check_finds_what_is_wrong(kind, named):
     theirs = reference(kind)
-    with pytest.raises(ValueError, match=f"model_type={kind}: .*{named}"):
+    with pytest.raises(ValueError, match=named):
         check(ours(theirs))
     with pytest.raises(ValueError, match="attn_implementation=eager"):
         check(theirs)
+
+
+@pytest.mark.parametrize("lengths", [{}, VARLEN], ids=["positions", "lengths"])
+def test_packing_an_untried_model_asks_for_its_check(lengths, monkeypatch):
+    packed = {"position_ids": POSITIONS, "use_cache": False, **lengths}
+    with pytest.raises(ValueError, match=r"model_type=jamba: .*check\(model\)"):
+        ours(reference("jamba"))(TOKENS, **packed)
+    monkeypatch.setattr("longctx.transformers.TRIED", frozenset())
+    checked, other = ours(reference("qwen3")), ours(reference("qwen3"))
+    check(checked)
+    assert_close(checked(TOKENS, **packed).logits, alone(reference("qwen3")))
+    with pytest.raises(ValueError, match="model_type=qwen3: packed"):
+        other(TOKENS, **packed)
+    other(TOKENS.expand(2, -1), attention_mask=PADDING)  # which packs nothing
+
+
+def test_the_extra_is_named_if_transformers_is_missing():
+    hidden = "import sys; sys.modules['transformers'] = None; import longctx.transformers"
+    assert "longctx-train[transformers]" in finished("-c", [hidden], ROOT).stderr
 
 
 def test_sft_trainer_packs_without_leaks(tmp_path):
@@ -281,3 +305,20 @@ def test_oldest_and_newest_transformers(words, tmp_path):
     assert process.returncode == 0, process.stderr
     installed = next(tmp_path.glob("transformers-*.dist-info")).name
     assert installed == f"transformers-{process.stdout.split()[-1]}.dist-info"
+
+
+@pytest.mark.parametrize("backend", ["flash", "naive"])
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_two_forwards_keep_their_masks(memory, backend, tmp_path):
+    """Backward of recomputed layers, after a forward with other documents."""
+    reference("mistral").save_pretrained(tmp_path)
+    model = opened(tmp_path, memory, backend)
+    batches = [documents(lengths) for lengths in ((17, 5, 30), (40, 12))]
+    losses = [model(*batch[1:]) for batch in batches]
+    sum(losses).backward()
+    together = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    for batch in batches:
+        model(*batch[1:]).backward()
+    alone = [weight.grad for weight in model.parameters()]
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)

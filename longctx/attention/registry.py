@@ -27,6 +27,7 @@ from torch import Tensor
 from longctx.attention.description import AUTO, DESCRIPTIONS, Description, check_options
 from longctx.attention.exchange import WHOLE_ROWS
 from longctx.attention.mask import Mask
+from longctx.kernels import warn_of_triton
 from longctx.kernels.attention import Saved, Scores
 from longctx.kernels.attention.flash_op import unobserved
 from longctx.kernels.attention.relaunch import stream_of
@@ -186,6 +187,8 @@ def check(
     request = AttentionRequest(*of_tensors, mask, options, deterministic, scores)
     chosen = _lookup(backend, options)
     _refuse(backend, chosen, request)
+    if request.device.type == "cuda":
+        warn_of_triton()
     if chosen.exact and chosen.source() is not None:
         _check_formula(backend, chosen, request, group)
 

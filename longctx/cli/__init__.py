@@ -364,7 +364,7 @@ COMMANDS: dict[str, Command] = {
     "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(options.GenerateConfig, "longctx.generation:run", _check_model, torch=True),
-    "chat": Command(options.ChatConfig, "longctx.chat:chat", _check_model, torch=True),
+    "chat": Command(options.ChatConfig, "longctx.generation:chat", _check_model, torch=True),
     "plan": Command(options.PlanOptions, _plan, trains=True),
     "data": Command(options.DescribeConfig, "longctx.data.describe:describe"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),

@@ -4,12 +4,15 @@ Other packages import these names from here. Each is imported when it is first a
 needs no torch, and Triton takes about as long to import as torch.
 """
 
+import functools
 import importlib
 import importlib.util
+import sys
 from importlib.metadata import version
 from typing import Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = ("3.6.", "3.7.")  # the versions that have run
 # module → the folder that holds it
 MODULES = {
     **dict.fromkeys(("decoding", "flash_op", "launch", "selftest"), "attention"),
@@ -29,6 +32,17 @@ def loads_in_threads() -> bool:
     load kernels could take each other's.
     """
     return not (HAS_TRITON and version("triton").startswith("3.6."))
+
+
+@functools.cache
+def warn_of_triton() -> None:
+    """Print a line, once, if the installed Triton is none that has compiled every kernel."""
+    if HAS_TRITON and not version("triton").startswith(TRITON):
+        print(
+            f"warning: triton {version('triton')} has not compiled every kernel; "
+            "`pip install 'triton>=3.6,<3.8'`",
+            file=sys.stderr,
+        )
 
 
 def __getattr__(name: str) -> Any:

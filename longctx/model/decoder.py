@@ -100,6 +100,8 @@ class Decoder:
             parts = model.config.block(0).attention.required()["scores"]
             size = model.config.head_size
             self.kernel = decode_kernel(decode, self.device, dtype, size, parts)
+        elif decode == "triton":
+            raise ValueError(f"decode=triton: attention={own.name} decodes itself; leave it out")
         elif not own.decodes:
             say_slow(own.name)
         self.cache = KVCache(model.config, rows, length, dtype, self.device)

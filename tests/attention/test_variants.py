@@ -13,12 +13,12 @@ from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.attention.naive import Naive, visible
 from longctx.attention.registry import _backends, check
 from longctx.config.layout_config import ContextConfig
-from longctx.config.model_config import GPTConfig
 from longctx.config.train_config import TrainConfig
 from longctx.evaluation.evaluate import resolve
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
 from longctx.parallel.devices import check_attention
+from longctx.spec.model_config import GPTConfig
 from longctx.training import kernel_lock
 from tests.test_docs import blocks
 
