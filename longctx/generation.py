@@ -178,7 +178,7 @@ class Engine:
         asked = None
         if config.attention is not None:
             asked = AttentionConfig(**presets.read("attention", config.attention))
-        self.attention = plugins.attention_of(self.trained.run, asked)
+        self.attention = plugins.attention_of(self.trained.run, self.trained.file, asked)
         check(
             self.attention.backend,
             device=self.device,

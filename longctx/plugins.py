@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.runs import run_folder
 
@@ -101,21 +102,27 @@ def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
         check_named(run_folder.read_config(folder).get("plugins"), given, folder)
 
 
-def attention_of(run: Mapping[str, Any] | None, asked: AttentionConfig | None) -> AttentionConfig:
-    """Return the attention that computes a model: `asked`, else that of its `run`, else flash.
+def attention_of(
+    run: Mapping[str, Any] | None, file: Path, asked: AttentionConfig | None = None
+) -> AttentionConfig:
+    """Return the attention that computes the model of `file`: `asked`, else that of its `run`, else
+    flash.
 
     Raises ValueError if a plugin that is not loaded brings the run's, or if the run's is not exact
     and another is asked for.
     """
-    own = AttentionConfig(**run["attention"]) if run else AttentionConfig()
-    if run and own.backend not in DESCRIPTIONS:
-        raise ValueError(
-            f"the model was trained with attention={own.backend}, which a plugin brings; name it: "
-            f"{as_typed(run.get('plugins') or ['FILE.py'])}"
-        )
-    if asked is not None and asked.backend != own.backend and not own.description.exact:
-        raise ValueError(
-            f"attention={asked.backend}: the model was trained with attention={own.backend}, which "
-            "computes something else; leave attention out"
-        )
+    run = run or {}
+    with untrusted.opened(file, "attention="):
+        own = AttentionConfig(**run.get("attention", {}))
+        if own.backend not in DESCRIPTIONS:
+            recorded = run.get("plugins") or ["FILE.py"]
+            raise ValueError(
+                f"{file}: trained with attention={own.backend}, which a plugin brings; name it: "
+                f"{as_typed(recorded)}"
+            )
+        if asked is not None and asked.backend != own.backend and not own.description.exact:
+            raise ValueError(
+                f"attention={asked.backend}: {file} was trained with attention={own.backend}, "
+                "which computes something else; leave attention out"
+            )
     return asked or own

@@ -64,7 +64,8 @@ class Flash(Backend):
                 "use fp32 or fp16, or unset TRITON_INTERPRET"
             )
         if not own.takes(request.dtype.itemsize, request.head_dim):
-            return f"head size {request.head_dim} is not in {own.sizes}; use attention=naive"
+            limits = f"{own.head_sizes[0]} to {own.head_sizes[-1]}"
+            return f"head size {request.head_dim} is outside {limits}; use attention=naive"
         if not HAS_TRITON:
             return "triton is not installed; `pip install triton`, or use attention=sdpa"
         return None

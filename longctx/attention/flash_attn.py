@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,11 @@ class FlashAttn(Backend):
         module = importlib.import_module(api.module)
         causal = mask.kind != "full"
         window = (api.no_window, api.no_window) if mask.window is None else (mask.window - 1, 0)
-        options = {"softmax_scale": scores.scale, "causal": causal, "window_size": window}
+        options: dict[str, Any] = {
+            "softmax_scale": scores.scale,
+            "causal": causal,
+            "window_size": window,
+        }
         options[api.lse_flag] = True
         B, Tq, Hq, _ = q.shape
         q, k, v = aligned(q), aligned(k), aligned(v)

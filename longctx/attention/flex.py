@@ -37,7 +37,8 @@ class Flex(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
     ) -> tuple[Tensor, Tensor, str]:
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        options = {"scale": scores.scale, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": True}
+        options["return_aux"] = AuxRequest(lse=True)
         if scores.softcap is not None:
             options["score_mod"] = _capped(scores.softcap)
         # otherwise short sequences go to a kernel for decoding that lacks shapes

@@ -8,6 +8,7 @@ backend that is exact; on a GPU a Triton kernel splits the keys instead
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Naive(Backend):
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores
     ) -> tuple[Tensor, Tensor, str]:
+        assert scores.scale is not None
         B, Tq, Hq, D = q.shape
         Tk, Hkv = k.shape[1], k.shape[2]
         # query heads of a group become rows, so k is not repeated
@@ -46,7 +48,7 @@ class Naive(Backend):
         out = p.reshape(B, Hkv, Hq // Hkv * Tq, Tk) @ v.transpose(1, 2)
         return out.reshape(B, Hq, Tq, D).transpose(1, 2), lse.float(), "torch matmul and softmax"
 
-    decode = run
+    decode: Any = run
 
 
 def visible(mask: Mask, Tk: int) -> Tensor:

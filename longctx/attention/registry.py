@@ -69,7 +69,7 @@ class Backend(ABC):
 
     @abstractmethod
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor, str]:
         """Return out (B, Tq, Hq, D), lse (B, Hq, Tq) float32, and the name of the kernel that ran.
 
@@ -77,13 +77,13 @@ class Backend(ABC):
         """
 
     def backward(
-        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, **options: Any
+        self, do: Tensor, saved: Saved, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> Gradients:
         """Return dq, dk, dv from a forward's out and lse; without it recomputation runs `run`."""
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own")
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, *_: Any, **options: Any
     ) -> tuple[Tensor, Tensor, str]:
         """Do as `run` for the newest token of each text, q (B, 1, Hq, D), over the keys and values
         of all its tokens: `first` and `last` of `mask`, (B, 1), are the first that it sees and
@@ -357,8 +357,8 @@ class Attention:
         properties = (*of_tensors, mask.kind, mask.window, deterministic, scores.softcap is None)
         is_compiling = torch.compiler.is_compiling()  # compiled code asks again at each trace
         if is_compiling or properties not in self._served:
-            asked = mask, self.options, deterministic, scores.parts
-            _refuse(self.name, self.backend, AttentionRequest(*of_tensors, *asked))
+            request = AttentionRequest(*of_tensors, mask, self.options, deterministic, scores.parts)
+            _refuse(self.name, self.backend, request)
             if not is_compiling:
                 self._served.add(properties)
 

@@ -137,7 +137,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     model = open_model(config.checkpoint)
     names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
     asked = config.attention if names_attention else None
-    config = replace(config, attention=plugins.attention_of(model.run, asked))
+    config = replace(config, attention=plugins.attention_of(model.run, model.file, asked))
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
     no_documents = "a Hugging Face folder has no documents of its own"
     refuse(

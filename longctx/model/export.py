@@ -252,7 +252,7 @@ def run(options: ExportOptions) -> None:
         config = checkpoint["longctx"]["config"]
         model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
         seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
-    attention = plugins.attention_of(config, None)
+    attention = plugins.attention_of(config, file)
     if not attention.description.exact:
         raise ValueError(
             f"{options.run}: it was trained with attention={attention.backend}, which config.json "

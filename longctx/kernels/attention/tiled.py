@@ -151,6 +151,7 @@ def _scores(
 
     q is (rows, Hkv, G, D), k (keys, Hkv, D).
     """
+    assert scores.scale is not None
     s = torch.einsum("ihgd,jhd->hgij", q.float(), k.float()) * scores.scale
     tanh = None
     if scores.softcap:
