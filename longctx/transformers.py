@@ -312,7 +312,7 @@ def full_mask(
     offsets, positions = others.get("cu_seq_lens_q"), others.get("position_ids")
     is_own = attention_mask is None or attention_mask.shape[1] == q.shape[1]
     if positions is not None and positions.ndim == 2 and is_own:
-        numbers = document_numbers(*q.shape[:2], None, positions)
+        numbers = document_numbers(q.shape[0], q.shape[1], None, positions)
         offsets = packs(numbers, attention_mask) or offsets is not None
     only = "longctx has it for causal attention only"
     refuse(
