@@ -22,7 +22,8 @@ from longctx import files
 from longctx.config import fields
 from longctx.config.command_config import CompareOptions
 from longctx.config.train_config import TrainConfig
-from longctx.report.run_view import RunRecord, read, record_of, write_records
+from longctx.report.run_view import Line, RunRecord, read, record_of, short, write_records
+from longctx.runs.evaluations import ruler_rows, task_scores
 from longctx.runs.metrics import Metric, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
 from longctx.untrusted import opened
@@ -136,7 +137,7 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
     if len(errors) == 2:
         cells["val perplexity"] += f" ± {errors[0] * errors[1]:,.2f}"
     cost, trained = run.cost, run.config["seq_len"]
-    longest = max((score["context"] for score in run.evaluations.perplexities), default=0)
+    longest = max((x["context"] for x in run.evaluations.perplexities), default=0)
     longer = f", evaluated at {longest:,}" if longest > trained else ""
     cells |= {
         "context trained at": f"{trained:,}{longer}",
@@ -156,24 +157,29 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
 def evaluated(run: RunRecord) -> dict[str, str]:
     """Return heading → score of a run's evaluations; the newest checkpoint's replace others'."""
     cells: dict[str, str] = {}
-    for score in run.evaluations.perplexities:
-        name = name_of(score)
-        error = (score["perplexity"] or 0) * (score["standard_error"] or 0)
-        cells[f"{name}: perplexity"] = written("{:,.3f}", score["perplexity"])
-        cells[f"{name}: perplexity"] += f" ± {error:,.3f}" if error else ""
-        cells[f"{name}: word perplexity"] = written("{:,.4g}", score["word_perplexity"])
-        cells[f"{name}: bits per byte"] = written("{:.4f}", score["bits_per_byte"])
-    for score in run.evaluations.tasks:
-        cell = f"{score['value']:,.4f}" + written(" ± {:,.4f}", score["error"])
-        cells[f"{score['task']} {score['metric']} at {score['context']:,}"] = cell
+    for content in run.evaluations.perplexities:
+        name, total = name_of(content), content["total"]
+        error = (total.get("perplexity") or 0) * (total.get("standard_error") or 0)
+        cells |= {
+            f"{name}: perplexity": written("{:,.3f}", total.get("perplexity"))
+            + (f" ± {error:,.3f}" if error else ""),
+            f"{name}: word perplexity": written("{:,.4g}", total.get("word_perplexity")),
+            f"{name}: bits per byte": written("{:.4f}", total.get("bits_per_byte")),
+        }
+    for content in run.evaluations.tasks:
+        for score in task_scores(content["results"]):
+            cell = f"{score['value']:,.4f}" + written(" ± {:,.4f}", score["error"])
+            cells[f"{score['task']} {score['metric']} at {content['context']:,}"] = cell
     for kind, by_length in run.facts.items():
         cells |= {f"{kind} at {length:,}": f"{x:.0%}" for length, x in by_length.items()}
-    for grid in run.evaluations.passkeys:
-        for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True):
-            cells[f"{name_of(grid)}: {grid['kind']} at {length:,}"] = f"{fmean(shares):.0%}"
-    for ruler in run.evaluations.rulers:
-        for task, scores in ruler["scores"].items():
-            for length, share in zip(ruler["lengths"], scores, strict=True):
+    for content in run.evaluations.passkeys:
+        for kind, grid in content["kinds"].items():
+            for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True):
+                cells[f"{name_of(content)}: {kind} at {length:,}"] = f"{fmean(shares):.0%}"
+    for content in run.evaluations.rulers:
+        lengths, by_task = ruler_rows(content)
+        for task, shares in by_task.items():
+            for length, share in zip(lengths, shares, strict=True):
                 cells[f"RULER {task} at {length:,} (%)"] = f"{100 * share:.1f}"
     return cells
 
@@ -202,10 +208,11 @@ def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> dict[str, list
     # Across tokenizers, bits of the same bytes can be compared
     bits: dict[tuple[str, int], list[tuple[float, int]]] = {}
     for row, run in enumerate(runs):
-        for score in run.evaluations.perplexities:
-            if score["bytes"] and score["bits_per_byte"] is not None:
-                group = bits.setdefault((name_of(score), score["bytes"]), [])
-                group.append((score["bits_per_byte"], row))
+        for content in run.evaluations.perplexities:
+            total = content["total"]
+            if total.get("bytes") and total.get("bits_per_byte") is not None:
+                group = bits.setdefault((name_of(content), total["bytes"]), [])
+                group.append((total["bits_per_byte"], row))
     for (name, _), group in bits.items():
         if len({row for _, row in group}) > 1:
             best.setdefault(f"{name}: bits per byte", []).append(min(group)[1])
@@ -311,9 +318,10 @@ def headings(view: Shown) -> dict[str, str]:
 def described(run: RunRecord) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
     # Of the run's own documents that validate: the newest checkpoint, in its longest context
-    scores = [score for score in run.evaluations.perplexities if score["file"].startswith("val-")]
-    scores.sort(key=lambda score: (STEP.findall(score["file"]), score["context"]), reverse=True)
-    evaluated = next((score["positions"] for score in scores if score["positions"]["x"]), None)
+    contents = [x for x in run.evaluations.perplexities if x["file"].startswith("val-")]
+    contents.sort(key=lambda x: (STEP.findall(x["file"]), x["context"]), reverse=True)
+    positions = [line for x in contents if (line := line_of(x.get("by_position"), "first"))]
+    contexts = [line for x in contents if (line := line_of(x.get("by_context"), "context"))]
     return {
         "label": run.label,
         "backend": str(run.config.get("attention.backend", "")),
@@ -324,9 +332,15 @@ def described(run: RunRecord) -> dict[str, Any]:
             if key in run.figures and finite([run.figures[key]])
         },
         "curves": run.curves,
-        "positions": run.positions or evaluated,
-        "contexts": next((score["contexts"] for score in scores if score["contexts"]["x"]), None),
+        "positions": run.positions or next(iter(positions), None),
+        "contexts": next(iter(contexts), None),
     }
+
+
+def line_of(rows: list[dict[str, Any]] | None, x: str) -> Line:
+    """Return the finite losses of an evaluation over the key `x`, {} without any."""
+    rows = [row for row in rows or [] if row["loss"] is not None]
+    return {"x": [row[x] for row in rows], "y": short(row["loss"] for row in rows)} if rows else {}
 
 
 def embedded(data: Any) -> str:

@@ -21,7 +21,7 @@ from longctx import files, tables, untrusted
 from longctx.config.command_config import WatchOptions
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
-from longctx.runs.evaluations import Evaluations, Line, read_evaluations
+from longctx.runs.evaluations import Evaluations, read_evaluations
 from longctx.runs.metrics import (
     BY_POSITION,
     FACTS_FOUND,
@@ -39,6 +39,7 @@ from longctx.untrusted import opened
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
 # and "hi" next to the mean "y"; if they have a standard error, the values below and above it.
 Curve = dict[str, list[float]]
+Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
 
 PAUSE = 0.5  # seconds between two looks
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -21,9 +20,6 @@ FOLDER = "eval"  # next to the checkpoints of a run, or in a Hugging Face folder
 SIZE = 1 << 30  # bytes of the largest file: RULER's holds every answer
 LONGEST_PART = 80  # characters of a setting in a file's name
 Content = dict[str, Any]  # of one JSON
-Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
-# standard_error is of the mean nats per token, over documents.
-SCORES = ("perplexity", "word_perplexity", "bits_per_byte", "standard_error")
 
 
 def stem(*parts: object) -> str:
@@ -61,9 +57,7 @@ def write(content: Content, path: Path) -> None:
 
 
 class Evaluations(NamedTuple):
-    """The content of a run's eval/: perplexities, maps of pass keys, RULER's scores, scores of
-    tasks.
-    """
+    """The content of each JSON in a run's eval/, with its name as "file"."""
 
     perplexities: list[Content]
     passkeys: list[Content]
@@ -73,23 +67,17 @@ class Evaluations(NamedTuple):
 
 def read_evaluations(folder: Path) -> Evaluations:
     """Read every evaluation in the folder of a run; ValueError names the file that is none."""
-    result = Evaluations([], [], [], [])
+    found: dict[str, list[Content]] = {"total": [], "kinds": [], "ruler": [], "results": []}
     for path in sorted((folder / FOLDER).glob("*.json")):
-        # Anybody can write such a file
         with untrusted.opened(path):
             content = untrusted.read_json(
                 path, SIZE, folder, parse_float=finite, parse_constant=finite
             )
-            if "ruler" in content:
-                result.rulers.append(ruler(content, path.name))
-            elif "kinds" in content:
-                result.passkeys.extend(passkeys(content, path.name))
-            elif "results" in content:
-                context = {"context": int(content["context"])}
-                result.tasks.extend(score | context for score in task_scores(content["results"]))
-            else:
-                result.perplexities.append(perplexity(content, path.name))
-    return result
+            kinds = [key for key in found if key in content]
+            if not kinds:
+                raise ValueError(f"{path}: not an evaluation; take it out")
+            found[kinds[-1]].append(content | {"file": path.name})
+    return Evaluations(*found.values())
 
 
 def finite(text: str) -> float:
@@ -98,52 +86,6 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text}: not a finite number")
     return value
-
-
-def perplexity(content: Content, name: str) -> Content:
-    """Return a perplexity, without the scores of single documents."""
-    total = content["total"]
-    return {
-        "file": name,
-        "context": int(content["context"]),
-        "stride": int(content["stride"]),
-        "tokens": int(total["tokens"]),
-        "bytes": int(total.get("bytes") or 0),
-        **{key: None if total.get(key) is None else float(total[key]) for key in SCORES},
-        "positions": line(content.get("by_position", []), "first"),
-        "contexts": line(content.get("by_context", []), "context"),
-    }
-
-
-def line(rows: Iterable[Content], x: str) -> Line:
-    """Return the finite losses of an evaluation over the key `x`."""
-    rows = [row for row in rows if row["loss"] is not None]
-    return {
-        "x": [int(row[x]) for row in rows],
-        "y": [float(f"{float(row['loss']):.5g}") for row in rows],
-    }
-
-
-def passkeys(content: Content, name: str) -> list[Content]:
-    """Return the maps of one file, one for each kind of fact; `accuracy` is [length][depth]."""
-    maps = []
-    for kind, grid in content["kinds"].items():
-        lengths, depths = list(map(int, grid["lengths"])), list(map(float, grid["depths"]))
-        accuracy = [list(map(float, row)) for row in grid["accuracy"]]
-        if list(map(len, accuracy)) != [len(depths)] * len(lengths):
-            raise ValueError(f"{name}: accuracy is not [length][depth]")
-        maps.append(
-            {"file": name, "kind": kind, "lengths": lengths, "depths": depths, "accuracy": accuracy}
-        )
-    return maps
-
-
-def ruler(content: Content, name: str) -> Content:
-    """Return RULER's scores of one file, of each task [length]."""
-    lengths, rows = ruler_rows(content)
-    if any(len(scores) != len(lengths) for scores in rows.values()):
-        raise ValueError(f"{name}: scores are not of each length")
-    return {"file": name, "lengths": lengths, "scores": rows}
 
 
 def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
