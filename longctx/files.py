@@ -5,17 +5,20 @@ a failure leaves the old one. Also exit codes, since a full disk has one of its 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DAY = 86_400.0  # seconds after which a half-written file is of a killed process
 PROBE = ".longctx-"  # prefix of a folder made to test that the parent is writable
 PARTIAL = re.compile(
     rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
@@ -33,6 +36,11 @@ def atomic(path: Path) -> Iterator[Path]:
     as_given, path = path, path.absolute()
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     remove(partial)  # of a killed process that had the same number
+    for left in path.parent.glob(f".{glob.escape(path.stem)}.[0-9]*{path.suffix}"):
+        number = left.name.removeprefix(f".{path.stem}.").removesuffix(path.suffix)
+        with suppress(FileNotFoundError):  # another process has just ended it
+            if number.isdigit() and left.lstat().st_mtime < time.time() - DAY:
+                remove(left)
     try:
         yield partial
         os.replace(partial, path)

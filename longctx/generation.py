@@ -413,4 +413,4 @@ def write(text: str) -> None:
 
 def say(line: str) -> None:
     """Print a line that is no text of the model."""
-    print(line, file=sys.stderr, flush=True)
+    print(files.printable(line), file=sys.stderr, flush=True)

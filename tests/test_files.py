@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from longctx import files
+from longctx.generation import say
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -41,6 +42,17 @@ def test_a_failure_leaves_the_old_file_and_no_part(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.write_text(tmp_path / "nowhere" / "a.json", "x")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_parts_of_killed_processes_go_after_a_day(tmp_path):
+    old, new, other = (tmp_path / name for name in (".out.12", ".out.13", ".out.json"))
+    for path in (old, new, other):
+        path.mkdir()
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    with files.atomic(tmp_path / "out") as partial:
+        partial.mkdir()
+    assert {p.name for p in tmp_path.iterdir()} == {"out", ".out.13", ".out.json"}
 
 
 def test_folders_and_links_are_replaced_too(tmp_path):
@@ -83,3 +95,8 @@ def test_a_full_disk_is_known_behind_other_errors():
     assert not files.is_full(OSError(errno.EACCES, "Permission denied"))
     codes = [files.exit_code(error) for error in (full, OSError("x"), ValueError(), RuntimeError())]
     assert codes == [files.FULL_DISK, 2, 2, 1]
+
+
+def test_a_line_of_chat_drives_no_terminal(capsys):
+    say("error: the chat template of a\x1b[31m does not take it (\x9b2J)")
+    assert not {"\x1b", "\x9b"} & set(capsys.readouterr().err)

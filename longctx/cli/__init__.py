@@ -124,8 +124,10 @@ def answer(
                     unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
                     print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
+            if isinstance(error, RuntimeError) and "home directory" in str(error):
+                error = ValueError("~USER: no such user of this machine; write the path out")
             if not isinstance(error, ValueError | OSError):
-                raise
+                raise error
             # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)

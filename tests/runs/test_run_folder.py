@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from longctx import cli
 from longctx.cli import early_checks
 from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
@@ -123,6 +124,19 @@ def test_a_resume_must_not_change_the_result():
     for key in refused.split():
         with pytest.raises(ValueError, match=key):
             run_folder.check_resumable(Path("r"), [key])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "runs=~nosuchuser/runs", "device=cpu"],
+        ["train", "resume=~nosuchuser/r"],
+        ["train", "plugins=[~nosuchuser/my.py]"],
+        ["generate", "~nosuchuser/r"],
+    ],
+)
+def test_a_home_of_nobody_is_one_line(words, refused):
+    refused(cli.main(words), "~")
 
 
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):

@@ -55,11 +55,18 @@ def curve(key: str) -> Any:
     return pytest.approx(values, nan_ok=True)
 
 
-def test_tensorboard_has_the_numbers_of_the_file(folder):
+def test_tensorboard_has_the_numbers_of_the_file(folder, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    assert train(folder, "tensorboard") is None
+    # A link of the folder's name is replaced; temporary folders are removed
+    (folder.parent / "elsewhere").mkdir()
+    (folder / "tensorboard").symlink_to(folder.parent / "elsewhere")
+    temporary = folder.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert train(folder, "tensorboard", "wandb") is None
+    assert list((folder.parent / "elsewhere").iterdir()) == list(temporary.iterdir()) == []
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["tensors"]) == {"tokens_seen", "loss", "val_loss"}
