@@ -1,9 +1,9 @@
 """A real model reads further than it was trained to: SmolLM2-135M, from 8,192 to 32,768 tokens.
 
 YaRN stretches its positions. LoRA trains it on long sequences: half are text, half are documents
-that ask for facts told far before (data=needles). Before and after, the model reads texts that it
-is not trained on: each hides a pass key and asks for it at its end. One forward gives perplexity by
-position and the answer. Then the model is asked what the longest text is about.
+that ask for facts told far before (examples/needles.py). Before and after, the model reads texts
+that it is not trained on: each hides a pass key and asks for it at its end. One forward gives
+perplexity by position and the answer. Then the model is asked what the longest text is about.
 
     make demo
     make demo ARGS='init=owner/name path=docs/ out=runs/mine'
@@ -31,11 +31,11 @@ from matplotlib.figure import Figure
 import longctx
 from benchmarks import real_weights
 from benchmarks.report import machine, save_figure, short, write_json
-from longctx import cli
+from longctx import cli, plugins
 from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
-from longctx.data.sources import needles
-from longctx.evaluation import passkey
+from longctx.data.sources.registry import open_corpus
+from longctx.evaluation import facts, passkey
 from longctx.evaluation.results import recall_map
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
@@ -46,6 +46,7 @@ EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 VAL_FRACTION = 0.05
 WHEN = ("before", "after")
+NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
 # What a machine does in minutes. On a CPU few sequences, which only show that all of it works
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 11}
@@ -107,8 +108,8 @@ def run(options: Options, command: str) -> None:
     report(result)
     longctx_command = os.path.relpath(Path(sys.executable).with_name("longctx"))
     print(f"\n{out}/result.png, {out}/result.json\n\nNext:")
-    print(f"  {longctx_command} chat {out}/trained")
-    print(f"  {longctx_command} export {out}/trained my-model")
+    print(f"  {longctx_command} chat {out}/trained 'plugins=[]'")
+    print(f"  {longctx_command} export {out}/trained my-model 'plugins=[]'")
     own_text = "data=text data.path=MY_FOLDER"
     stretched = f"rope=yarn seq_len={options.context} lora.rank=16"
     print(f"  {longctx_command} train init={model} {own_text} {stretched}")
@@ -169,7 +170,7 @@ def train(options: Options, model: str, factor: float) -> None:
     folder = Path(options.out) / "trained"
     if folder.exists() and any(x["step"] == options.steps for x in metrics_file.read(folder)):
         return
-    command = ["resume", str(folder)]
+    command = ["resume", str(folder), f"plugins=[{NEEDLES}]"]
     if not run_folder.checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
         command = ["train", *training(options, model, factor)]
@@ -185,11 +186,9 @@ def training(options: Options, model: str, factor: float) -> list[str]:
     paths = [f"data.mix.{name}.path={options.path}" for name in ("text", "facts") if options.path]
     source = "text" if options.path else "embedded"
     # Of a sequence: the longest generated document just fills it
-    length = int(
-        options.seq_len * characters_per_token(tokenizer, unseen(options, model, tokenizer))
-    )
+    length = int(options.seq_len * characters_per_token(tokenizer, options.path))
     return [
-        *(f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
+        *(f"plugins=[{NEEDLES}]", f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
         *("lora.rank=16", f"lr={options.lr}", f"seq_len={options.seq_len}"),
         *("batch_size=1", "accumulate=1", f"max_steps={options.steps}"),
         *("data=mix", f"data.mix.text.source={source}", "data.mix.facts.source=needles", *paths),
@@ -204,10 +203,11 @@ def training(options: Options, model: str, factor: float) -> list[str]:
     ]
 
 
-def characters_per_token(tokenizer: Tokenizer, filler: np.ndarray) -> float:
+def characters_per_token(tokenizer: Tokenizer, path: str) -> float:
     """Return the characters per token of a generated document: digits make them fewer."""
-    text = tokenizer.decode(filler.tolist())
-    example = needles.document(text, needles.EVERY, random.Random(1))
+    plugins.load([str(NEEDLES)])
+    config = DataConfig("needles", path or None, documents=1)
+    example = next(open_corpus(config).documents()).text
     return len(example) / len(tokenizer.encode(example))
 
 
@@ -251,7 +251,7 @@ def read(
     One forward gives both. As in `longctx.evaluation.passkey` a key is found if each token of it is
     the likeliest.
     """
-    hidden = needles.task("passkey", random.Random(f"{filler[:9]} {depth}"))
+    hidden = facts.draw("passkey", random.Random(f"{filler[:9]} {depth}"))
     ids, answer = passkey.text(hidden, tokenizer, filler, length, depth, ())
     tokens = torch.from_numpy(ids)[None]
     positions = torch.cat(

@@ -171,7 +171,7 @@ def test_a_sweep_asks_for_one_commit_once(machine):
         from longctx.cli import checked_jobs
         print(json.dumps(checked_jobs(sys.argv[1:])))
     """
-    words = ("init=me/small", "data=needles", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")
+    words = ("init=me/small", "data=embedded", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")
     code, [jobs], err = machine(*words, script=textwrap.dedent(script))
     assert code == 0, err
     assert [job[0] for job in json.loads(jobs)] == [f"init=me/small@{NEW}"] * 4

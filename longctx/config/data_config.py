@@ -27,8 +27,7 @@ class DataConfig(Group):
     )
     path: Any = key(
         None,
-        "text, and the haystack of needles: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a "
-        "builder",
+        "text: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a builder",
     )
     text_column: str = key(
         "text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets"
@@ -67,7 +66,9 @@ class DataConfig(Group):
         None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
     )
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
-    length: int = key(8192, "needles: characters of a document", between=(256, 2**30))
+    length: int = key(
+        8192, "characters of a document, if a source of your own makes them", between=(256, 2**30)
+    )
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(
         True,

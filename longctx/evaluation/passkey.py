@@ -3,7 +3,7 @@
 A text is `length` tokens: filler with the key after `depth` of it, the question, the answer. The
 model sees all but the answer's last token, and is right if each token of the answer is the most
 likely one; greedy decoding would then give the same answer. The hidden sentences are those of
-`longctx.data.sources.needles`. `PassKeys` asks for them at each validation of a run.
+`facts`. `PassKeys` asks for them at each validation of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from longctx.config.eval_config import KINDS
 from longctx.data import Data, Tokenizer
 from longctx.data.dataset import EncodedDocument
-from longctx.data.sources.needles import Task, task
+from longctx.evaluation import facts
 from longctx.evaluation.score import Progress, Scorer
 from longctx.evaluation.windows import Document
 from longctx.parallel.devices import dtype_of
@@ -132,7 +132,7 @@ def filler_of(
 
 
 def text(
-    hidden: Task,
+    hidden: facts.Fact,
     tokenizer: Tokenizer,
     filler: np.ndarray,
     length: int,
@@ -173,7 +173,7 @@ def _texts(
         for number in range(samples):
             # The same texts at every depth.
             rng = random.Random(f"measure {cell.kind} {cell.length} {number}")
-            hidden = task(cell.kind, rng)
+            hidden = facts.draw(cell.kind, rng)
             first = rng.randrange(len(filler))
             rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))
             others = [rng.random() for _ in hidden.others]

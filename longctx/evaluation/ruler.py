@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from longctx import untrusted
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
-from longctx.data.sources.needles import CITIES
+from longctx.evaluation.facts import CITIES
 
 T = TypeVar("T")
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("ruler.toml").read_text())

@@ -58,7 +58,7 @@ def test_the_command_line_wins_over_a_file(tmp_path):
         ["model=1b", "model.layers=12", "attention=sdpa", "memory=long", "betas=[0.9,0.99]"],
         ["optimizer=muon", "data=text", "data.path=docs/", "data.vocab_size=300", "model=tiny"],
         ["model=tiny", "model.nope_layers=[1,2]", "passkey=true", "passkey.lengths=[256]"],
-        ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data=needles"],
+        ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data.documents=9"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.revision='12e4567'", "lr=1e-3"],
         ["model=tiny", "sample_every=5", "sample_prompt=12", r"wandb.notes=C:\dir\ x\\"],

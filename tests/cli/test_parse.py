@@ -16,7 +16,7 @@ from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
-NEEDLES = "data=mix data.mix.code.source=needles"
+TALKS = "data=mix data.mix.code.path=x"
 EXPERTS = "model=tiny model.experts.count=4"
 ONE_GROUP = f"{EXPERTS} model.experts.router=sigmoid_bias"
 GROUPED = f"{ONE_GROUP} model.experts.groups=2"
@@ -149,8 +149,14 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
-        (f"{NEEDLES} data.mix.code.errors=replace", "data.mix.code.errors=replace: has no effect"),
-        (f"{NEEDLES} data.mix.code.length=500 data.length=900", "data.length=900: has no effect"),
+        (
+            f"{TALKS} data.mix.code.chat=true data.mix.code.text_column=b",
+            "text_column=b: has no effect",
+        ),
+        (
+            f"{TALKS} data.mix.code.errors=strict data.errors=replace",
+            "data.errors=replace: has no effect",
+        ),
         ("data=hub data.path=json data.files=a data.name=b", "data.name=b: has no effect"),
         ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
         ("objective=orpo data=text data.path=a data.chat=true data.turns=all", "turns=all: has no"),
@@ -190,9 +196,8 @@ def test_a_mistake_names_the_key_or_the_remedy(words, message):
     [
         "seq_len=64 seq_len=64",
         "spike_budget=9 spike=skip",
-        f"{MIX} data.mix.a.source=needles data.length=500",
         f"{MIX} data.mix.a.path=x data.text_column=body data.errors=replace",
-        "data=needles data.path=x data.errors=replace data.vocab_size=300",
+        "data=text data.path=x data.errors=replace data.vocab_size=300",
     ],
 )
 def test_words_that_belong_together_compose(words):

@@ -1,13 +1,18 @@
 """Small corpora on disk, and a configuration that reads them with a cache of its own."""
 
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from longctx import plugins
 from longctx.data import DataConfig, load
+from longctx.data.sources import SOURCES
 from tests.data.chat_templates import CHATML, write, write_tokenizer
+from tests.processes import ROOT
 
 TEXT = "rain on the old stone bridge and light over a quiet river αβγ 水 été 😀"
 WORDS = TEXT.split()
@@ -57,3 +62,13 @@ def folder(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path)
     write(tmp_path, CHATML)
     return tmp_path
+
+
+@pytest.fixture
+def needles() -> Iterator[ModuleType]:
+    """Return the plugin examples/needles.py, which is forgotten after the test."""
+    plugins.load([str(ROOT / "examples" / "needles.py")])
+    name = type(SOURCES["needles"]).__module__
+    yield sys.modules[name]
+    SOURCES.remove("needles")
+    del sys.modules[name]

@@ -21,7 +21,7 @@ def test_histogram_counts_every_token(text_config):
 
 
 def test_a_mix_is_printed(corpus, tmp_path, capsys):
-    recall = {"source": "needles", "path": corpus, "documents": 4, "length": 600}
+    recall = {"path": corpus, "documents": 4}
     overrides = [f"data.mix.recall.{key}={value}" for key, value in recall.items()]
     overrides += ["data=mix", f"data.mix.long.path={corpus}", "data.mix.long.weight=3"]
     overrides += ["data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64"]

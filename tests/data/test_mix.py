@@ -15,7 +15,7 @@ Make = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def config(text_config: Make, corpus: Path) -> DataConfig:
+def config(text_config: Make, corpus: Path, needles: object) -> DataConfig:
     recall = {"source": "needles", "path": str(corpus), "documents": 9, "length": 600}
     mix = {
         "long": {"path": str(corpus), "weight": 3, "documents": 12},
@@ -44,7 +44,7 @@ def test_a_mix_is_its_sources_in_order(config):
     assert next(iter(data.order(1, 0, 1, 0))) in range(len(data.train))
 
 
-def test_validation_is_trained_on_in_no_source(text_config, tmp_path):
+def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
     """Two sources have the same documents; a third makes its own from those of the first."""
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -94,12 +94,11 @@ def test_cut_prompts_fill_no_more_than_a_sequence(text_config, folder):
 def test_conversations_are_mixed_with_text(text_config, folder, corpus):
     talk = chats(folder, {"messages": TALK})
     text = {"path": str(corpus), "chat": False}
-    needles = {"source": "needles", "documents": 3, "length": 300} | text
-    mix = {"talk": {"path": talk.path}, "text": text, "needles": needles}
+    mix = {"talk": {"path": talk.path}, "text": text, "code": text | {"documents": 3}}
     values = {"source": "mix", "path": None, "mix": mix, "tokenizer": str(folder)}
     data = load(text_config(**values, chat=True, turns="last", val_fraction=0), 64)
     scored = {document.name.split("/")[0]: document.scored for document in data.documents("train")}
-    assert scored["text"] is scored["needles"] is None
+    assert scored["text"] is scored["code"] is None
     assert 0 < scored["talk"].sum() < 10
 
 
@@ -117,7 +116,7 @@ def test_conversations_are_mixed_with_text(text_config, folder, corpus):
         ({"mix": {"a": {"source": "text"}}}, "data.mix.a: data.path is not set"),
         ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data.source=books: .*embedded"),
         ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: "),
-        ({"mix": {"a": {"length": 900}}}, "data.mix.a.length=900: data=embedded .*data=needles"),
+        ({"mix": {"a": {"split": "x"}}}, "data.mix.a.split=x: data=embedded .*data=hub"),
         ({"chat": True, "mix": {"a": {}}}, "data.*chat=true: .*data.mix.a.chat=false"),
         ({"source": "embedded", "mix": {"a": {}}}, "data.mix=.*data=embedded .*data=mix"),
         ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: "),

@@ -1,10 +1,8 @@
-"""The sources beside files: the door that a user's own goes through, the embedded corpus, generated
-facts, and the checks that all of them share.
+"""The sources beside files: the door that a user's own goes through, the embedded corpus, and the
+checks that all of them share.
 """
 
 import os
-import random
-import re
 import sysconfig
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -12,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx.config.eval_config import KINDS
 from longctx.data import DataConfig, load
-from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, needles, register
+from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, register
 from longctx.data.sources.registry import (
     check,
     check_overrides,
@@ -85,8 +82,7 @@ def test_a_registered_source_checks_its_keys(counting):
     [
         (DataConfig(source="text", path="a.jsonl", chat=True), "text_column", "data.chat=true"),
         (DataConfig(source="hub", path="a/b", chat=True), "text_column", "data.chat=true"),
-        (DataConfig(source="needles"), "errors", "data.path"),
-        (DataConfig(source="mix", mix={"a": {"source": "needles"}}), "errors", "mix"),
+        (DataConfig(source="mix", mix={"a": {}}), "errors", "mix"),
     ],
 )
 def test_an_override_without_effect_is_refused(config, key, reason):
@@ -99,7 +95,7 @@ def test_pinned_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     assert pinned(DataConfig(source="text", path="a")).path == f"{here}/a"
-    two = pinned(DataConfig(source="needles", path=["a", "b"]))
+    two = pinned(DataConfig(source="text", path=["a", "b"]))
     assert two.path == [f"{here}/a", f"{here}/b"]
     on_the_hub = DataConfig(source="hub", path="a/b", revision="c" * 40)
     assert pinned(on_the_hub) == on_the_hub
@@ -143,63 +139,3 @@ def test_a_file_changed_at_the_same_size_is_read_again(tmp_path, monkeypatch):
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert file.stat().st_size == status.st_size
         assert (open_corpus(DataConfig()).identity == identity) is is_equal
-
-
-# Generated facts
-
-QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
-
-
-@pytest.fixture
-def facts(tmp_path: Path) -> DataConfig:
-    lines = (f"line {n} of a long and dull text" for n in range(3000))
-    (tmp_path / "a.txt").write_text("\n".join(lines))
-    return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
-
-
-def test_every_question_is_answered_before(facts):
-    documents = list(open_corpus(facts).documents())
-    assert len({document.text for document in documents}) == len(documents) == 20
-    for text in (document.text for document in documents):
-        assert 2000 < len(text) < 3300
-        questions = list(QUESTION.finditer(text))
-        assert len(questions) > 5
-        for question in questions:
-            city, _ = question.groups()
-            fact = needles.NEEDLE_FACT if city else needles.PASSKEY_FACT
-            fact = fact.format(*filter(None, question.groups()))
-            assert 0 <= text.find(fact) < question.start()
-        assert questions[-1][1] is None
-        assert questions[-1].end() == len(text)
-
-
-@pytest.mark.parametrize("filler", ["x" * 9000, "word " * 1800])
-def test_facts_are_anywhere_in_text_without_lines(filler):
-    positions = []
-    for seed in range(50):
-        text = needles.document(filler, 9000, random.Random(seed))
-        assert text.count("word") == filler.count("word")
-        positions.append(text.index("\nThe pass key is") / len(text))
-    assert 0.3 < sorted(positions)[25] < 0.7
-
-
-def test_facts_follow_from_their_number(facts):
-    documents = list(open_corpus(facts).documents())
-    assert documents == list(open_corpus(facts).documents())
-    assert list(open_corpus(replace(facts, documents=7)).documents()) == documents[:7]
-    assert open_corpus(facts).identity != open_corpus(replace(facts, length=4000)).identity
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_task_has_one_answer(kind):
-    for seed in range(50):
-        task = needles.task(kind, random.Random(seed))
-        assert task.answer.strip() in task.fact
-        assert len(task.others) == (needles.DISTRACTORS if kind == "needle" else 0)
-        assert not any(task.answer.strip() in other or other == task.fact for other in task.others)
-
-
-def test_facts_are_in_embedded_text_by_default(monkeypatch):
-    monkeypatch.setattr(needles, "FILLER_LIMIT", 1 << 20)
-    [document] = open_corpus(DataConfig(source="needles", documents=1, length=3000)).documents()
-    assert "The pass key is" in document.text

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longctx.config.eval_config import KINDS
-from longctx.data.sources.needles import task
 from longctx.data.tokenizer import Tokenizer, train
+from longctx.evaluation.facts import draw
 from longctx.evaluation.passkey import content, filler_of, recall, text
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import Document
@@ -62,7 +62,7 @@ class Oracle(GPT):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
 def test_a_text_has_its_length_and_key_depth(tokenizer, filler, kind, depth):
-    hidden = task(kind, Random(3))
+    hidden = draw(kind, Random(3))
     others = [0.1, 0.5, 0.9][: len(hidden.others)]
     ids, answer = text(hidden, tokenizer, filler, 400, depth, others)
     assert len(ids) == 400
@@ -97,7 +97,7 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
     [cell] = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
     assert model.training
     rng = Random("measure passkey 150 0")
-    hidden = task("passkey", rng)
+    hidden = draw("passkey", rng)
     first = rng.randrange(len(filler))
     ids, answer = text(hidden, tokenizer, np.roll(filler, -first), 150, 0.5, [])
     logp = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]

@@ -95,8 +95,7 @@ def test_a_mix_with_pass_keys_resumes_exactly(trained, corpus, capsys):
     changes = {
         **{"data": "mix", "data__path": None, "val_every": 2, "max_steps": 4},
         **{"data__mix__prose__path": corpus, "data__mix__prose__weight": 2},
-        **{"data__mix__recall__source": "needles", "data__mix__recall__path": corpus},
-        **{"data__mix__recall__documents": 12, "data__mix__recall__length": 400},
+        **{"data__mix__recall__path": corpus, "data__mix__recall__documents": 12},
         **{"passkey": "true", "passkey__lengths": "[600]"},
         **{"passkey__samples": 1, "passkey__depths": "[0,1]"},
     }

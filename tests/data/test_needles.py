@@ -1,0 +1,70 @@
+"""The example plugin of generated facts, and the facts that evaluations ask for."""
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longctx.config.eval_config import KINDS
+from longctx.data import DataConfig
+from longctx.data.sources.registry import open_corpus
+from longctx.evaluation.facts import DISTRACTORS, NEEDLE_FACT, PASSKEY_FACT, draw
+
+QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
+
+
+@pytest.fixture
+def config(needles, tmp_path: Path) -> DataConfig:
+    lines = (f"line {n} of a long and dull text" for n in range(3000))
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
+
+
+def test_every_question_is_answered_before(config):
+    documents = list(open_corpus(config).documents())
+    assert len({document.text for document in documents}) == len(documents) == 20
+    for text in (document.text for document in documents):
+        assert 2000 < len(text) < 3300
+        questions = list(QUESTION.finditer(text))
+        assert len(questions) > 5
+        for question in questions:
+            city, _ = question.groups()
+            fact = NEEDLE_FACT if city else PASSKEY_FACT
+            fact = fact.format(*filter(None, question.groups()))
+            assert 0 <= text.find(fact) < question.start()
+        assert questions[-1][1] is None
+        assert questions[-1].end() == len(text)
+
+
+@pytest.mark.parametrize("filler", ["x" * 9000, "word " * 1800])
+def test_facts_are_anywhere_in_text_without_lines(needles, filler):
+    positions = []
+    for seed in range(50):
+        text = needles.hidden_in(filler, 9000, random.Random(seed))
+        assert text.count("word") == filler.count("word")
+        positions.append(text.index("\nThe pass key is") / len(text))
+    assert 0.3 < sorted(positions)[25] < 0.7
+
+
+def test_facts_follow_from_their_number(config):
+    documents = list(open_corpus(config).documents())
+    assert documents == list(open_corpus(config).documents())
+    assert list(open_corpus(replace(config, documents=7)).documents()) == documents[:7]
+    assert open_corpus(config).identity != open_corpus(replace(config, length=4000)).identity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fact_has_one_answer(kind):
+    for seed in range(50):
+        fact = draw(kind, random.Random(seed))
+        assert fact.answer.strip() in fact.fact
+        assert len(fact.others) == (DISTRACTORS if kind == "needle" else 0)
+        assert not any(fact.answer.strip() in other or other == fact.fact for other in fact.others)
+
+
+def test_facts_are_in_embedded_text_by_default(needles, monkeypatch):
+    monkeypatch.setattr(needles, "FILLER_LIMIT", 1 << 20)
+    [document] = open_corpus(DataConfig(source="needles", documents=1, length=3000)).documents()
+    assert "The pass key is" in document.text
