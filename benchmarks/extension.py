@@ -36,9 +36,9 @@ from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.data.sources.registry import open_corpus
 from longctx.evaluation import facts, passkey
-from longctx.evaluation.results import recall_map
+from longctx.evaluation.results import grids, heat_map
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import Document
+from longctx.evaluation.windows import ScoredDocument
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
 
@@ -159,7 +159,7 @@ def unseen(options: Options, model: str, tokenizer: Tokenizer) -> np.ndarray:
     assert options.seq_len is not None and options.lengths is not None
     documents = load(config, options.seq_len).documents("val")
     filler = passkey.filler_of(
-        (Document(*one[:3]) for one in documents), tokenizer, 4 * max(options.lengths)
+        (ScoredDocument(*one[:3]) for one in documents), tokenizer, 4 * max(options.lengths)
     )
     passkey.check_filler("lengths", filler, options.lengths)
     return np.resize(filler, max(len(filler), 2 * max(options.lengths)))
@@ -297,5 +297,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False)
     left.grid(alpha=0.3)
     for axes, when in zip(maps, WHEN, strict=True):
-        recall_map(axes, result[when]["passkeys"], f"pass keys found (%), {when}")
+        (grid,) = grids({"kinds": {"passkey": result[when]["passkeys"]}})
+        heat_map(axes, grid._replace(title=f"pass keys found (%), {when}"))
     save_figure(figure, path)

@@ -34,7 +34,7 @@ from longctx.evaluation.load import TrainedModel, build_model, documents_of, ope
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import Document, stride_of
+from longctx.evaluation.windows import ScoredDocument, stride_of
 from longctx.parallel.devices import (
     able_backends,
     check_attention,
@@ -83,7 +83,7 @@ class Setup:
             return f"lengths={self.lengths}"
         return f"seq_len={self.context} batch_size={self.batch_size}"
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[ScoredDocument]:
         """Return the documents to score or to make texts of."""
         return documents_of(self.model, self.config, self.own_split)
 

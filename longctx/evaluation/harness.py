@@ -29,7 +29,7 @@ LOGITS = 4096  # positions with logits at one time on a device
 ANSWER = 256  # tokens, unless a task gives another limit
 
 
-class Piece(NamedTuple):
+class Continuation(NamedTuple):
     """Tokens (n + 1,) of request number `owner`; the last `scored` of them are targets."""
 
     owner: int
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     scored: int
 
 
-class Question(NamedTuple):
+class Prompt(NamedTuple):
     """Prompt number `owner`, to continue by `max_tokens` tokens or up to a word of `until`."""
 
     owner: int
@@ -168,7 +168,7 @@ class Harness(TemplateLM):
                     answers[question.owner] = self._text(question, tokens)[0]
         return answers
 
-    def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> Question:
+    def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> Prompt:
         """Return a request for an answer; ValueError for sampling, or if the context is short."""
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise ValueError("a task asks for sampling; generation is greedy here")
@@ -182,11 +182,9 @@ class Harness(TemplateLM):
             )
         # As HFLM: few-shot examples come first, so a prompt that is too long loses its beginning
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
-        return Question(
-            owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens
-        )
+        return Prompt(owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens)
 
-    def _text(self, question: Question, tokens: Sequence[int]) -> tuple[str, bool]:
+    def _text(self, question: Prompt, tokens: Sequence[int]) -> tuple[str, bool]:
         """Return the text of an answer up to its end, and True if a word of `until` ends it."""
         text = self.vocabulary.decode(tokens, special=False)  # as HFLM
         ends = [index for stop in question.until if stop and (index := text.find(stop)) >= 0]
@@ -198,20 +196,20 @@ class Harness(TemplateLM):
             begin = max(0, end - self.context)
             yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
 
-    def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Piece]:
+    def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Continuation]:
         """Yield a continuation whole; in pieces of `stride` if it is longer than the context."""
         ids = np.array([*before, *after], dtype=np.int64)
         first = len(before)
         step = len(after) if len(after) <= self.context else self.stride
         while first < len(ids):
             end = min(first + step, len(ids))
-            yield Piece(owner, ids[max(0, end - 1 - self.context) : end], end - first)
+            yield Continuation(owner, ids[max(0, end - 1 - self.context) : end], end - first)
             first = end
 
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    def _batches(self, pieces: Sequence[Continuation]) -> Iterator[list[Continuation]]:
         """Yield pieces of falling length, as many as tokens and logits of a forward allow."""
         ranks = self.scorer.data_ranks
-        batch: list[Piece] = []
+        batch: list[Continuation] = []
         for piece in pieces:
             count = len(batch) + 1
             longest = len(batch[0].ids) - 1 if batch else 1

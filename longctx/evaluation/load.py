@@ -25,7 +25,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
-from longctx.evaluation.windows import Document
+from longctx.evaluation.windows import ScoredDocument
 from longctx.model import GPT, huggingface
 from longctx.model.gpt import build
 from longctx.model.restore import copy_weights
@@ -158,7 +158,9 @@ def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
 
 
-def documents_of(model: TrainedModel, config: EvalConfig, own_split: bool) -> Iterator[Document]:
+def documents_of(
+    model: TrainedModel, config: EvalConfig, own_split: bool
+) -> Iterator[ScoredDocument]:
     """Return the documents of `config`: of the run's own split, or of data=; at most its limit."""
     if model.run is None or not own_split:
         return of_source(config.data, model.tokenizer, config.documents)
@@ -168,7 +170,7 @@ def documents_of(model: TrainedModel, config: EvalConfig, own_split: bool) -> It
 
 def of_run(
     folder: Path, run: dict[str, Any], split: str, fingerprint: str, limit: int | None = None
-) -> Iterator[Document]:
+) -> Iterator[ScoredDocument]:
     """Yield the first `limit` documents of `split` of a run's data, without the answers that it was
     to avoid; ValueError if there are none.
 
@@ -195,7 +197,7 @@ def of_run(
 
 def of_source(
     config: DataConfig, tokenizer: Tokenizer, limit: int | None = None
-) -> Iterator[Document]:
+) -> Iterator[ScoredDocument]:
     """Yield the first `limit` documents of files or a data set, without caching anything.
 
     Of conversations, written by the chat template of the model's folder, or of data.tokenizer, the
@@ -227,12 +229,12 @@ def of_source(
 
 def counted(
     tokenizer: Tokenizer, name: str, ids: np.ndarray, n_bytes: int, scored: np.ndarray | None
-) -> Document:
+) -> ScoredDocument:
     """Return a document of `n_bytes` with the bytes and words of its target tokens."""
     if scored is None:
         ended = ids[-1] == tokenizer.eos_id
         n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())
-        return Document(name, ids, n_bytes - tokenizer.n_bytes(int(ids[0])), n_words)
+        return ScoredDocument(name, ids, n_bytes - tokenizer.n_bytes(int(ids[0])), n_words)
     # The text of a conversation has special tokens between its target tokens.
     text = tokenizer.decode(ids[1:][scored[1:]], special=False)
-    return Document(name, ids, len(text.encode()), len(text.split()), scored)
+    return ScoredDocument(name, ids, len(text.encode()), len(text.split()), scored)

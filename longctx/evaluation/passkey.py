@@ -23,7 +23,7 @@ from longctx.data import Data, Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import facts
 from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import Document
+from longctx.evaluation.windows import ScoredDocument
 from longctx.parallel.devices import dtype_of
 from longctx.runs.metrics import FACTS_FOUND
 from longctx.training.callbacks import Callback, Parts, register
@@ -56,7 +56,7 @@ class Cell:
         return self.nats / self.samples
 
 
-class Text(NamedTuple):
+class KeyText(NamedTuple):
     """Tokens (length,) int64; the last `answer` of them are the answer."""
 
     cell: Cell
@@ -117,7 +117,7 @@ def check_filler(key: str, filler: np.ndarray, lengths: Sequence[int]) -> None:
 
 
 def filler_of(
-    documents: Iterable[Document | EncodedDocument], tokenizer: Tokenizer, tokens: int
+    documents: Iterable[ScoredDocument | EncodedDocument], tokenizer: Tokenizer, tokens: int
 ) -> np.ndarray:
     """Return at least `tokens` tokens of `documents`, or all of them, without special tokens."""
     special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
@@ -168,7 +168,7 @@ def text(
 
 def _texts(
     cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int
-) -> Iterator[Text]:
+) -> Iterator[KeyText]:
     for cell in cells:
         for number in range(samples):
             # The same texts at every depth.
@@ -177,7 +177,7 @@ def _texts(
             first = rng.randrange(len(filler))
             rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))
             others = [rng.random() for _ in hidden.others]
-            yield Text(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
+            yield KeyText(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
 
 
 def content(cells: Sequence[Cell]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import Document, Window, losses, sliding, stride_of, window_of
+from longctx.evaluation.windows import ScoredDocument, Window, losses, sliding, stride_of, window_of
 from longctx.training.positions import Filled, bucket_sums, error_of_ratio, mean_losses
 
 
@@ -82,7 +82,7 @@ class Contexts:
     documents: int = 0  # longer than the longest
     nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def windows(self, owner: int, document: Document) -> Iterator[Window]:
+    def windows(self, owner: int, document: ScoredDocument) -> Iterator[Window]:
         """Yield every stretch of a document at every length."""
         limit, tokens = self.lengths[-1], len(document.ids)
         # So a target has at least half of the shortest context before it
@@ -164,7 +164,7 @@ class Perplexity:
 
 def perplexity(
     scorer: Scorer,
-    documents: Iterable[Document],
+    documents: Iterable[ScoredDocument],
     context: int,
     stride: int | None = None,
     batch_size: int = 1,
@@ -206,7 +206,7 @@ def perplexity(
     return result
 
 
-def _windows(documents: Iterable[Document], result: Perplexity) -> Iterator[Window]:
+def _windows(documents: Iterable[ScoredDocument], result: Perplexity) -> Iterator[Window]:
     """Yield the windows of all documents, and enter those in `result` as they are read."""
     for owner, document in enumerate(documents):
         score = Score(document.name, document.targets, document.n_bytes, 0.0, document.n_words)

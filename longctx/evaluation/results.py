@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -55,8 +55,53 @@ def save(content: Content, stem: str, model: TrainedModel, wandb: str) -> Path:
 
 def show(content: Content) -> None:
     """Print the tables of an evaluation."""
-    shows = {"ruler": show_ruler, "kinds": show_passkeys, "results": show_tasks}
-    next((show for key, show in shows.items() if key in content), show_perplexity)(content)
+    if "total" in content:
+        show_perplexity(content)
+        return
+    if "results" in content:
+        columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
+        columns["± standard error"] = "{error:,.4f}"
+        rows = evaluations.task_scores(content["results"])
+        tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
+        return
+    for title, names, lengths, shares in grids(content):
+        rows_of_grid = [[name, *map(percent, row)] for name, row in zip(names, shares, strict=True)]
+        headings = ["tokens", *map("{:,}".format, lengths)]
+        tables.show(tables.text_table(title, headings, rows_of_grid))
+    if any(TASKS[task].essay for task in content.get("ruler", {}).get("scores", ())):
+        print("essays are your own text, where RULER has Paul Graham's")
+    if content.get("made"):
+        tasks = " and ".join(content["made"])
+        print(f"{tasks}: questions made from your own text, not RULER's data")
+
+
+class Grid(NamedTuple):
+    """Shares, 0 to 1, of what a model finds: of each name [length]."""
+
+    title: str
+    names: Sequence[str]
+    lengths: Sequence[int]
+    shares: Sequence[Sequence[float]]
+
+
+def grids(content: Content) -> list[Grid]:
+    """Return the grid of each kind of pass keys, by depth, or that of RULER's tasks."""
+    if "ruler" in content:
+        lengths, scores = evaluations.ruler_rows(content)
+        return [Grid("RULER: score by task", list(scores), lengths, list(scores.values()))]
+    return [
+        Grid(
+            f"{kind}: right answers by depth",
+            [*map(percent, grid["depths"]), "mean"],
+            grid["lengths"],
+            [*zip(*grid["accuracy"], strict=True), [fmean(row) for row in grid["accuracy"]]],
+        )
+        for kind, grid in content["kinds"].items()
+    ]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def show_perplexity(content: Content) -> None:
@@ -79,14 +124,6 @@ def show_perplexity(content: Content) -> None:
     parts += [f"{speed:,.0f} tokens/s through the model after the first batch"] if speed else []
     parts += [f"{memory:.1f} GiB"] if memory else []
     print(", ".join(parts))
-
-
-def show_tasks(content: Content) -> None:
-    """Print the scores of lm-evaluation-harness."""
-    columns = {"task": "{task}", "metric": "{metric}", "value": "{value:,.4f}"}
-    columns["± standard error"] = "{error:,.4f}"
-    rows = evaluations.task_scores(content["results"])
-    tables.show(table("lm-evaluation-harness", columns, rows), keys=2)
 
 
 def table(title: str, columns: dict[str, str], rows: Iterable[Content] = ()) -> Table:
@@ -134,38 +171,13 @@ def documents_table(content: Content) -> Table:
     return tables.text_table(title, list(columns), [*rows, cells(columns, total, "bold")])
 
 
-def show_passkeys(content: Content) -> None:
-    """Print a table of each kind: depths down, lengths across, the share of right answers."""
-    for kind, grid in content["kinds"].items():
-        by_depth = zip(grid["depths"], zip(*grid["accuracy"], strict=True), strict=True)
-        rows = [[f"{depth:.0%}", *map("{:.0%}".format, shares)] for depth, shares in by_depth]
-        rows.append(["mean", *(f"{fmean(shares):.0%}" for shares in grid["accuracy"])])
-        headings = ["depth", *map("{:,}".format, grid["lengths"])]
-        title = f"{kind}: right answers, by depth and tokens"
-        tables.show(tables.text_table(title, headings, rows))
-
-
-def show_ruler(content: Content) -> None:
-    """Print a table of tasks and lengths, and which data are not RULER's own."""
-    lengths, scores = evaluations.ruler_rows(content)
-    rows = [[task, *(f"{100 * share:.1f}" for share in of)] for task, of in scores.items()]
-    headings = ["task", *map("{:,}".format, lengths)]
-    tables.show(tables.text_table("RULER, score by task and tokens (%)", headings, rows))
-    if any(TASKS[task].essay for task in content["ruler"]["scores"]):
-        print("essays are your own text, where RULER has Paul Graham's")
-    if content["made"]:
-        tasks = " and ".join(content["made"])
-        print(f"{tasks}: questions made from your own text, not RULER's data")
-
-
 def draw(content: Content, path: Path) -> Path | None:
     """Write a PNG to `path` and return it; None for tasks, which have no picture."""
     if "results" in content:
         return None
-    drawings = {"ruler": draw_ruler, "kinds": draw_passkeys}
-    draw_kind = next((draw for key, draw in drawings.items() if key in content), draw_perplexity)
+    figure = draw_perplexity(content) if "total" in content else draw_grids(grids(content))
     with files.atomic(path) as partial:
-        draw_kind(content).savefig(partial, dpi=120)
+        figure.savefig(partial, dpi=120)
     return path
 
 
@@ -198,45 +210,24 @@ def draw_perplexity(content: Content) -> Figure:
     return figure
 
 
-def draw_passkeys(content: Content) -> Figure:
-    """Draw a heat map of each kind."""
-    kinds = content["kinds"]
-    widest = max(len(grid["lengths"]) for grid in kinds.values())
-    figure = Figure(figsize=((2.5 + 0.7 * widest) * len(kinds), 4), layout="constrained")
-    for number, (kind, grid) in enumerate(kinds.items(), start=1):
-        image = recall_map(figure.add_subplot(1, len(kinds), number), grid, kind)
-    figure.colorbar(image, ax=figure.axes, label="right answers")
-    return figure
-
-
-def recall_map(axes: Any, grid: Content, title: str) -> Any:
-    """Draw one kind of pass keys: lengths across, depths down; return the image."""
-    by_depth = list(zip(*grid["accuracy"], strict=True))
-    names = [f"{depth:.0%}" for depth in grid["depths"]]
-    axes.set(xlabel="tokens", ylabel="depth of the key", title=title)
-    return heat_map(axes, by_depth, grid["lengths"], names)
-
-
-def draw_ruler(content: Content) -> Figure:
-    """Draw the table of tasks and lengths."""
-    lengths, scores = evaluations.ruler_rows(content)
-    size = 3.2 + 0.8 * len(lengths), 1.5 + 0.28 * len(scores)
+def draw_grids(drawn: Sequence[Grid]) -> Figure:
+    """Draw each grid as a heat map: lengths across, names down."""
+    widest = max(len(grid.lengths) for grid in drawn)
+    tallest = max(len(grid.names) for grid in drawn)
+    size = (3 + 0.7 * widest) * len(drawn), 1.5 + 0.28 * tallest
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
-    heat_map(axes, list(scores.values()), lengths, list(scores))
-    axes.set(xlabel="tokens", title="RULER, score (%)")
+    for axes, grid in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        heat_map(axes, grid)
     return figure
 
 
-def heat_map(
-    axes: Any, rows: Sequence[Sequence[float]], lengths: Sequence[int], names: Sequence[str]
-) -> Any:
-    """Draw `rows` of shares, 0 to 1, over `lengths`, each with its percent; return the image."""
-    image = axes.imshow(rows, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    for y, row in enumerate(rows):
+def heat_map(axes: Any, grid: Grid) -> None:
+    """Draw the shares of a grid, each with its percent."""
+    axes.set(xlabel="tokens", title=grid.title)
+    axes.imshow(grid.shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for y, row in enumerate(grid.shares):
         for x, share in enumerate(row):
             ink = "black" if 0.2 < share < 0.9 else "white"  # on dark red and dark green
             axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=ink)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
-    axes.set_yticks(range(len(names)), names)
-    return image
+    axes.set_xticks(range(len(grid.lengths)), [f"{n:,}" for n in grid.lengths], rotation=45)
+    axes.set_yticks(range(len(grid.names)), grid.names)

@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, cycle, islice, pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from longctx import untrusted
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
 from longctx.evaluation.facts import CITIES
 
-T = TypeVar("T")
-PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("ruler.toml").read_text())
-ADJECTIVES, NOUNS = PROMPTS["adjectives"].split(), PROMPTS["nouns"].split()
+PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+# A list a line. RULER draws from a package; these words are equal on every machine.
+ADJECTIVES, NOUNS, FIRST_NAMES, LAST_NAMES = map(
+    str.split, Path(__file__).with_suffix(".txt").read_text().splitlines()
+)
 WORDS = sorted({*ADJECTIVES, *NOUNS})
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
-LAST_NAMES = PROMPTS["last_names"].split()
-PEOPLE = [f"{first} {last}" for first in PROMPTS["first_names"].split() for last in LAST_NAMES]
+PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
 # Of needles in an essay: RULER's niah.py has round(linspace(0, 100, 40))
 DEPTHS = [round(100 * step / 39) / 100 for step in range(40)]
 HOPS = 4  # of a chain of variables
@@ -42,7 +43,6 @@ PIECE = 32  # characters of a text without spaces that count as a word
 SENTENCE = 40  # words without an end that count as a sentence
 PASSAGE = 600  # characters of a passage, about those of a paragraph of SQuAD
 FACTS = 10  # people in the facts of a made question, at most
-LARGEST_FILE = 1 << 30  # bytes
 PROBES = 12  # texts that are made to find the size of a length
 
 
@@ -57,7 +57,7 @@ Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
 Asked = tuple[list[str], str, list[str]]  # documents, a question about them, and right answers
 
 
-class Question(NamedTuple):
+class FileQuestion(NamedTuple):
     """A question of a file, with the documents that answer it and all of its article."""
 
     text: str
@@ -66,7 +66,7 @@ class Question(NamedTuple):
     near: list[str]
 
 
-class Task(NamedTuple):
+class RulerTask(NamedTuple):
     """How a task makes a text of a size, the tokens of its answers, and the sizes it can have."""
 
     make: Callable[[Texts, int, int, random.Random], Sample]  # of a length and a size
@@ -105,10 +105,7 @@ class Texts:
         return sample, self.tokenizer.encode_prompt(sample.prompt)
 
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
-        """Return samples as long as `length` allows.
-
-        Raises ValueError, before the first is asked for, if the smallest texts are longer.
-        """
+        """Return samples as long as `length` allows; ValueError if the smallest texts are longer."""
         _, answer, smallest, largest, _ = TASKS[task]
         if task in self.files:
             smallest = max(len(question.needed) for question in self.files[task][0])
@@ -156,10 +153,7 @@ def fitting(
 
 
 def essay_words(text: str) -> list[str]:
-    """Return the words of a text with the one space after each.
-
-    A stretch without white space counts as several words.
-    """
+    """Return the words of a text, each with the space after it and of PIECE characters at most."""
     return re.findall(rf"\S{{1,{PIECE}}} ?", " ".join(text.split()) + " ")
 
 
@@ -200,7 +194,7 @@ FORMS: dict[str, Callable[[random.Random], str]] = {  # of keys and values
 
 def needles(
     haystack: str, key_form: str, form: str, keys: int = 1, values: int = 1, queries: int = 1
-) -> Task:
+) -> RulerTask:
     """Return the task of finding `values` of each of the keys, of which `queries` are asked for.
 
     haystack: noise | essay | needle; the size is in lines, or in words of the essay.
@@ -240,7 +234,7 @@ def needles(
         outputs = [value for name in asked_for for value in found[name]]
         return Sample(prompt.format(form=noun, context=context, query=query), outputs)
 
-    return Task(make, answer=128, smallest=keys * values, essay=haystack == "essay")
+    return RulerTask(make, answer=128, smallest=keys * values, essay=haystack == "essay")
 
 
 def variables(texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
@@ -295,7 +289,7 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
 
-def spread(values: Sequence[T], number: int, rng: random.Random) -> list[T]:
+def spread(values: Sequence[Any], number: int, rng: random.Random) -> list[Any]:
     """Return all of `values` as often as they fit into `number`, and a sample for the rest."""
     repeats, rest = divmod(number, len(values))
     return [*values] * repeats + rng.sample(values, rest)
@@ -354,11 +348,11 @@ TASKS = {
     "niah_multikey_3": needles("needle", "uuids", "uuids"),
     "niah_multivalue": needles("essay", "words", "numbers", values=4),
     "niah_multiquery": needles("essay", "words", "numbers", keys=4, queries=4),
-    "vt": Task(variables, 30, HOPS + 1),
-    "cwe": Task(common_words, 120, 20, len(PAIRS)),
-    "fwe": Task(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
-    "qa_1": Task(partial(questions, "qa_1"), 32, 1),
-    "qa_2": Task(partial(questions, "qa_2"), 32, 2),
+    "vt": RulerTask(variables, 30, HOPS + 1),
+    "cwe": RulerTask(common_words, 120, 20, len(PAIRS)),
+    "fwe": RulerTask(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
+    "qa_1": RulerTask(partial(questions, "qa_1"), 32, 1),
+    "qa_2": RulerTask(partial(questions, "qa_2"), 32, 2),
 }
 
 
@@ -367,22 +361,24 @@ def takes_text(config: RulerConfig) -> bool:
     return bool(config.made) or any(TASKS[task].essay for task in config.chosen)
 
 
-def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
+def read_questions(task: str, path: str) -> tuple[list[FileQuestion], list[str]]:
     """Read SQuAD (qa_1) or HotpotQA (qa_2): questions with an answer, and all documents.
 
     Raises ValueError naming the file for any other form.
     """
-    found: list[Question] = []
+    found: list[FileQuestion] = []
     documents: set[str] = set()
     # Anybody can write such a file, so its form is checked by reading it.
     key = f"ruler.{QUESTIONS[task]}={path}"
     errors = (LookupError, TypeError, ValueError, AttributeError)
     with untrusted.named(key, "not in its form ({})", errors):
-        content: Any = untrusted.read_json(Path(path), LARGEST_FILE)
+        content: Any = untrusted.read_json(Path(path), 1 << 30)
         for entry in content if task == "qa_2" else ():
             needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
             documents.update(needed)
-            found.append(Question(str(entry["question"]), [str(entry["answer"])], needed, needed))
+            found.append(
+                FileQuestion(str(entry["question"]), [str(entry["answer"])], needed, needed)
+            )
         for article in content["data"] if task == "qa_1" else ():
             near = [paragraph["context"] for paragraph in article["paragraphs"]]
             documents.update(near)
@@ -390,7 +386,7 @@ def read_questions(task: str, path: str) -> tuple[list[Question], list[str]]:
                 for entry in paragraph["qas"]:
                     answers = [str(answer["text"]) for answer in entry["answers"]]
                     if answers and not entry.get("is_impossible", False):
-                        found.append(Question(str(entry["question"]), answers, [needed], near))
+                        found.append(FileQuestion(str(entry["question"]), answers, [needed], near))
     if not found:
         raise ValueError(f"{key}: no question with an answer in it")
     return found, sorted(documents)

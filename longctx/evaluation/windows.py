@@ -26,7 +26,7 @@ from longctx.model.decoder import reading
 AHEAD = (4, 32)
 
 
-class Document(NamedTuple):
+class ScoredDocument(NamedTuple):
     """A document to score: token ids (tokens,), and the bytes and words of its target tokens.
 
     Targets are all of ids[1:], or those in `scored` (tokens,) bool. Bytes are UTF-8.
@@ -102,7 +102,7 @@ def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, in
         begin, first = begin + stride, end + 1
 
 
-def sliding(owner: int, document: Document, context: int, stride: int) -> Iterator[Window]:
+def sliding(owner: int, document: ScoredDocument, context: int, stride: int) -> Iterator[Window]:
     """Yield the windows that score every target token of a document once."""
     for begin, end, first in spans(len(document.ids), context, stride):
         window = window_of(owner, document, begin, end, first - begin - 1)
@@ -111,7 +111,7 @@ def sliding(owner: int, document: Document, context: int, stride: int) -> Iterat
 
 
 def window_of(
-    owner: int, document: Document, begin: int, end: int, seen: int, context: int = 0
+    owner: int, document: ScoredDocument, begin: int, end: int, seen: int, context: int = 0
 ) -> Window:
     """Return the window that reads the tokens begin .. end - 1 and scores the last one at `end`."""
     scored = None if document.scored is None else document.scored[begin : end + 1]

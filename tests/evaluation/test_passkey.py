@@ -16,7 +16,7 @@ from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation.facts import draw
 from longctx.evaluation.passkey import content, filler_of, recall, text
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import Document
+from longctx.evaluation.windows import ScoredDocument
 from longctx.model import GPT, GPTConfig
 
 
@@ -109,7 +109,7 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
 
 def test_filler_is_text_alone(tokenizer):
     ids = [5, 6, 7, tokenizer.eos_id], [8, 9]
-    documents = [Document("a", np.array(tokens), 3) for tokens in ids]
+    documents = [ScoredDocument("a", np.array(tokens), 3) for tokens in ids]
     assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
     assert filler_of(documents, tokenizer, 10).tolist() == [5, 6, 7, 8, 9]
     assert len(filler_of([], tokenizer, 10)) == 0

@@ -15,7 +15,7 @@ from longctx.data.tokenizer import train
 from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import Score, perplexity
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import Document, spans
+from longctx.evaluation.windows import ScoredDocument, spans
 from longctx.model import GPT, GPTConfig
 from longctx.model.export import export
 from longctx.training.positions import (
@@ -37,9 +37,9 @@ def model() -> GPT:
     return GPT(GPTConfig(vocab_size=V, **SHAPE), "flash").eval()
 
 
-def documents(*lengths: int) -> list[Document]:
+def documents(*lengths: int) -> list[ScoredDocument]:
     rng = np.random.default_rng(0)
-    return [Document(f"d{n}", rng.integers(V, size=n), 4 * n, n // 3) for n in lengths]
+    return [ScoredDocument(f"d{n}", rng.integers(V, size=n), 4 * n, n // 3) for n in lengths]
 
 
 def nats(model: GPT, ids: np.ndarray) -> Tensor:
