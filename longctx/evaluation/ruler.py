@@ -105,7 +105,7 @@ class Texts:
         return sample, self.tokenizer.encode_prompt(sample.prompt)
 
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
-        """Return samples as long as `length` allows; ValueError if the smallest texts are longer."""
+        """Return samples as long as `length` allows; ValueError if the smallest are longer."""
         _, answer, smallest, largest, _ = TASKS[task]
         if task in self.files:
             smallest = max(len(question.needed) for question in self.files[task][0])
