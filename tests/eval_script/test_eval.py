@@ -36,7 +36,7 @@ def test_a_mistake_on_several_devices_is_one_line(run):
 def test_a_run_is_scored_on_its_validation_documents(run, evaluate):
     content, output = evaluate("batch_size=4")
     assert (content["context"], content["stride"]) == (64, 32)
-    assert content["attention"] == "flash"
+    assert content["attention"] == "naive"  # as in training
     assert 0 < len(content["documents"]) < 30
     # Random weights: close to a uniform guess among the 320 tokens of the vocabulary.
     assert content["total"]["perplexity"] == pytest.approx(320, rel=0.2)
@@ -189,7 +189,7 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     keys = ["passkey=true", "passkey.samples=2", "passkey.depths=[0,0.5,1]"]
     content, output = evaluate(*keys, "passkey.lengths=[600,500]")
     file = Path(output.split()[-1])
-    assert file.name.startswith("passkey-step-00000003-600-flash")
+    assert file.name.startswith("passkey-step-00000003-600-naive")
     assert file.with_suffix(".png").exists()
     assert content["filler"] == "val split of the run's data"
     assert content["kinds"]["needle"]["lengths"] == [500, 600]
@@ -234,7 +234,7 @@ def test_ruler_of_a_run(evaluate):
     keys += ["ruler.lengths=[1500,900]"]
     content, output = evaluate(*keys)
     path = Path(output.split()[-1])
-    assert path.name.startswith("ruler-step-00000003-1500-flash")
+    assert path.name.startswith("ruler-step-00000003-1500-naive")
     assert path.with_suffix(".png").exists()
     for text in ("warning: ruler.lengths=1,500", "qa_1 (own text)", "not RULER's data", "900"):
         assert text in output
