@@ -46,6 +46,14 @@ def test_faults_name_files_that_exist():
     assert [path for path in paths if not path.exists()] == []
 
 
+def test_each_promise_of_security_names_its_tests():
+    table = [line for line in (ROOT / "SECURITY.md").read_text().splitlines() if line[:2] == "| "]
+    written = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for row in table[1:]:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named and all(f"def {name}(" in written for name in named), row
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run and a Hugging Face folder of an untrained model, by the docs' names."""

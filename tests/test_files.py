@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx import files
+from longctx import files, untrusted
 from longctx.generation import say
 
 
@@ -95,6 +95,15 @@ def test_a_full_disk_is_known_behind_other_errors():
     assert not files.is_full(OSError(errno.EACCES, "Permission denied"))
     codes = [files.exit_code(error) for error in (full, OSError("x"), ValueError(), RuntimeError())]
     assert codes == [files.FULL_DISK, 2, 2, 1]
+
+
+def test_a_file_beyond_its_limit_is_refused(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("a: 1\n" + "# comment\n" * 110_000)
+    with pytest.raises(ValueError, match=r"a\.yaml: .* at most 1,048,576"):
+        untrusted.load_yaml(path)
+    with pytest.raises(ValueError, match=r"a\.yaml: .* at most 9"):
+        untrusted.read_text(path, 9)
 
 
 def test_a_line_of_chat_drives_no_terminal(capsys):
