@@ -27,7 +27,7 @@ class DataConfig(Group):
     )
     path: Any = key(
         None,
-        "text: file, folder, glob, list [a,b]; hub: OWNER/NAME, or a builder",
+        "text: file, folder, glob, list [a,b]; hub: OWNER/NAME",
     )
     text_column: str = key(
         "text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets"
@@ -59,9 +59,7 @@ class DataConfig(Group):
     split: str = key(
         "train", "hub: split of the data set to read; validation documents are taken out of it"
     )
-    files: Any = key(
-        None, "hub: the files to read, with a builder: data.path=json data.files=a.jsonl"
-    )
+    files: Any = key(None, "hub: the files of the data set to read; null: those of its split")
     revision: str | None = key(
         None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
     )

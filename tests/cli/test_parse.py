@@ -157,7 +157,6 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
             f"{TALKS} data.mix.code.errors=strict data.errors=replace",
             "data.errors=replace: has no effect",
         ),
-        ("data=hub data.path=json data.files=a data.name=b", "data.name=b: has no effect"),
         ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
         ("objective=orpo data=text data.path=a data.chat=true data.turns=all", "turns=all: has no"),
         ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),

@@ -241,20 +241,18 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "hub", "string", "dictionary"])
+@pytest.mark.parametrize("kind", ["jsonl", "string", "dictionary"])
 def test_null_texts_are_left_out_and_counted(tmp_path, kind):
     words = ["many words of a text", None, "others of another", None]
     values = pyarrow.array(words)
-    file = tmp_path / ("a.jsonl" if kind in ("jsonl", "hub") else "a.parquet")
+    file = tmp_path / ("a.jsonl" if kind == "jsonl" else "a.parquet")
     if file.suffix == ".jsonl":
         file.write_bytes(jsonl(words))
     else:
         column = values.dictionary_encode() if kind == "dictionary" else values
         file.write_bytes(parquet([column], ["text"]))
-    options: dict[str, Any] = {"source": "text", "path": str(file)}
-    if kind == "hub":
-        options = {"source": "hub", "path": "json", "files": str(file)}
-    config = DataConfig(**options, val_fraction=0, vocab_size=300, cache=str(tmp_path / "cache"))
+    values = {"val_fraction": 0, "vocab_size": 300, "cache": str(tmp_path / "cache")}
+    config = DataConfig("text", str(file), **values)
     counts = load(config, 16).summary()
     assert (counts["documents"], counts["documents_dropped"]) == (2, 2)
 
