@@ -16,7 +16,6 @@ from longctx.training.run import scheduled
 
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
-TALKS = "data=mix data.mix.code.path=x"
 EXPERTS = "model=tiny model.experts.count=4"
 ONE_GROUP = f"{EXPERTS} model.experts.router=sigmoid_bias"
 GROUPED = f"{ONE_GROUP} model.experts.groups=2"
@@ -149,16 +148,6 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),
-        (
-            f"{TALKS} data.mix.code.chat=true data.mix.code.text_column=b",
-            "text_column=b: has no effect",
-        ),
-        (
-            f"{TALKS} data.mix.code.errors=strict data.errors=replace",
-            "data.errors=replace: has no effect",
-        ),
-        ("objective=orpo data=text data.path=a data.text_column=b", "data.text_column=b: has no"),
-        ("objective=orpo data=text data.path=a data.chat=true data.turns=all", "turns=all: has no"),
         ("optimizer=muon optimizer.momentum=1.5", "optimizer.momentum=1.5: "),
         ("optimizer=muon lora.rank=8", "optimizer=muon with lora.rank=8"),
         ("memory.optimizer_state=bf16 betas=[0.9,0.999]", "bf16 with betas[1]=0.999"),

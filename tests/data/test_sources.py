@@ -77,20 +77,6 @@ def test_a_registered_source_checks_its_keys(counting):
             check_overrides(counting, {f"data.{key}": "x"})
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "reason"),
-    [
-        (DataConfig(source="text", path="a.jsonl", chat=True), "text_column", "data.chat=true"),
-        (DataConfig(source="hub", path="a/b", chat=True), "text_column", "data.chat=true"),
-        (DataConfig(source="mix", mix={"a": {}}), "errors", "mix"),
-    ],
-)
-def test_an_override_without_effect_is_refused(config, key, reason):
-    check(config)
-    with pytest.raises(ValueError, match=rf"data\.{key}=x: .*{reason}"):
-        check_overrides(config, {f"data.{key}": "x"})
-
-
 def test_pinned_paths_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from longctx import untrusted
 from longctx.config.data_config import SOURCES, DataConfig
-from longctx.config.fields import Key, keys, refuse, typed
+from longctx.config.fields import Key, build, refuse, typed
 from longctx.data.documents import Corpus
 from longctx.data.sources.registry import Source, check_used, register
 
@@ -36,22 +36,6 @@ class Mix(Source):
     def keys_of(self, config: DataConfig) -> Set[str]:
         inner = [SOURCES[member.source].keys_of(member) for _, member in members(config).values()]
         return self.keys | frozenset().union(*inner).difference(_OWN)
-
-    def ignored(self, config: DataConfig, name: str) -> str:
-        every = {own: member for own, (_, member) in members(config).items()}
-        # A key of one source, as mix.a.text_column
-        group, _, rest = name.partition(".")
-        own, _, key = rest.partition(".")
-        if group == "mix" and own in every:
-            return str(SOURCES[every[own].source].ignored(every[own], key))
-        if name in self.keys or name not in self.keys_of(config):
-            return ""
-        for own, member in every.items():
-            source = SOURCES[member.source]
-            is_read = name in source.keys_of(member) and name not in config.mix[own]
-            if is_read and not source.ignored(member, name):
-                return ""
-        return "no source of the mix reads it"
 
     def check(self, config: DataConfig) -> None:
         example = "data.mix.long.source=text data.mix.long.path=docs/"
@@ -91,25 +75,17 @@ def members(config: DataConfig) -> dict[str, Member]:
         place = f"data.mix.{name}"
         example = f"give some, such as {place}.path=docs/"
         refuse((not isinstance(given, Mapping), f"{place}={given}: has no keys; {example}"))
-        own = _typed_keys(place, given)
-        weight = own.pop("weight", 1.0)
+        for key in given.keys() & set(_ONCE):
+            raise ValueError(f"{place}.{key}: one for all sources; give data.{key}")
+        weight = typed(f"{place}.weight", given.get("weight", 1.0), Key(type=float))
         is_share = 0 < weight < float("inf")
         refuse((not is_share, f"{place}.weight={weight}: not a share; give a number above 0"))
+        values = {key: value for key, value in given.items() if key != "weight"}
+        # A dictionary checks no types
+        built = build(DataConfig, values, f"{place}.")
+        own = {key: getattr(built, key) for key in values}
         members[name] = Member(weight, _member(place, config, own))
     return members
-
-
-def _typed_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a member with their declared types; a dictionary checks none."""
-    known = {name: declared for name, declared in keys(DataConfig).items() if name not in _ONCE}
-    known["weight"] = Key(type=float)
-    result = {}
-    for name, value in given.items():
-        names = ", ".join(sorted(known))
-        unknown = f"{place}.{name}: no key of a source in a mix; use one of {names}"
-        refuse((name not in known, unknown))
-        result[name] = typed(f"{place}.{name}", value, known[name])
-    return result
 
 
 def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfig:

@@ -36,17 +36,6 @@ class Source(ABC):
         """Return the keys used with this configuration; a mix asks its members."""
         return self.keys
 
-    def ignored(self, config: DataConfig, name: str) -> str:
-        """Return the reason if key `name` has no effect in this configuration, else ""."""
-        if config.preferences:
-            reasons = {
-                "text_column": "preferences have fields of their own",
-                "turns": "only the answers that are compared are learned",
-            }
-            return reasons.get(name, "")
-        is_unread = config.chat and name == "text_column"
-        return "data.chat=true reads `messages`" if is_unread else ""
-
     def check(self, config: DataConfig) -> None:  # noqa: B027 (nothing to check by default)
         """Raise ValueError for the first key that cannot be right; read nothing."""
 
@@ -117,7 +106,7 @@ def check(config: DataConfig) -> None:
 
 
 def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
-    """Do as `check`, and raise ValueError for an override (data.KEY → value) without effect.
+    """Do as `check`, also for an override (data.KEY → value) that has the key's default.
 
     A saved configuration spells out every key, so this cannot be asked of its values.
     """
@@ -127,11 +116,8 @@ def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
     refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
     for override, value in overrides.items():
         place, _, name = override.partition(".")
-        if place != "data":
-            continue
-        check_used(config, name, value)
-        reason = SOURCES[config.source].ignored(config, name)
-        refuse((bool(reason), f"{override}={value}: has no effect, because {reason}; leave it out"))
+        if place == "data":
+            check_used(config, name, value)
 
 
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
