@@ -5,10 +5,21 @@ Letters as in parts.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from longctx.spec.parts import FP32, Attention, FeedForward, Linear, Norm, Part, Pass
+
+MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
+
+
+class Kept(NamedTuple):
+    """Bytes that forward leaves for backward, and the half of it that frees them."""
+
+    bytes: float
+    until: str  # MLP | ATTENTION
 
 
 @dataclass(frozen=True)
@@ -71,54 +82,72 @@ class Block:
 
     def saved(self, p: Pass, keeps_input: bool = True) -> float:
         """Return the bytes that the block saves for backward."""
-        stream = p.activation * self.mlp.size * p.tokens
+        return sum(kept.bytes for kept in self.kept(p, keeps_input))
+
+    def freed_after_mlp(self, p: Pass) -> float:
+        """Return the saved bytes that are freed before attention's backward."""
+        return sum(kept.bytes for kept in self.kept(p) if kept.until == MLP)
+
+    def kept(self, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
+        """Yield what the block saves for backward, and until which half of it."""
+        e, C = p.activation, self.mlp.size
         if p.recompute == "block":
-            return self.attention.saved_output(p) + (stream if keeps_input else 0)
-        # A product saves its input, which without a norm is the stream itself
-        unnormed = (p.fp8_input or p.activation) * self.mlp.size * p.tokens
-        normed = 0 if self.attention_norm is None else stream + self.attention_norm.saved(p)
-        saved: float = normed or unnormed
-        saved += self.attention.saved(p)
-        if p.recompute == "mlp":
-            return saved if self.attention_norm is not None or not p.fp8_input else saved + stream
-        saved += self.attention.saved_after(p) + self.mlp.saved(p)
-        saved += unnormed if self.mlp_norm is None else self.mlp_norm.saved(p)
+            if keeps_input:
+                yield Kept(e * C * p.tokens, ATTENTION)
+            yield Kept(self.attention.saved_output(p), ATTENTION)
+            return
+        # A product saves its input: without a norm the stream itself, or its copy in FP8
+        reads_stream = self.attention_norm is None
+        if not (reads_stream and p.fp8_input and p.recompute == "none"):
+            yield Kept(e * C * p.tokens, ATTENTION)
+        if self.attention_norm is not None:
+            yield Kept(self.attention_norm.saved(p), ATTENTION)
+        elif p.fp8_input:
+            yield Kept(p.fp8_input * C * p.tokens, ATTENTION)
+        yield Kept(self.attention.saved(p), ATTENTION)
+        if p.recompute == "none":
+            yield from self.kept_after(p)
+
+    def kept_after(self, p: Pass) -> Iterator[Kept]:
+        """Yield what the half after attention saves; one that recomputes makes it again by tile."""
+        e, C, N = p.activation, self.mlp.size, p.tokens
+        # The stream after attention, and copies of the weights before it
+        yield Kept(e * C * N + p.weight_copy * self.attention.weights_after, ATTENTION)
+        # Attention's output in FP8; the gate
+        yield Kept(p.fp8_input * self.attention.query_size * N, MLP)
+        yield Kept(self.attention.saved_gate(p) * N, MLP)
+        # The input of the MLP, and 1 / rms
+        yield Kept((p.fp8_input or e) * C * N, MLP)
+        yield Kept(0 if self.mlp_norm is None else FP32 * N, ATTENTION)
+        yield Kept(self.mlp.saved(p), MLP)
         if self.attention_out_norm is not None:  # its input is attention's projection
             # and the stream after it is saved too, by the next norm
-            saved += FP32 * p.tokens + (0 if self.mlp_norm is None else stream)
-        if self.mlp_out_norm is not None:  # its input, and 1 / rms
-            saved += stream + FP32 * p.tokens
-        return saved
+            stream = 0 if self.mlp_norm is None else e * C * N
+            yield Kept(FP32 * N + stream, ATTENTION)
+        if self.mlp_out_norm is not None:
+            yield Kept(e * C * N, MLP)
+            yield Kept(FP32 * N, ATTENTION)
 
-    def mlp_backward(self, p: Pass) -> int:
+    def mlp_backward(self, p: Pass) -> float:
         """Return the bytes that the backward of the part after attention takes, at its peak."""
-        e, C, q, n = p.activation, self.mlp.size, self.attention.query_size, p.tile
-        needed = e * C * p.tokens + self.mlp.backward(p)  # the gradient that comes in
-        # The gradient of what is normalized or scaled too
+        e, C, q = p.activation, self.mlp.size, self.attention.query_size
+        again = p.recompute != "none"
+        n = p.tile if again else p.tokens
+        tile = p._replace(tokens=n, weight_copy=0)
+        # The gradients that come in, and of what is normalized or scaled; in FP8, transposed
         scaled = (self.mlp_out_norm is not None) + (self.branch_scale != 1)
-        needed += scaled * e * C * (p.tokens if p.recompute == "none" else n)
-        if p.recompute == "none":
-            return needed + p.fp8_input * C * p.tokens  # transposed in FP8
-        needed += (3 if self.mlp_norm is not None else 2) * e * C * n  # projection, norm, output
-        if self.attention.gate_size:  # made again, of its input
-            needed += (e * C + FP32 + self.attention.saved_gate(p)) * n
-        for out_norm in (self.attention_out_norm, self.mlp_out_norm):
-            needed += 0 if out_norm is None else e * C * n
-        if p.fp8_input:
-            needed += p.fp8_input * (C + q) * n - (e - p.fp8_input) * C * n
+        needed = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
+        needed += self.mlp.backward(p._replace(tokens=n))
+        if not again:
+            return needed
+        # What recompute=none keeps is made again of a tile, and the output
+        needed += sum(kept.bytes for kept in self.kept_after(tile)) + e * C * n
+        needed += (e * C + FP32) * n if self.attention.gate_size else 0  # the gate's input
         needed += p.weight_copy * self.weights_after
         if n < p.tokens:
             # Attention's output has its gradient for all tokens, the last tile's is there too.
             needed += e * q * p.tokens + e * (C + q) * n + p.gradient * self.weights_after
         return needed
-
-    def freed_after_mlp(self, p: Pass) -> int:
-        """Return the saved bytes that are freed before attention's backward."""
-        C, q = self.mlp.size, self.attention.query_size
-        each = (p.fp8_input or p.activation) * C + p.fp8_input * q  # the norm, attention's output
-        each += 0 if self.mlp_out_norm is None else p.activation * C
-        each += self.attention.saved_gate(p)
-        return self.mlp.saved(p) + each * p.tokens
 
     def attention_backward(self, p: Pass) -> int:
         """Return the bytes of attention's backward next to what its kernel takes."""
@@ -144,13 +173,3 @@ class Block:
         C, q = self.mlp.size, self.attention.query_size
         in_tile = 2 * C if self.mlp_out_norm is None else 3 * C
         return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + self.mlp.forward(p)
-
-    def forward_elements(self, tokens: int, mlp_tokens: int) -> int:
-        """Return the elements alive in an evaluation's forward, `mlp_tokens` at a time in the MLP.
-
-        They are the residual stream and its norm; attention's q, k, v and output; the MLP's input,
-        output, and what it computes between them.
-        """
-        outputs = 2 if self.attention.model.sinks else 1  # before and after they scale it
-        heads = (1 + outputs) * self.attention.query_size + 2 * self.attention.key_size
-        return tokens * (4 * self.mlp.size + heads) + mlp_tokens * self.mlp.forward_elements()

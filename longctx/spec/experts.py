@@ -169,8 +169,7 @@ class Experts(FeedForward):
         before or after all that.
         """
         C, F, k, e = self.size, self.inner, self.keys.per_token, p.activation
-        again = p.recompute != "none"
-        n = p.tile if again else p.tokens
+        n = p.tokens
         _, gate_up, down, *shared = self.linears
         # a weight's gradient is made in 16 bits, then cast
         narrow = e if p.gradient > e else 0
@@ -186,8 +185,7 @@ class Experts(FeedForward):
         summed = 2 * k * C * e * n + gradients
         others = 0 if self.dense is None else self.dense.backward(p)
         needed = max(made, of_down, of_both, of_input, summed, others)
-        needed += p.gradient * sum(linear.weights for linear in shared)
-        return needed + (self.saved(p._replace(tokens=n, weight_copy=0)) if again else 0)
+        return needed + p.gradient * sum(linear.weights for linear in shared)
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
@@ -198,9 +196,3 @@ class Experts(FeedForward):
         shared = 0 if self.dense is None else self.dense.forward(p)
         unpacked = p.unpacked * self.linears[1].weights
         return max((p.activation * k * rows + routing) * p.tile + unpacked, shared)
-
-    def forward_elements(self) -> int:
-        """Return the elements of a token alive in an evaluation's forward."""
-        return (
-            self.keys.per_token * max(self.size + 2 * self.inner, 4 * self.inner) + 2 * self.count
-        )

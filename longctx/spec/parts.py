@@ -319,14 +319,10 @@ class Attention(Part):
         per_token = p.activation * self.query_size + (2 * FP32 + 1) * self.model.heads
         return saved + (per_token * p.tokens if self.model.sinks else 0)
 
-    def saved_after(self, p: Pass) -> int:
-        """Return the bytes saved for the gate and the projection of its output, which is one of
-        them.
-        """
-        in_fp8 = p.fp8_input * self.query_size * p.tokens
-        weights = sum(linear.weights for linear in self.linears[1:])
-        projected = p.activation * self.size * p.tokens + in_fp8 + p.weight_copy * weights
-        return projected + self.saved_gate(p) * p.tokens
+    @cached_property
+    def weights_after(self) -> int:
+        """Weights of its linear layers after the product of q, k and v."""
+        return sum(linear.weights for linear in self.linears[1:])
 
     def saved_gate(self, p: Pass) -> int:
         """Return the bytes of a token saved for the gate: it, and the gated output.
@@ -374,21 +370,13 @@ class FeedForward(Part):
         tensors. Fused, the product itself is too, and the down projection has no gradient yet but
         has given up its copy in 16 bits; else the other way round.
         """
-        again = p.recompute != "none"
-        tensors = 4 if p.is_fused else 2 + again + ("down" in p.adapted)
-        tensors += 2 * again  # gate and up themselves
-        down = -p.weight_copy if p.is_fused else p.gradient - again * p.weight_copy
-        tokens = p.tile if again else p.tokens
+        tensors = 4 if p.is_fused else 2 + ("down" in p.adapted)
+        down = -p.weight_copy if p.is_fused else p.gradient
+        inner = p.activation * tensors * self.inner * p.tokens
         unpacked = p.unpacked * self.linears[0].weights
-        return (
-            p.activation * tensors * self.inner * tokens + down * self.size * self.inner + unpacked
-        )
+        return inner + down * self.size * self.inner + unpacked
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
-
-    def forward_elements(self) -> int:
-        """Return the elements of a token alive in an evaluation's forward: gate, up, product."""
-        return 3 * self.inner
