@@ -14,10 +14,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-
-if TYPE_CHECKING:
-    from longctx.spec.model_config import GPTConfig
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 FP32 = 4  # bytes of a number
 # Formats of frozen matrices → columns that a scale of theirs covers: a matrix has a multiple of it
@@ -243,11 +240,32 @@ class Rope(NamedTuple):
         return self.size + bool(self.growth)
 
 
+class AttentionKeys(Protocol):
+    """The keys of a model that its attention layers have in common."""
+
+    heads: int
+    kv_heads: int
+    norm_eps: float
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: str
+    qk_norm_after_rope: bool
+    qk_norm_weight: bool
+    attention_gate: str
+    attention_gate_activation: str
+    attention_scale: float | None
+    sinks: bool
+    softcap: float | None
+
+    @property
+    def head_size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Attention(Part):
     """Grouped-query attention with a fused projection of q, k and v."""
 
-    model: GPTConfig  # the keys of all its layers
+    model: AttentionKeys
     window: int | None  # keys that a query sees; None: all before it
     rope: Rope
     rotates: bool  # False: a layer without positions, as in SmolLM3
