@@ -136,7 +136,7 @@ class Block:
         tile = p._replace(tokens=n, weight_copy=0)
         # The gradients that come in, and of what is normalized or scaled; in FP8, transposed
         scaled = (self.mlp_out_norm is not None) + (self.branch_scale != 1)
-        needed = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
+        needed: float = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
         needed += self.mlp.backward(p._replace(tokens=n))
         if not again:
             return needed
