@@ -19,7 +19,7 @@ def write(saving: Saving, memory: list[Tensor] | None = None) -> None:
     with ThreadPoolExecutor(1) as thread:
         saving.begin(thread, memory)
     saving.written.result()
-    if saving.writers.rank == 0:
+    if saving.rank == 0:
         while not saving.is_written():
             time.sleep(0.01)
         saving.complete()

@@ -48,16 +48,6 @@ class Sharded(NamedTuple):
         return cls(tensor, tensor.shape, [slice(0, len(tensor))])
 
 
-class Writers(NamedTuple):
-    """The ranks that write."""
-
-    rank: int = 0
-    ranks: int = 1
-
-
-ALONE = Writers()
-
-
 class CheckpointShard(NamedTuple):
     """A safetensors file: a header, then the tensors one after another."""
 
@@ -120,14 +110,15 @@ class Saving:
         path: Path,
         metadata: Mapping[str, Any],
         tensors: Mapping[str, Sharded],
-        writers: Writers = ALONE,
+        rank: int = 0,
+        ranks: int = 1,
         replaced: Callable[[], list[Path]] = list,
     ) -> None:
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         self.metadata, self.tensors = metadata, tensors
-        self.writers, self.replaced = writers, replaced
+        self.rank, self.ranks, self.replaced = rank, ranks, replaced
         own = {name: share.part for name, share in tensors.items() if len(share.part)}
-        self.shards = shards_of(f"shard-{writers.rank:05d}", own)
+        self.shards = shards_of(f"shard-{rank:05d}", own)
         devices = {tensor.device for tensor in own.values()}
         self.gpu = next((device for device in devices if device.type == "cuda"), None)
         self.has_host_tensors = torch.device("cpu") in devices
@@ -137,11 +128,6 @@ class Saving:
         self.seconds = 0.0  # from `begin` until then
         self.warning: str | None = None
         self._started = time.monotonic()
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of host memory that a copy of each shard takes."""
-        return [shard.size for shard in self.shards]
 
     def begin(self, thread: ThreadPoolExecutor, memory: list[Tensor] | None = None) -> None:
         """Let `thread` write a copy of the tensors in `memory`. Without `memory` it writes the
@@ -159,7 +145,7 @@ class Saving:
 
     def is_written(self) -> bool:
         """Return True if every rank has written its files."""
-        return len(list(self.partial.glob("rank-*.json"))) == self.writers.ranks
+        return len(list(self.partial.glob("rank-*.json"))) == self.ranks
 
     def complete(self) -> None:
         """Give the folder its name, on rank 0, when all ranks have written; then delete the
@@ -202,7 +188,8 @@ class Saving:
                 written = list(pool.map(self._write_shard, range(len(self.shards))))
             listed = {shard.file: entry for shard, entry in zip(self.shards, written, strict=True)}
             file_of = {name: shard.file for shard in self.shards for name in shard.tensors}
-            write_json(self._json_of(self.writers.rank), {"files": listed, "places": file_of})
+            written_json = json.dumps({"files": listed, "places": file_of})
+            files.write_text(self._json_of(self.rank), written_json)
         except Exception as error:  # also of memory
             raise self._error(error) from error
 
@@ -241,7 +228,7 @@ class Saving:
 
     def _complete(self) -> None:
         """Write the JSON that lists the files of all ranks, and give the folder its name."""
-        jsons = [self._json_of(rank) for rank in range(self.writers.ranks)]
+        jsons = [self._json_of(rank) for rank in range(self.ranks)]
         written = [json.loads(path.read_text(encoding="utf-8")) for path in jsons]
         listed = {file: entry for of_rank in written for file, entry in of_rank["files"].items()}
         tensors = {}
@@ -256,7 +243,9 @@ class Saving:
             tensors[name] = {"shape": list(share.shape), "dtype": dtype, "rows": slices}
         content = {"format": FORMAT, **self.metadata, "files": listed, "tensors": tensors}
         crc32 = zlib.crc32(json.dumps(content).encode())
-        write_json(self.partial / INDEX, {"crc32": crc32, "content": content})
+        index = self.partial / INDEX
+        index.write_text(json.dumps({"crc32": crc32, "content": content}), encoding="utf-8")
+        files.to_disk(index)
         for path in jsons:
             path.unlink()
         files.to_disk(self.partial)
@@ -270,10 +259,3 @@ class Saving:
 
     def _json_of(self, rank: int) -> Path:
         return self.partial / f"rank-{rank:05d}.json"
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON that is whole, and on disk, when it appears."""
-    with files.atomic(path) as partial:
-        partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
-        files.to_disk(partial)

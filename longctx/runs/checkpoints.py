@@ -24,7 +24,7 @@ from longctx.runs import checkpoint_index, run_folder
 from longctx.runs.checkpoint_index import FORMAT, INDEX
 from longctx.runs.checkpoint_index import Damaged as Damaged
 from longctx.runs.checkpoint_index import verify as verify
-from longctx.runs.checkpoint_write import ALONE, Saving, Sharded, Writers
+from longctx.runs.checkpoint_write import Saving, Sharded
 from longctx.untrusted import opened
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,18 +70,6 @@ class SlicedTensor:
         return part
 
 
-def describe(
-    config: Any, data_fingerprint: str, world_size: int, kernel_lock: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return the metadata of the run that writes a checkpoint, its part `longctx`."""
-    return {
-        "config": run_folder.plain(config),
-        "data": data_fingerprint,
-        "world_size": world_size,
-        "kernel_lock": kernel_lock,
-    }
-
-
 def saving(
     path: Path,
     metadata: Mapping[str, Any],
@@ -89,13 +77,14 @@ def saving(
     weights: Mapping[str, Sharded],
     optimizer: Mapping[str, Any] | None = None,
     trained: Sequence[str] = (),
-    writers: Writers = ALONE,
+    rank: int = 0,
+    ranks: int = 1,
     replaced: Callable[[], list[Path]] = list,
 ) -> Saving:
     """Return a checkpoint to write to `path`.
 
-    `metadata` comes from `describe`, `state` holds random_state() as "random" and plain values.
-    This rank has `weights`, by name, and the state of an `optimizer` that trains the `trained`
+    `metadata` is about the run, `state` holds random_state() as "random" and plain values. This
+    rank has `weights`, by name, and the state of an `optimizer` that trains the `trained`
     weights, in its order.
     """
     tensors = dict(weights)
@@ -115,7 +104,7 @@ def saving(
         "param_groups": optimizer["param_groups"],
         "optimizer_scalars": scalars,
     }
-    return Saving(path, plain, tensors, writers, replaced)
+    return Saving(path, plain, tensors, rank, ranks, replaced)
 
 
 def read(path: Path) -> dict[str, Any]:

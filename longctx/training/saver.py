@@ -19,7 +19,7 @@ from longctx.model.offload import pinned
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints, run_folder
-from longctx.runs.checkpoint_write import ALONE, Saving, Writers
+from longctx.runs.checkpoint_write import Saving
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.training.run import Run
@@ -41,7 +41,6 @@ class Saver:
     def __init__(self, run: Run, parallel: Parallel, log: RunLog) -> None:
         self.run, self.parallel, self.log = run, parallel, log
         self.is_sharded = parallel.strategy.shards_weights
-        self.writers = Writers(parallel.rank, parallel.ranks) if self.is_sharded else ALONE
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.memory: list[Tensor] = []  # on the host, for a copy of each file
         self.no_copy = ""  # why there is no memory for it
@@ -138,9 +137,13 @@ class Saver:
 
     def _saving(self, content: dict[str, object], best_step: int) -> Saving:
         run, state, optimizer = self.run, self.state, self.state.optimizer
-        about = checkpoints.describe(
-            run.settings(), self.fingerprint, self.parallel.ranks, run.kernel_lock
-        )
+        about = {
+            "config": run_folder.plain(run.settings()),
+            "data": self.fingerprint,
+            "world_size": self.parallel.ranks,
+            "kernel_lock": run.kernel_lock,
+        }
+        rank, ranks = (self.parallel.rank, self.parallel.ranks) if self.is_sharded else (0, 1)
         step, keep = self.step, run.config.keep_checkpoints
         return checkpoints.saving(
             run_folder.checkpoint_path(run.folder, step),
@@ -149,7 +152,8 @@ class Saver:
             sharding.parts(state.module),
             optimizer.state_dict(),
             sharding.trained_names(state.module, optimizer),
-            self.writers,
+            rank,
+            ranks,
             replaced=lambda: checkpoints.tidy(run.folder, step, keep, best_step),
         )
 
@@ -157,12 +161,13 @@ class Saver:
         """Return True if this rank has memory for the copy; the last checkpoint gets no new memory.
         Rank 0 logs once why there is none.
         """
-        if [len(memory) for memory in self.memory] == saving.sizes:
+        sizes = [shard.size for shard in saving.shards]
+        if [len(memory) for memory in self.memory] == sizes:
             return True
         if last or self.no_copy:
             return False
         processes = self.parallel.launched.local_ranks if self.is_sharded else 1
-        needed, free = processes * sum(saving.sizes), hardware.available_memory()
+        needed, free = processes * sum(sizes), hardware.available_memory()
         is_cuda = self.parallel.device.type == "cuda"
         try:
             # Data workers and the cache of files need the rest
@@ -170,7 +175,7 @@ class Saver:
                 raise MemoryError(f"more than half of the {free / GIB:.1f} that are free")
             self.memory = [
                 pinned(size, torch.uint8) if is_cuda else torch.empty(size, dtype=torch.uint8)
-                for size in saving.sizes
+                for size in sizes
             ]
         except (MemoryError, RuntimeError) as error:
             self.no_copy = " ".join(str(error).split())

@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = sharding.parts(torch.nn.ModuleDict({"model": model}))
     tokenizer.save(folder / "tokenizer.json")
     data = load(dataclasses.replace(config.data, tokenizer=str(folder)), config.seq_len)
-    about = checkpoints.describe(config, data.fingerprint, 1, None)
+    about = {"config": run_folder.plain(config), "data": data.fingerprint, "kernel_lock": None}
     state = {"random": checkpoints.random_state()}
     write(checkpoints.saving(run_folder.checkpoint_path(folder, 3), about, state, weights))
     run_folder.write_config(folder, config)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx.runs import checkpoint_index, checkpoint_write, checkpoints
-from longctx.runs.checkpoint_write import Saving, Sharded, Writers
+from longctx.runs.checkpoint_write import Saving, Sharded
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, rows_of_ranks
 from tests.written import files_below, write
@@ -19,7 +19,7 @@ from tests.written import files_below, write
 
 def memory_for(saving: Saving) -> list[Tensor]:
     """Host memory for a copy of each part."""
-    return [torch.full((size,), 255, dtype=torch.uint8) for size in saving.sizes]
+    return [torch.full((shard.size,), 255, dtype=torch.uint8) for shard in saving.shards]
 
 
 def odd() -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_write_leaves_nothing(tmp_path):
 
     def save(rank: int) -> Saving:
         share = {"x": Sharded(torch.ones(sizes[rank], 10), torch.Size([sum(sizes), 10]), rows)}
-        saving = Saving(tmp_path / "x", {}, share, Writers(rank, RANKS))
+        saving = Saving(tmp_path / "x", {}, share, rank, RANKS)
         with ThreadPoolExecutor(1) as thread:
             saving.begin(thread)
         return saving
@@ -124,7 +124,7 @@ def test_rank_0_names_the_folder_last(tmp_path):
     cut, savings = rows_of_ranks(x), []
     for rank in range(RANKS):
         share = {"x": Sharded(x[cut[rank]].clone(), x.shape, cut)}
-        savings.append(Held(path, {}, share, Writers(rank, RANKS)))
+        savings.append(Held(path, {}, share, rank, RANKS))
         savings[-1].hold()
     for saving in savings:
         assert not savings[0].is_written() and not path.exists()

@@ -16,7 +16,7 @@ import torch
 from longctx import files
 from longctx.evaluation.load import open_model
 from longctx.runs import checkpoint_index, checkpoints, run_folder
-from longctx.runs.checkpoint_write import Sharded, Writers
+from longctx.runs.checkpoint_write import Sharded
 from tests.processes import killed_at
 from tests.runs.ranks import RANKS, on_all_ranks, rows_of_ranks
 from tests.written import write
@@ -41,8 +41,7 @@ def save(path: Path) -> None:
         optimizer = {"state": states, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
         content = {"steps_done": 4, "meter": {"loss": 1.5}, "random": random}
         metadata = {"config": {}, "data": "x"}
-        writers = Writers(rank, RANKS)
-        write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, writers))
+        write(checkpoints.saving(path, metadata, content, weights, optimizer, trained, rank, RANKS))
 
     on_all_ranks(write_share)
 
