@@ -5,8 +5,7 @@ FLOPs are those of the visible pairs, 4·pairs·H·D forward and 2.5 times that 
 kernel recomputes. All backends get the same random inputs and are timed in turn, round by round, so
 that all see the same clocks; figures are medians of the device's own time. The matmul rate is that
 of a large bf16 product in the same process. The whole takes about `seconds`: when they run short
-there are fewer rounds, then fewer cases, and a peer is left out once compiling it has taken a
-quarter of them.
+there are fewer rounds, then fewer cases.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -60,7 +59,6 @@ class Options:
         "sdpa-flash", "ratios say how many times as fast as this one", choices=PEERS
     )
     channels: int = key(2048, "query heads × head size")
-    group: int = key(1, "query heads per key-value head")
     row_tokens: int = key(16384, "batch × length, up to that length")
     window: int = key(1024, "keys of masks=window")
     repeats: int = key(30, "rounds at most; at least 3")
@@ -68,31 +66,13 @@ class Options:
     out: str = key("results/attention", "writes .json")
 
 
-@dataclass
-class Clock:
-    """What is left of the time, and what each backend has taken of it to get ready."""
-
-    seconds: float
-    started: float = field(default_factory=time.perf_counter)
-    preparing: dict[str, float] = field(default_factory=dict)
-
-    def left(self) -> float:
-        return self.seconds - (time.perf_counter() - self.started)
-
-    def too_slow(self, name: str) -> bool:
-        return PEERS[name][0] != "flash" and self.preparing.get(name, 0.0) > self.seconds / 4
-
-
 def run(options: Options, command: str) -> None:
     """Measure, print tables, write `out`.json."""
     import torch
 
     for size in options.head_sizes:
-        if options.channels % (size * options.group):
-            heads = f"{options.channels / size:g} heads of size {size}"
-            raise ValueError(
-                f"channels={options.channels}: {heads} are no multiple of group={options.group}"
-            )
+        if options.channels % size:
+            raise ValueError(f"channels={options.channels}: no multiple of head_sizes={size}")
     if not torch.cuda.is_available():
         raise ValueError("attention: measures GPU kernels, and there is no CUDA GPU here")
     ceiling = matmul_tflops()
@@ -109,13 +89,13 @@ def rows_of(options: Options, ceiling: float, device: str = "cuda") -> Iterator[
     """Yield the rows of all cases, and print those of each."""
     import torch._functorch.config as functorch_config
 
-    clock = Clock(options.seconds)
+    end = time.perf_counter() + options.seconds
     cases = list(itertools.product(options.masks, options.head_sizes, options.lengths))
     for number, (mask, head_dim, length) in enumerate(cases):
-        seconds = clock.left() / (len(cases) - number)
+        seconds = (end - time.perf_counter()) / (len(cases) - number)
         # Lets a compiled backward be timed again and again
         with functorch_config.patch(donated_buffer=False):
-            rows = measure(options, mask, head_dim, length, clock, seconds, device, ceiling)
+            rows = measure(options, mask, head_dim, length, seconds, device, ceiling)
         lines = [readable(row) for row in rows]
         grid(f"{mask}, head size {head_dim}, {length:,} tokens", COLUMNS, lines)
         yield from rows
@@ -126,7 +106,6 @@ def measure(
     mask_name: str,
     head_dim: int,
     length: int,
-    clock: Clock,
     seconds: float,
     device: str,
     ceiling: float,
@@ -140,38 +119,26 @@ def measure(
 
     B, H = max(1, options.row_tokens // length), options.channels // head_dim
     case = {"mask": mask_name, "head_size": head_dim, "tokens": length, "batch": B, "heads": H}
-    case["group"] = options.group
     rows: dict[str, Row] = {name: case | {"backend": name} for name in options.backends}
-    if clock.left() < 0:
+    if seconds < 0:
         over = f"{options.seconds} s were over; give more seconds="
         return [row | {"skipped": over} for row in rows.values()]
     mask = build_mask(options, mask_name, B, length)
     flops = 4 * mask.pairs(B, length, length) * H * head_dim
     bound = mask.bind(B, length, length, device)
     generator = torch.Generator(device).manual_seed(length)
-    q, k, v, do = (
-        torch.randn(
-            B, length, h, head_dim, device=device, dtype=torch.bfloat16, generator=generator
-        )
-        for h in (H, H // options.group, H // options.group, H)
-    )
+    shape, kind = (B, length, H, head_dim), {"device": device, "dtype": torch.bfloat16}
+    q, k, v, do = (torch.randn(shape, generator=generator, **kind) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     started, ran = time.perf_counter(), ""
     for name, row in rows.items():
-        if clock.too_slow(name):
-            took = f"compiling it took {clock.preparing[name]:.0f} of {options.seconds} s"
-            row["skipped"] = f"{took}; give more seconds="
-            continue
-        begun = time.perf_counter()
         try:
             row["kernel"], forward, backward = prepared(name, q, k, v, do, bound)
         except Exception as error:  # whatever a peer may raise for what it cannot do
             row["skipped"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
             continue
-        finally:
-            clock.preparing[name] = clock.preparing.get(name, 0.0) + time.perf_counter() - begun
         if name != "flash" and PEERS[name][0] == "flash" and row["kernel"] == ran:
             row["skipped"] = "what flash runs anyway"
             continue

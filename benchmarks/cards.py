@@ -356,18 +356,13 @@ def try_caps(options: Options, command: str) -> None:
 
 
 def points(options: Options) -> list[tuple[Case, int, Workload]]:
-    """Return case, cap and step of every point; those with the last cap, which fill a GPU, last."""
-    of_caps = [list(points_under(cap, options)) for cap in options.caps]
-    mixed = itertools.chain.from_iterable(itertools.zip_longest(*of_caps[:-1]))
-    return [each for each in mixed if each is not None] + of_caps[-1]
-
-
-def points_under(cap: int, options: Options) -> Iterator[tuple[Case, int, Workload]]:
-    """Yield the points of a cap: an 8b model by LoRA, on nf4 under the smallest."""
-    way = "LoRA on nf4" if cap == min(CARDS) else "LoRA"
+    """Return case, cap and step of every point: an 8b model by LoRA, on nf4 under the smallest."""
+    found = []
     # The models that take longest come first: time may run short
-    for case in reversed(CASES):
+    for case, cap in itertools.product(reversed(CASES), options.caps):
+        way = "LoRA on nf4" if cap == min(CARDS) else "LoRA"
         if case.model not in options.models or (case.model == "8b" and case.way != way):
             continue
         if (step := longest_step(case, cap)) is not None:
-            yield case, cap, step
+            found.append((case, cap, step))
+    return found

@@ -19,7 +19,7 @@ BENCHMARKS = {
     "extension": "a real model that reads beyond its length, before and after YaRN and LoRA",
     "context": "the longest context of every backend, and memory and speed up to it",
     "steps": "whole training steps next to other trainers, on one GPU or several",
-    "decoding": "the first token after a long prompt, and each further one, next to transformers",
+    "decoding": "the first token after a long prompt, and each further one",
     "memory": "predicted peak memory next to the measured, over many configurations",
     "tune": "launch configs of the kernels of flash on this GPU, for the table that training reads",
     "picture": "the picture of the README, drawn from results/",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.image import imread
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.words import main
@@ -16,12 +15,10 @@ from tests.data.chat_templates import CHATML, write, write_tokenizer
 
 @pytest.fixture
 def result_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run a benchmark and return what it writes; a picture that it draws is not empty."""
+    """Run a benchmark and return what it writes."""
 
     def run(name: str, *words: str) -> Any:
         assert main([name, *words, f"out={tmp_path}/result"]) == 0, capsys.readouterr().err
-        picture = tmp_path / "result.png"
-        assert not picture.exists() or imread(picture).std() > 0.01
         return json.loads((tmp_path / "result.json").read_text())
 
     return run

@@ -1,12 +1,11 @@
 """A smoke test of each benchmark, tiny and on a CPU, and what one computes once."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attention, context, memory, points, steps, timing
+from benchmarks import attention, context, memory, points, steps
 from benchmarks.decoding import bytes_of_token
 from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
@@ -23,19 +22,15 @@ TINY += ["model.vocab_size=300", "compile=false"]
 NANOGPT = """
 from types import SimpleNamespace as GPTConfig
 import torch
-from torch import nn
+from torch.nn.functional import cross_entropy
 
-class GPT(nn.Module):
+class GPT(torch.nn.Embedding):
     def __init__(self, config):
-        super().__init__()
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        super().__init__(config.vocab_size, config.n_embd)
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1], device=idx.device))
-        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-        logits = x @ self.wte.weight.T
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = super().forward(idx) @ self.weight.T
+        return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), learning_rate, betas)
@@ -43,14 +38,10 @@ class GPT(nn.Module):
 # Command line → the key or the value that the message names
 MISTAKES = {
     "atention": "atention",
-    "attention backends=flahs": "backends=flahs",
     "attention channels=100": "channels=100",
-    "cards caps=7": "caps=7",
     "cards attention=flash": "attention=flash",
     "memory model=8b": "models=",
     "steps seq_len=4096": "lengths=",
-    "steps model.window=1024": "model.window=1024",
-    "steps nanogpt=/no/such/folder": "nanogpt=/no/such/folder",
     "tune head_sizes=96,128": "head_sizes=96,128",
 }
 
@@ -58,12 +49,6 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_line(words, refused):
     refused(main(words.split()), MISTAKES[words])
-
-
-@pytest.mark.no_gpu
-@pytest.mark.parametrize("name", ["attention", "cards caps=24", "context", "memory", "tune"])
-def test_no_gpu_is_refused(name, refused):
-    refused(main(name.split()), "no CUDA GPU")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -91,27 +76,6 @@ def test_attention_is_measured_or_skipped(monkeypatch):
     assert all(row["skipped"] for row in attention.rows_of(late, 100.0, "cpu"))
 
 
-def test_rates_and_ratios_follow_from_times():
-    times = {("flash", "forward"): 2.0, ("flash", "backward"): 6.0}
-    times |= {("flex", "forward"): 3.0, ("flex", "backward"): 7.0}
-    row: dict[str, Any] = {"backend": "flash"}
-    attention.fill(row, times, "flex", flops=1e12, ceiling=1000.0)
-    rates = [row[f"{name}_tflops"] for name in ("forward", "backward", "both")]
-    assert rates == [500.0, 416.7, 437.5]
-    assert (row["forward_share"], row["both_share"]) == (0.5, 0.438)
-    assert (row["forward_ratio"], row["backward_ratio"], row["both_ratio"]) == (1.5, 1.167, 1.25)
-
-
-@pytest.mark.gpu
-def test_times_are_the_devices_own():
-    """A call that keeps Python busy for 20 ms takes the device far less."""
-    import time
-
-    x = torch.randn(2048, 2048, device="cuda")
-    medians = timing.medians({"dawdling": lambda: (time.sleep(0.02), x @ x)}, 20)
-    assert medians["dawdling"] < 10
-
-
 # Steps
 
 
@@ -130,27 +94,8 @@ def test_steps_of_each_peer_are_a_row(result_of, tmp_path):
         speed = rows["longctx"]["tokens_per_second"] / rows[name]["tokens_per_second"]
         assert rows[name]["longctx_over_it"] == pytest.approx(speed)
     assert rows["transformers"]["parameters"] == rows["longctx"]["parameters"]
-    assert rows["nanogpt"]["parameters"] == 512 * 96  # without its positions
     assert rows["transformers-liger"]["how"].startswith("skipped: ")
     assert "commit" in result
-
-
-def test_checkpointing_begins_when_memory_ends(monkeypatch):
-    requests = []
-
-    def asked(module: str, request: dict[str, Any], gpus: int, seconds: float) -> dict[str, Any]:
-        requests.append((request["tokens"], request["checkpointing"]))
-        is_full = request["tokens"] >= 16384 and not request["checkpointing"]
-        return {"ms": [], "failed": "out of memory" if is_full else None, "attention": "made up"}
-
-    monkeypatch.setattr(steps, "asked", asked)
-    is_full, options = False, steps.Options()
-    for tokens in (4096, 16384, 65536):
-        run = steps.shaped("longctx", options, ["model=1b"], tokens, "cuda")
-        row = steps.of_other("transformers", run, options, is_full, 9.0)
-        is_full = is_full or "full_without" in row
-    assert requests == [(4096, False), (16384, False), (16384, True), (65536, True)]
-    assert row["how"] == "made up, gradient checkpointing"
 
 
 # Memory and context
@@ -208,12 +153,11 @@ def test_memory_has_a_row_for_each_case(card, result_of):
 # Decoding and preferences
 
 
-def test_both_decode_after_each_prompt(result_of):
+def test_decoding_is_measured_after_each_prompt(result_of):
     sizes = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48"]
     sizes += ["model.vocab_size=99", "prompts=5,9", "new=2", "repeats=1", "rows=2"]
     rows = result_of("decoding", *sizes)["results"]
-    expected = [(prompt, peer) for prompt in (5, 9) for peer in ("longctx", "transformers")]
-    assert [(row["prompt"], row["peer"]) for row in rows] == expected
+    assert [row["prompt"] for row in rows] == [5, 9]
     for row in rows:
         assert row["first_over_forward"] == row["first_token_ms"] / row["forward_ms"]
         assert row["tokens_per_second"] > 0

@@ -1,25 +1,15 @@
-"""Pages of the docs say what the code does: keys, combinations, cards, models."""
+"""Pages of the docs say what the code does: keys, combinations, cards."""
 
 import json
-from importlib.metadata import version
 
 import pytest
 
-from benchmarks import cards, models, reference
+from benchmarks import cards, reference
 from benchmarks.words import main
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
 from tests.processes import ROOT
-
-TABLE = models.table()
-SAMPLE = (
-    *("bert", "falcon", "gemma3n_text", "glm4_moe", "lfm2", "llama4_text", "mamba", "mllama"),
-    *("deepseek_v32", "kimi_linear", "phimoe", "youtu"),
-)
-of_this_release = pytest.mark.skipif(
-    version("transformers") not in models.PAGE.read_text(), reason="the table is of another release"
-)
 
 
 def test_pages_are_what_the_code_says():
@@ -43,27 +33,3 @@ def test_a_small_card_is_measured(tmp_path):
     (line,) = cards.step_rows("x.json", card)
     speed = card["steps"][0]["tokens_per_second"]
     assert line["`flash`"] == f"{speed:,.0f} (unknown card)"
-
-
-def test_steps_under_caps_are_those_of_the_page():
-    points = cards.points(cards.Options(caps=(24, 80), models=("8b",)))
-    on_nf4, plain = cards.Case("8b", "LoRA on nf4"), cards.Case("8b", "LoRA")
-    assert [point[:2] for point in points] == [(on_nf4, 24), (plain, 80)]
-    assert all(f" {step.seq_len:,} (" in cards.PAGE.read_text() for *_, step in points)
-
-
-def test_families_of_ours_are_in_the_table():
-    assert {kind for kind, result in TABLE.items() if result == models.OURS} == models.families()
-
-
-@of_this_release
-def test_every_model_type_has_a_row():
-    assert list(TABLE) == models.known()
-
-
-@of_this_release
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.slow) for kind in TABLE]
-)
-def test_a_row_is_what_a_trial_finds(kind):
-    assert models.trial(kind) == TABLE[kind]

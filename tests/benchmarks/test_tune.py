@@ -50,13 +50,6 @@ def test_the_fastest_right_config_wins(times, wrong, winner, monkeypatch):
             tune.race("dq", *arguments, x)
 
 
-@pytest.mark.parametrize("kernel", list(launch.PORTABLE))
-def test_candidates_are_tiles(kernel):
-    candidates = tune.portable_candidates(kernel)
-    assert candidates
-    assert all(launch._is_config(kernel, list(config)) for config in candidates)
-
-
 @pytest.mark.gpu
 def test_tune_on_a_gpu(monkeypatch, tmp_path):
     path = tmp_path / "launch.json"
