@@ -187,7 +187,7 @@ def of_longctx(
 
     run = shaped(peer, options, overrides, tokens, device)
     check_attention(run.config, run.workload.model, device)
-    run.config.check_fp8(run.workload.model)
+    run.config.check_model(run.workload.model)
     run = decided(run)
     work = run.workload
     row = point(run, options.warm, options.steps, options.documents or None, seconds=limit)
