@@ -19,6 +19,7 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,10 +32,9 @@ from matplotlib.figure import Figure
 import longctx
 from benchmarks import real_weights
 from benchmarks.report import machine, save_figure, short, write_json
-from longctx import cli, plugins
+from longctx import cli, files
 from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
-from longctx.data.sources.registry import open_corpus
 from longctx.evaluation import facts, passkey
 from longctx.evaluation.results import grids, heat_map
 from longctx.evaluation.score import Scorer
@@ -46,7 +46,6 @@ EVERY = 4  # tokens from one scored prediction to the next
 BINS = 16  # of the positions in the longest text
 VAL_FRACTION = 0.05
 WHEN = ("before", "after")
-NEEDLES = Path(__file__).parents[1] / "examples" / "needles.py"
 # What a machine does in minutes. On a CPU few sequences, which only show that all of it works
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {"seq_len": 32768, "steps": 120, "lengths": [8192, 16384, 32768], "depths": 11}
@@ -108,8 +107,8 @@ def run(options: Options, command: str) -> None:
     report(result)
     longctx_command = os.path.relpath(Path(sys.executable).with_name("longctx"))
     print(f"\n{out}/result.png, {out}/result.json\n\nNext:")
-    print(f"  {longctx_command} chat {out}/trained 'plugins=[]'")
-    print(f"  {longctx_command} export {out}/trained my-model 'plugins=[]'")
+    print(f"  {longctx_command} chat {out}/trained")
+    print(f"  {longctx_command} export {out}/trained my-model")
     own_text = "data=text data.path=MY_FOLDER"
     stretched = f"rope=yarn seq_len={options.context} lora.rank=16"
     print(f"  {longctx_command} train init={model} {own_text} {stretched}")
@@ -146,8 +145,8 @@ def begun(options: Options, command: str) -> dict[str, Any]:
     return result
 
 
-def unseen(options: Options, model: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of the documents that validate, which no run trains on."""
+def texts(options: Options, model: str, split: str, tokens: int) -> np.ndarray:
+    """Return at least `tokens` tokens of the documents that train, or that validate."""
     source = "text" if options.path else "embedded"
     config = DataConfig(
         source,
@@ -156,13 +155,12 @@ def unseen(options: Options, model: str, tokenizer: Tokenizer) -> np.ndarray:
         val_fraction=VAL_FRACTION,
         documents=options.documents,
     )
-    assert options.seq_len is not None and options.lengths is not None
-    documents = load(config, options.seq_len).documents("val")
-    filler = passkey.filler_of(
-        (ScoredDocument(*one[:3]) for one in documents), tokenizer, 4 * max(options.lengths)
-    )
-    passkey.check_filler("lengths", filler, options.lengths)
-    return np.resize(filler, max(len(filler), 2 * max(options.lengths)))
+    assert options.seq_len is not None
+    documents = load(config, options.seq_len).documents(split)
+    found = (ScoredDocument(*one[:3]) for one in documents)
+    filler = passkey.filler_of(found, Tokenizer.load(model), tokens)
+    passkey.check_filler("lengths", filler, [tokens // 2])
+    return np.resize(filler, max(len(filler), tokens))
 
 
 def train(options: Options, model: str, factor: float) -> None:
@@ -170,7 +168,7 @@ def train(options: Options, model: str, factor: float) -> None:
     folder = Path(options.out) / "trained"
     if folder.exists() and any(x["step"] == options.steps for x in metrics_file.read(folder)):
         return
-    command = ["resume", str(folder), f"plugins=[{NEEDLES}]"]
+    command = ["resume", str(folder)]
     if not run_folder.checkpoints(folder):
         shutil.rmtree(folder, ignore_errors=True)
         command = ["train", *training(options, model, factor)]
@@ -181,41 +179,51 @@ def train(options: Options, model: str, factor: float) -> None:
 
 def training(options: Options, model: str, factor: float) -> list[str]:
     """Return the overrides of train.py: half of the sequences are text, half ask for facts."""
-    assert options.seq_len is not None
-    tokenizer = Tokenizer.load(model)
-    paths = [f"data.mix.{name}.path={options.path}" for name in ("text", "facts") if options.path]
-    source = "text" if options.path else "embedded"
-    # Of a sequence: the longest generated document just fills it
-    length = int(options.seq_len * characters_per_token(tokenizer, options.path))
+    path = Path(options.out) / "facts.jsonl"
+    files.write_text(path, "".join(documents_of_facts(options, model)))
+    text = f"data.mix.text.path={options.path}" if options.path else "data.mix.text.source=embedded"
     return [
-        *(f"plugins=[{NEEDLES}]", f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
+        *(f"init={model}", "rope=yarn", f"rope.factor={factor:g}"),
         *("lora.rank=16", f"lr={options.lr}", f"seq_len={options.seq_len}"),
         *("batch_size=1", "accumulate=1", f"max_steps={options.steps}"),
-        *("data=mix", f"data.mix.text.source={source}", "data.mix.facts.source=needles", *paths),
-        *(
-            f"data.mix.text.documents={options.documents or 'null'}",
-            f"data.mix.facts.length={length}",
-        ),
-        *(f"data.mix.facts.documents={options.steps}", f"data.val_fraction={VAL_FRACTION}"),
+        *("data=mix", text, f"data.mix.text.documents={options.documents or 'null'}"),
+        *(f"data.mix.facts.path={path}", f"data.val_fraction={VAL_FRACTION}"),
         *(f"val_every={options.steps}", "val_rows=2", "log_every=1", "workers=0"),
         *(f"device={options.device}", f"precision={options.precision}"),
         *("name=trained", f"runs={options.out}", "tracker=none"),
     ]
 
 
-def characters_per_token(tokenizer: Tokenizer, path: str) -> float:
-    """Return the characters per token of a generated document: digits make them fewer."""
-    plugins.load([str(NEEDLES)])
-    config = DataConfig("needles", path or None, documents=1)
-    example = next(open_corpus(config).documents()).text
-    return len(example) / len(tokenizer.encode(example))
+def documents_of_facts(options: Options, model: str) -> Iterator[str]:
+    """Yield lines of JSON: documents that hide facts in the text that trains, and ask for them.
+
+    They are those of examples/needles.py, here in a file: a run with a plugin would ask for it
+    whenever it is opened.
+    """
+    from examples import needles  # registers data=needles
+
+    assert options.seq_len is not None and options.steps is not None
+    tokenizer = Tokenizer.load(model)
+    text = tokenizer.decode(texts(options, model, "train", 32 * options.seq_len).tolist())
+    example = needles.hidden_in(text, needles.EVERY, random.Random(0))
+    # The longest just fills a sequence; digits make its tokens shorter than those of text
+    length = options.seq_len * len(example) / len(tokenizer.encode(example))
+    for number in range(options.steps):
+        rng = random.Random(f"train {number}")
+        # Facts and questions take a third of a document, until every city has one
+        size, added = length * rng.uniform(0.8, 1.0), needles.PER_FACT
+        room = int(max(size / (1 + added / needles.EVERY), size - added * len(facts.CITIES)))
+        start = rng.randrange(max(1, len(text) - room))
+        document = needles.hidden_in(text[start : start + room], needles.EVERY, rng)
+        yield json.dumps({"text": document}) + "\n"
 
 
 def measure(options: Options, model: str, name: str) -> dict[str, Any]:
     """Return perplexity by position, the pass keys found, and an answer about the longest text."""
     assert options.lengths is not None and options.depths is not None and options.samples
     network, tokenizer = longctx.load(name, options.device, options.precision)
-    ids, longest = unseen(options, model, tokenizer), max(options.lengths)
+    longest = max(options.lengths)
+    ids = texts(options, model, "val", 2 * longest)
     scorer = Scorer(network, torch.bfloat16 if options.precision == "bf16" else torch.float32)
     depths = [(n + 0.5) / options.depths for n in range(options.depths)]
     nats, accuracy = [], []
