@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.timing import medians
 from longctx import files
-from longctx.config.command_config import SIZES
+from longctx.cli.options import SIZES
 from longctx.config.fields import key
 from longctx.kernels import flash_op, launch, machine, selftest
 from longctx.kernels.attention import Intervals, Saved, Scores, hopper_size

@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
+from longctx.cli.options import DescribeConfig
 from longctx.config import other_names, presets
-from longctx.config.command_config import DescribeConfig
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import OBJECTIVES, SCHEDULES
 from longctx.config.eval_config import EvalConfig

@@ -130,10 +130,10 @@ class TrackerTraits(NamedTuple):
     late: str = ""
     reads: Collection[str] | None = None
 
-    def check_installed(self, name: str) -> None:
-        """Raise ValueError if the package of this tracker, called `name`, is missing."""
+    def problems(self, name: str) -> Iterator[str]:
+        """Yield a message if the package of this tracker, called `name`, is missing."""
         if self.package is not None and importlib.util.find_spec(self.package) is None:
-            raise ValueError(
+            yield (
                 f"tracker={name}: {self.package} is not installed; pip install {self.package}, or "
                 "choose another tracker"
             )

@@ -309,6 +309,8 @@ class TrainConfig(Group):
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         yield from self.optimizer.problems_beside(state, self.lora.rank)
+        for name in self.tracker:
+            yield from TRACKERS[name].problems(name)
         if self.max_tokens is not None and self.max_steps is not None:
             yield (
                 f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
@@ -341,6 +343,32 @@ class TrainConfig(Group):
                 f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: too close to 1 for 16 "
                 "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host"
             )
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """Yield a message for keys that a new run cannot have; a resumed one had them before."""
+        check_warmup(self.warmup_steps, self.max_steps)
+        if self.context.degree == 1 and self.context.method != "auto":
+            yield (
+                f"context.method={self.context.method}: does nothing with context=1; give "
+                "context=N, or leave it out"
+            )
+        if self.lora.rank is not None and self.init is None:
+            yield (
+                f"lora.rank={self.lora.rank}: adds to trained weights, and init= names none; "
+                "leave lora out"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for keys of `wandb` that no tracker reads."""
+        read = [TRACKERS[name].reads for name in self.tracker]
+        usual = vars(WandbConfig())
+        unread = [
+            f"wandb.{key}={shown(value)}"
+            for key, value in vars(self.wandb).items()
+            if value != usual[key] and not any(keys is None or key in keys for keys in read)
+        ]
+        if unread:
+            yield f"{', '.join(unread)}: not read by tracker={shown(self.tracker)}"
 
     def schedule_keys(self) -> dict[str, Any]:
         """Return the keys that lr_schedule has, with its defaults in place of nulls."""

@@ -10,8 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from longctx import hub_snapshot
-from longctx.config.command_config import DescribeConfig
-from longctx.config.data_config import SOURCES
+from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import OBJECTIVES
 from longctx.tables import console, show, text_table
 
@@ -25,19 +24,21 @@ _RUNS, _BEGIN, _END = 12, 240, 80  # runs of an example, characters of each
 _LONG = (4096, 16384, 65536)  # tokens; a long context is for documents above these
 
 
-def describe(config: DescribeConfig) -> int:
+def describe(
+    seq_len: int, plugins: list[str] | None, objective: str, init: str | None, data: DataConfig
+) -> int:
     """Print the counts of a data set, its document lengths, and a conversation."""
     from longctx.data.dataset import load  # pyarrow and tokenizers, which --help does not need
 
-    preferences = OBJECTIVES[config.objective].data or config.data.preferences
-    tokenizer = config.data.tokenizer
-    if config.init is not None and tokenizer is None:
-        tokenizer = str(hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init"))
-    own = replace(config.data, preferences=preferences, tokenizer=tokenizer)
-    data = load(own, config.seq_len)
-    for table in tables(data):
+    preferences = OBJECTIVES[objective].data or data.preferences
+    tokenizer = data.tokenizer
+    if init is not None and tokenizer is None:
+        tokenizer = str(hub_snapshot.folder(hub_snapshot.pinned(init, "init"), "init"))
+    own = replace(data, preferences=preferences, tokenizer=tokenizer)
+    loaded = load(own, seq_len)
+    for table in tables(loaded):
         show(table)
-    for text in conversations(data):
+    for text in conversations(loaded):
         console().print(text)
     return 0
 

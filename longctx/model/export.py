@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files, hub_snapshot, plugins, untrusted
-from longctx.config.command_config import ExportOptions
 from longctx.model import huggingface, lora, packed
 from longctx.model.families import family_of, multimodal, read_model
 from longctx.model.families.family import Family
@@ -241,11 +240,9 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def run(options: ExportOptions) -> None:
-    """Read the checkpoint of `options`, write the folder, print a line about it."""
-    out = Path(options.out)
+def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: bool) -> None:
+    """Read the checkpoint `file`, write the folder `out`, print a line about it."""
     check_out(out)
-    file = run_folder.checkpoint_of(Path(options.run), "run")
     verify(file)
     with untrusted.opened(file):
         checkpoint = read(file)
@@ -255,19 +252,19 @@ def run(options: ExportOptions) -> None:
     attention = plugins.attention_of(config, file)
     if not attention.description.exact:
         raise ValueError(
-            f"{options.run}: it was trained with attention={attention.backend}, which config.json "
+            f"{file}: it was trained with attention={attention.backend}, which config.json "
             "cannot describe: others would compute plain softmax; generate and evaluate it here"
         )
-    if options.adapter:
+    if adapter:
         run_adapter(model, file, checkpoint, added, seq_len, out)
         return
     if added.rank is not None:
         model = merged(model, str(config.get("init")), added.base)
     context = max(seq_len, model.config.context or 0)
     tokenizer_folder = file.resolve().parent.parent
-    dtype = SHORT_NAMES[options.dtype] if options.dtype else None
+    dtype = SHORT_NAMES[precision] if precision else None
     wrapper = wrapper_of(config)
-    export(model, tokenizer_folder, out, context, dtype, int(options.shard_gb * 1e9), wrapper)
+    export(model, tokenizer_folder, out, context, dtype, int(shard_gb * 1e9), wrapper)
     written = dtype or model.embed.weight.dtype
     name = next(name for name, short in SHORT_NAMES.items() if short == written)
     parameters = f"{model.config.parameters():,} parameters of {file}"

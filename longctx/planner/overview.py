@@ -15,12 +15,10 @@ from typing import Any
 
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config.asked import divisions, with_vocabulary, workload_of
-from longctx.config.command_config import PlanOptions
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import TERMS, predict
-from longctx.spec import hardware
-from longctx.spec.hardware import GIB, Chip, is_named
+from longctx.spec.hardware import GIB, Chip
 from longctx.spec.step import Measured, Workload
 from longctx.tables import count_of, grid
 from longctx.training.schedule import drawn, schedule_of
@@ -35,14 +33,22 @@ SPEED = ("s/step", "tokens/s", "MFU")
 
 
 def run(
-    options: PlanOptions, requests: Mapping[str, TrainConfig], asked: str, measured: Measured
+    requests: Mapping[str, TrainConfig],
+    asked: str,
+    chip: Chip,
+    host: float,
+    of_host: str,
+    per_machine: int,
+    price: float | None,
+    measured: Measured,
 ) -> None:
     """Print if the run fits, then memory, time and longest context by policy and backend.
 
-    `requests` has a request for each backend; the answer is about the one that is `asked` for.
+    requests: backend → request; the answer is about the backend that is `asked` for.
+    host: bytes of the memory of each machine, of which `of_host` says the source.
+    per_machine: GPUs of a machine. price: of an hour of one.
     """
-    request, per_machine = next(iter(requests.values())), options.gpus_per_machine
-    chip, host, of_host = machine(options, request.devices)
+    request = next(iter(requests.values()))
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
     steps, chosen = [], dict[str, Workload]()
@@ -57,7 +63,7 @@ def run(
     fastest, reason = fitting.fastest_backend(first, list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
     schedule = schedule_of(request, answered)
-    print(answer(answered, chip, host, schedule.max_steps, options.price), end="\n\n")
+    print(answer(answered, chip, host, schedule.max_steps, price), end="\n\n")
     print_machine(answered, chip, host, of_host)
     print(f"{drawn(schedule)}\n")
     if first.devices > 1:
@@ -224,46 +230,3 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
             + (f", {chip.network / 1e9:,.0f} beyond" if step.machines > 1 else "")
         )
     print()
-
-
-def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
-    """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
-    # if the named GPU is not here, its host's memory is assumed
-    there = hardware.here()
-    assumed = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
-    base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu)
-    base = replace(base, network=options.network / 8 * 1e9)
-    if options.gpu_memory is not None:
-        base = replace(base, memory=bytes_of("gpu_memory", options.gpu_memory))
-    if options.gpu_tflops is not None:
-        base = replace(base, flops=options.gpu_tflops * 1e12)
-    if options.gpu_bandwidth is not None:
-        base = replace(base, bandwidth=options.gpu_bandwidth * 1e9)
-    if options.gpu != "auto" and (base.flops is None or base.bandwidth is None):
-        raise ValueError(
-            f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.CHIPS)}, or "
-            "describe it by gpu_tflops=, gpu_bandwidth= and gpu_memory="
-        )
-    if not base.memory:
-        raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
-    if options.host_memory is not None:
-        return base, bytes_of("host_memory", options.host_memory), ""
-    is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
-    if is_here:
-        return base, hardware.host_memory(), ", this machine: host_memory= says another"
-    host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)
-    return base, host, " assumed, 128 for each GPU: host_memory= says another"
-
-
-def bytes_of(key: str, text: str) -> float:
-    """Return the bytes of a size, written 80 or 80GiB for GiB, and 80GB for 10^9 bytes."""
-    number, unit = text.strip().lower(), float(GIB)
-    if number.endswith("gb"):
-        number, unit = number.removesuffix("gb"), 1e9
-    try:
-        size = float(number.removesuffix("gib"))
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 2**20:
-        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80, 139.8GiB or 24GB")
-    return size * unit

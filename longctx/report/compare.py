@@ -20,7 +20,6 @@ from rich.text import Text
 
 from longctx import files
 from longctx.config import fields
-from longctx.config.command_config import CompareOptions
 from longctx.config.train_config import TrainConfig
 from longctx.report.run_view import Line, RunRecord, read, record_of, short, write_records
 from longctx.runs.evaluations import ruler_rows, task_scores
@@ -46,33 +45,39 @@ class Table(NamedTuple):
     best: list[tuple[int, int]]
 
 
-def compare(options: CompareOptions) -> None:
+def compare(
+    runs: list[Path], out: Path, price: float | None = None, table: Path | None = None
+) -> None:
     """Print the table of the runs and write their page, and the file with a row for each run.
 
     A folder that is no run is left out, and a note on stderr says so. Raises ValueError or OSError,
     one line, if no run is left.
     """
-    runs, notes = read_all(options.runs, options.price)
-    if options.price is not None and all(run.cost.money is None for run in runs):
+    found, notes = read_all(runs, price)
+    if price is not None and all(run.cost.money is None for run in found):
         notes.append("price= is that of an hour of a GPU, and no run had one")
-    table = table_of(runs, options.price)
+    shown_table = table_of(found, price)
     # Before anything is printed: a mistake in `out` is one line
-    write_page(options.out, runs, table, notes)
-    if options.table is not None:
-        keys = differing(runs)
+    write_page(out, found, shown_table, notes)
+    if table is not None:
+        keys = differing(found)
         records = [
-            record_of(run) | {f"config.{key}": configured(run, key) for key in keys} for run in runs
+            record_of(run) | {f"config.{key}": configured(run, key) for key in keys}
+            for run in found
         ]
-        write_records(options.table, records)
+        write_records(table, records)
     cells = [
-        [Text(cell, "bold green" if (row, n) in table.best else "") for n, cell in enumerate(texts)]
-        for row, texts in enumerate(table.rows)
+        [
+            Text(cell, "bold green" if (row, n) in shown_table.best else "")
+            for n, cell in enumerate(texts)
+        ]
+        for row, texts in enumerate(shown_table.rows)
     ]
-    show(text_table("runs", table.headings, cells))
+    show(text_table("runs", shown_table.headings, cells))
     for note in notes:
         line = note if note.startswith("warning: ") else f"note: {note}"
         console(stderr=True).print(line, soft_wrap=True)
-    console().print(f"curves     {options.out}", soft_wrap=True)
+    console().print(f"curves     {out}", soft_wrap=True)
 
 
 def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord], list[str]]:

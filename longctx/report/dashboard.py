@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from longctx import untrusted
-from longctx.config.command_config import DashboardOptions
 from longctx.runs import metrics
 from longctx.runs.metrics import Shown
 
@@ -85,7 +84,7 @@ def columns() -> list[str]:
     return ["config:backend", "config:seq_len", *figures]
 
 
-def dashboard(options: DashboardOptions) -> None:
+def dashboard(project: str, entity: str | None = None, name: str = "longctx") -> None:
     """Create the workspace and print its address.
 
     Raises ValueError, one line, if wandb-workspaces or an API key is missing, or the server
@@ -99,11 +98,11 @@ def dashboard(options: DashboardOptions) -> None:
 
     # wandb's own errors, the network's
     problem = "wandb did not take the workspace: {}"
-    with untrusted.named(f"project={options.project}", problem, (Exception,)):
+    with untrusted.named(f"project={project}", problem, (Exception,)):
         if not wandb.login(prompt=False):
             raise ValueError("wandb has no API key here; give one by `wandb login`")
-        entity = options.entity or str(wandb.Api().default_entity)
-        created = workspace(options.project, entity, options.name)
+        entity = entity or str(wandb.Api().default_entity)
+        created = workspace(project, entity, name)
         created.save()
     print(created.url)
 

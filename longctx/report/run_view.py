@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from longctx import files, tables, untrusted
-from longctx.config.command_config import WatchOptions
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import Evaluations, read_evaluations
@@ -281,12 +280,12 @@ def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     files.write_for_key("table", path, text)
 
 
-def watch(options: WatchOptions) -> None:
+def watch(run: Path, price: float | None = None) -> None:
     """Print the newest record of a run and the later ones, until no process trains it; then its end
     and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
     """
-    with opened(options.run):
-        show(options.run, options.price)
+    with opened(run):
+        show(run, price)
 
 
 def show(folder: Path, price: float | None) -> None:

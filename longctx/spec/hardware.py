@@ -213,17 +213,6 @@ def here() -> Chip | None:
     return None if has_failed else chip(name.value.decode(), float(size.value))
 
 
-def may_be_here() -> bool:
-    """Return True if CUDA may find a GPU.
-
-    The driver is asked only if its device file is missing: asking starts an idle GPU, and
-    takes seconds.
-    """
-    # an empty list hides all GPUs from CUDA
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    return (CONTROL.exists() and not hidden) or here() is not None
-
-
 def start_gpu(number: int) -> None:
     """Start GPU `number` of this machine and make torch's context on it, in the background.
 

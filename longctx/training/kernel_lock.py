@@ -22,7 +22,6 @@ from torch import Tensor
 from longctx import files
 from longctx.attention import Mask, attention, kernels_run, registered
 from longctx.attention.description import AttentionConfig
-from longctx.config.command_config import ShowOptions
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import fingerprint, launch, machine, sources
 from longctx.parallel.devices import dtype_of
@@ -91,23 +90,23 @@ def identify(
     return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 
-def show(options: ShowOptions) -> None:
+def show(kernel: str, head_size: int, seq_len: int, dtype: str) -> None:
     """Print the lock of attention=flash here as JSON, with self-test, seconds and launch configs.
 
     Raises ValueError if the kernel cannot run here or fails its self-test.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    dtype = DTYPES.get(options.dtype, torch.bfloat16 if on_gpu else torch.float32)
-    chosen = AttentionConfig("flash", {"kernel": options.kernel})
+    precise = DTYPES.get(dtype, torch.bfloat16 if on_gpu else torch.float32)
+    chosen = AttentionConfig("flash", {"kernel": kernel})
     started = time.perf_counter()
-    lock = identify(chosen, device, dtype, options.head_size, 1, options.seq_len)
+    lock = identify(chosen, device, precise, head_size, 1, seq_len)
     is_tested = lock["kernel"].startswith("triton") and on_gpu
-    like = torch.empty(0, 0, 0, options.head_size, dtype=dtype, device=device)
+    like = torch.empty(0, 0, 0, head_size, dtype=precise, device=device)
     lock |= {
         "self_test": "passed" if is_tested else "not needed",
         "seconds": round(time.perf_counter() - started, 3),
-        "launch": launch.configs_of(lock["kernel"], like, options.seq_len),
+        "launch": launch.configs_of(lock["kernel"], like, seq_len),
     }
     print(json.dumps(lock, indent=1))
 

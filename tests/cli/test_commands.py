@@ -11,7 +11,7 @@ import pytest
 from benchmarks.tune import Options
 from longctx import cli, system
 from longctx.cli import answer
-from longctx.config.command_config import CompareOptions, ExportOptions
+from longctx.cli.options import CompareOptions, ExportOptions
 from longctx.config.fields import key, keys
 from tests.processes import ROOT, finished
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from longctx import cli
-from longctx.cli import checked_jobs, early_checks
+from longctx.cli import checked_jobs, commands
 from longctx.config import presets
 from longctx.config.asked import workload_of
 from longctx.config.presets import Request
@@ -242,7 +242,7 @@ def test_a_sweep_is_every_combination_in_order():
 )
 @pytest.mark.parametrize("name", ["plain", "lr=1", "'a, b'", "it's"])
 def test_a_job_of_a_sweep_has_the_values_that_were_given(text, name, monkeypatch):
-    monkeypatch.setattr(early_checks, "check_training", lambda config: None)
+    monkeypatch.setattr(commands, "check_paths", lambda config: None)
     words = ["lr=0.001,0.002", "sample_every=5", f"sample_prompt={text}", f"init={name}"]
     for lr, job in zip((0.001, 0.002), checked_jobs(words), strict=True):
         config = cli.compose("train", job).config
@@ -254,7 +254,7 @@ def test_a_sweep_pins_the_model_of_its_file(tmp_path, monkeypatch):
     def pin(config: TrainConfig) -> None:
         config.init = "me/small@commit"
 
-    monkeypatch.setattr(early_checks, "check_training", pin)
+    monkeypatch.setattr(commands, "check_paths", pin)
     (tmp_path / "my.yaml").write_text("init: me/small\n")
     for job in checked_jobs([str(tmp_path / "my.yaml"), "lr=0.001,0.002"]):
         assert cli.compose("train", job).config.init == "me/small@commit"

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from longctx.cli import main
-from longctx.config.command_config import PlanOptions
-from longctx.planner import overview as plan
+from longctx.cli import main, plan
+from longctx.cli.plan import PlanOptions
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.config.command_config import CompareOptions
 from longctx.report import compare as report
 
 
@@ -34,4 +33,4 @@ def make(
 
 def compare(folders: Sequence[Path], out: Path) -> None:
     """Do as `longctx compare`."""
-    report.compare(CompareOptions(list(folders), out))
+    report.compare(list(folders), out)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from longctx import cli
-from longctx.config.command_config import WatchOptions
 from longctx.report.compare import differing, table_of
 from longctx.report.run_view import cost_of, read, watch
 from tests.report.run_files import make, step
@@ -101,7 +100,7 @@ def test_paths_of_one_name_do_not_differ(tmp_path):
 
 
 def test_a_run_that_is_watched_shows_its_cost(tmp_path, capsys):
-    watch(WatchOptions(on_gpus(tmp_path / "a", 2, 7200), price=2.0))
+    watch(on_gpus(tmp_path / "a", 2, 7200), price=2.0)
     printed = capsys.readouterr().out
     for part in ("2 × NVIDIA H200", "kernel hopper", "GPU hours 4.00", "cost 8.00 at 2.0 an hour"):
         assert part in printed

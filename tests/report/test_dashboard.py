@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from longctx.config.command_config import DashboardOptions
 from longctx.report import dashboard
 
 
@@ -12,18 +11,18 @@ def test_a_refusal_is_one_line(monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install wandb-workspaces"):
-        dashboard.dashboard(DashboardOptions("p"))
+        dashboard.dashboard("p")
     monkeypatch.setattr(dashboard, "find_spec", lambda name: True)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     with pytest.raises(ValueError, match=r"^project=p: .*wandb login"):
-        dashboard.dashboard(DashboardOptions("p"))
+        dashboard.dashboard("p")
 
     def refuse(**_: object) -> bool:
         raise ConnectionError("no\nroute")
 
     monkeypatch.setattr(wandb, "login", refuse)
     with pytest.raises(ValueError, match=r"^project=p: .*no route$"):
-        dashboard.dashboard(DashboardOptions("p"))
+        dashboard.dashboard("p")
 
 
 def test_the_workspace_is_the_plan():

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from longctx import cli
-from longctx.config.command_config import WatchOptions
 from longctx.report import run_view
 from longctx.report.compare import described, lock_differences, table_of
 from longctx.report.run_view import curves, read, watch
@@ -147,7 +146,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file, dangles):
     assert (f"left out: {runs[0]}" in error) != (file == "eval" and dangles)
     if file in ("config.yaml", "metrics.jsonl"):
         with pytest.raises(ValueError, match=str(runs[0])):
-            watch(WatchOptions(runs[0]))
+            watch(runs[0])
 
 
 def test_locks_that_differ_are_a_warning(tmp_path, capsys):
@@ -199,7 +198,7 @@ def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
     next(training)
     # Each pause of watch is a part of the run
     monkeypatch.setattr(run_view, "time", SimpleNamespace(sleep=lambda _: next(training)))
-    watch(WatchOptions(folder))
+    watch(folder)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(2, 21)]
     assert "loss 0.2500" in lines[-2]
@@ -219,8 +218,8 @@ def test_watch_starts_again_if_the_file_is_replaced(tmp_path):
 
 def test_watch_needs_a_run(tmp_path):
     with pytest.raises(ValueError, match="no metrics yet"):
-        watch(WatchOptions(make(tmp_path / "empty", rows=[])))
+        watch(make(tmp_path / "empty", rows=[]))
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
-        watch(WatchOptions(tmp_path / "none"))
+        watch(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="/deleted"):
         list(run_view.following(tmp_path / "deleted", Tail(tmp_path / "deleted"), []))

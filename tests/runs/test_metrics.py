@@ -7,7 +7,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from longctx.config.command_config import WatchOptions
 from longctx.report import dashboard
 from longctx.report.compare import described, headings
 from longctx.report.run_view import read, watch
@@ -45,7 +44,7 @@ def test_a_new_metric_is_on_the_terminal(run, capsys):
     assert "gate a at 3 7.5" in brief(ROWS[1])
     assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
-    watch(WatchOptions(run))
+    watch(run)
     assert "3,000.0 pages/h" in capsys.readouterr().out
 
 

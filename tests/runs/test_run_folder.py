@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from longctx import cli
-from longctx.cli import early_checks
+from longctx.cli import commands
 from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
 
@@ -142,7 +142,7 @@ def test_a_home_of_nobody_is_one_line(words, refused):
 def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = TrainConfig(runs="~/runs", device="cpu")
-    early_checks.check_training(config)
+    commands.check_paths(config)
     assert config.runs == f"{tmp_path}/runs"
     (tmp_path / "runs" / "r").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"resume=~/runs/r: .* not the folder of a run"):

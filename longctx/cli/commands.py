@@ -1,0 +1,403 @@
+"""The commands: arguments → a checked dataclass → the function. Nothing here imports torch.
+
+One table has every command: what it does, examples, keys, function. A command imports its libraries
+when it runs, so `--help` and wrong keys are answered before torch is imported, which takes 5 to
+30 s. parse.py reads the arguments.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import io
+import os
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple, TypeVar
+
+import longctx
+from longctx import files, hub_snapshot, plugins, system
+from longctx.cli import options, parse
+from longctx.cli.parse import SCHEMAS, compose, split_own
+from longctx.cli.plan import PlanOptions, plan
+from longctx.config import eval_config, fields, presets
+from longctx.config.eval_config import EvalConfig
+from longctx.config.presets import Request
+from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
+from longctx.config.train_config import TrainConfig
+from longctx.data.sources.registry import check_files
+from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
+from longctx.runs import run_folder
+from longctx.spec import hardware
+
+WIDTH = 80
+COLUMN = 28  # at which the meanings of --help begin
+EVERYTHING = 10**6  # a range that ends above this is shown as open, its counts with units
+Sampling = TypeVar("Sampling", bound=SampleConfig)
+
+
+class Command(NamedTuple):
+    """One command.
+
+    schema: the dataclass of its keys. Its docstring is the head of --help.
+    run: called with the arguments after the name, or the path of a function, which is imported and
+        called with the values of the schema. It returns the exit code, None for 0.
+    torch: importing the function takes seconds.
+    trains: every key of train may follow its own.
+    """
+
+    schema: type
+    run: Callable[[list[str]], int | None] | str
+    torch: bool = False
+    trains: bool = False
+
+    def start(self, argv: list[str]) -> int | None:
+        """Run the command with `argv` and return its exit code."""
+        if callable(self.run):
+            return self.run(argv)
+        values = vars(compose(self.schema, argv).config)
+        with libraries() if self.torch else nullcontext():
+            function: Callable[..., int | None] = resolve_name(self.run)
+        return function(**values)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--version" in argv:
+        return answer(argv, list_text, lambda _: print(f"longctx {longctx.__version__}"))
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    name, arguments = " ".join(argv[:words]), argv[words:]
+    if name in COMMANDS:
+        return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
+    return answer(argv or ["--help"], list_text, lambda _: refuse_name(name))
+
+
+def answer(
+    argv: list[str], help_text: Callable[[], str], run: Callable[[list[str]], int | None]
+) -> int:
+    """Call `run(argv)` and return the exit code: its own (None: 0), 0 for help, 2 for a mistake,
+    files.FULL_DISK, or 128 + the number of a signal, as 130 for Ctrl-C and 141 (SIGPIPE) if nobody
+    reads stdout any more.
+
+    A mistake is a ValueError or an OSError, one line on stderr; LONGCTX_TRACEBACK=1 adds its
+    traceback.
+    """
+    files.open_closed_streams()
+    # An arrow must not end a run whose terminal is latin-1
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    system.let_segments_grow()
+    with system.caught() as stop:
+        try:
+            if any(argument in ("-h", "--help", "help") for argument in argv):
+                print(help_text(), flush=True)
+                return 0
+            if os.path.expanduser("~") == "~":
+                user = f"user {os.getuid()} has no entry in /etc/passwd"
+                raise ValueError(f"HOME: not set, and {user}; set it to a folder for the caches")
+            code = run(argv) or 0
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # The reader of our output, such as `head`, has closed it
+            files.silence_stdout()
+            return 128 + signal.SIGPIPE
+        except (Exception, KeyboardInterrupt) as error:
+            # A compiled module may raise another error for a signal, as numpy's import does
+            if isinstance(error, KeyboardInterrupt) or stop.has_raised:
+                if number_here() == 0:
+                    unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
+                    print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
+                return stop.code
+            if not isinstance(error, ValueError | OSError):
+                raise
+            # A mistake of the user: one line
+            if os.environ.get("LONGCTX_TRACEBACK"):
+                traceback.print_exception(error)
+            # Rank 0 prints the problem; torchrun ends all ranks after the first end
+            if number_here():
+                time.sleep(GRACE)
+                return files.exit_code(error)
+            lines = str(error).splitlines() if isinstance(error, fields.Mistakes) else [str(error)]
+            for line in lines:
+                print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
+            return files.exit_code(error)
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """Import large libraries in this block: pause the garbage collector, and tell a terminal."""
+    if "torch" not in sys.modules and sys.stderr.isatty() and number_here() == 0:
+        print("loading torch ...", file=sys.stderr, flush=True)
+    with system.no_garbage():
+        yield
+        # Libraries stay, so later collections need not look at them
+        gc.freeze()
+    system.check()
+
+
+# Help
+
+
+def list_text() -> str:
+    """Return the commands, with a summary of each."""
+    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
+    title = "Train GPTs on long documents, and see what runs show."
+    more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
+    return "\n".join([title, "", *lines, "", more])
+
+
+def help_text(name: str, arguments: Iterable[str] = ()) -> str:
+    """Return examples, presets and keys of the command `name`; plugins among `arguments` add names
+    to them.
+    """
+    command = COMMANDS[name]
+    # The lists below have the names that plugins register
+    own = [argument for argument in arguments if argument.startswith("plugins=")]
+    parse.given_values(TrainConfig if command.trains else command.schema, own)
+    summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
+    lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
+    if name in SCHEMAS:
+        lines += ["", "Presets (group=name):"]
+        for group in presets.groups(command.schema):
+            choices = " | ".join(presets.names(group))
+            head = f"  {group + '=':<12}"
+            lines += textwrap.wrap(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14)
+    lines += ["", "Keys (key=default):", *key_lines(command.schema)]
+    return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
+
+
+def key_lines(schema: Any) -> Iterator[str]:
+    """Yield the keys of `schema`, then each group of keys under a heading of its own."""
+    known = fields.keys(schema)
+    groups = [name for name, declared in known.items() if declared.is_group]
+    # Plain keys first, so that each heading is followed by all keys of its group
+    for group in ("", *groups):
+        if group:
+            yield ""
+            yield from textwrap.wrap(f"{group}: {summary_of(known[group].type)}", WIDTH)
+        for name, declared in known.items():
+            if name.rpartition(".")[0] == group and not declared.is_group:
+                shown = f"{name}={fields.shown(declared.default)}"
+                head = name.upper() if declared.positional else shown
+                yield from textwrap.wrap(
+                    f"  {head:<{COLUMN - 3}} {meaning_of(declared)}",
+                    WIDTH,
+                    subsequent_indent=" " * COLUMN,
+                    break_on_hyphens=False,
+                )
+
+
+def meaning_of(declared: fields.Key) -> str:
+    """Return a help text, with the choices and the range if the text does not tell them."""
+    meaning = declared.meaning
+    if not all(choice in meaning for choice in declared.choices):
+        meaning += f" ({' | '.join(declared.choices)})"
+    if declared.between is not None:
+        minimum, maximum = declared.between
+        if declared.parse is not None and maximum > EVERYTHING:
+            meaning += f"; 4k is {declared.parse('4k'):,}"
+        meaning += (
+            f" ({minimum:g} to {maximum:,g})" if maximum < EVERYTHING else f" (≥ {minimum:,g})"
+        )
+    return meaning
+
+
+def summary_of(schema: type) -> str:
+    """Return the first paragraph of its docstring, without the full stop."""
+    return " ".join((schema.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
+
+
+def refuse_name(name: str) -> None:
+    """Raise ValueError for a name that is no command, with the closest one."""
+    advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+    raise ValueError(f"{name}: not a command{advice}")
+
+
+# Commands
+
+
+def _train(argv: list[str]) -> int:
+    """Train one run in this process, or each job of a sweep in a process of its own."""
+    arguments = [argument for argument in argv if argument not in ("-m", "--multirun")]
+    if len(arguments) < len(argv):
+        sweep_jobs = checked_jobs(arguments)
+        from longctx.training.sweep import sweep
+
+        return sweep(sweep_jobs)
+    request: Request[TrainConfig] = compose("train", arguments)
+    check_paths(request.config)
+    # The length "max" is found by processes of their own
+    with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
+        with libraries():
+            from longctx.evaluation import passkey as passkey  # registers its callback
+            from longctx.training.life_cycle import train
+        return train(request, processes)
+
+
+def _resume(argv: list[str]) -> int:
+    own, training = split_own(options.ResumeOptions, argv)
+    return _train([f"resume={compose(options.ResumeOptions, own).config.run}", *training])
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Raise ValueError or OSError for a path that is missing, or exists already. A model of the Hub
+    in `config.init` gets its commit.
+    """
+    config.runs = str(Path(config.runs).expanduser())
+    # Other ranks may find the folder that rank 0 has made
+    if config.resume is None:
+        fields.refuse_first(config.problems_of_new_run())
+    if config.resume is None and number_here() == 0:
+        for warning in config.warnings():
+            print(f"warning: {warning}")
+        run_folder.check_root(Path(config.runs))
+        # A dry run makes no folder
+        run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)
+        if config.init is not None:
+            config.init, _ = found(config.init, "init")
+    # A resumed run has its tokenizer in its own folder
+    tokenizer = None if config.resume and config.init else config.data.tokenizer
+    preferences = config.objective.traits.data
+    check_files(replace(config.data, preferences=preferences, tokenizer=tokenizer))
+
+
+@contextmanager
+def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
+    """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
+    processes = launched(config)
+    if processes.ranks == 1 and config.strategy.name != "auto":
+        raise ValueError(
+            f"strategy={config.strategy.name}: several devices share the model, and there is one; "
+            "give devices=N, or leave strategy out"
+        )
+    # torch's warnings would bury the line that names a lost process
+    if processes.ranks > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with started(processes) as processes:
+        if config.device != "cpu" and uses_gpu:
+            hardware.start_gpu(processes.local_rank)
+        yield processes
+
+
+def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
+    """Return the arguments of each job of a sweep, checked as far as that needs no torch.
+
+    The commit of a model of the Hub is asked for once, for all jobs.
+    """
+    sweep_jobs = parse.jobs(arguments)
+    pinned: dict[str | None, str | None] = {}  # init as given → with its commit
+    for job in sweep_jobs:
+        # A mistake in the last job is told before the first one trains
+        config = compose("train", job).config
+        for name in ("resume", "name") if len(sweep_jobs) > 1 else ():
+            if (value := getattr(config, name)) is not None:
+                raise ValueError(
+                    f"{name}={value}: each job of a sweep is a new run with a name of its own; "
+                    "leave it out"
+                )
+        given = config.init
+        config.init = pinned.get(given, given)
+        check_paths(config)
+        pinned[given] = config.init
+        # The command line wins over a file that names the model
+        if config.init != given:
+            rest = [text for text in job if not text.startswith("init=")]
+            job[:] = [f"init={config.init}", *rest]
+    return sweep_jobs
+
+
+def _evaluate(argv: list[str]) -> int:
+    """Run one evaluation, print its tables and write its files."""
+    request: Request[EvalConfig] = compose("eval", argv)
+    config = request.config
+    eval_config.check_overrides(config, request.overrides)
+    open_checkpoint(config)
+    if request.names_data:
+        check_files(config.data)
+    with _processes(config) as processes:
+        with libraries():
+            from longctx.evaluation.evaluate import evaluate
+        return evaluate(request, processes)
+
+
+def found(model: str, key: str) -> tuple[str, Path | None]:
+    """Return `model`, given as `key`, if it is of the Hub with its commit; and the checkpoint if it
+    is a run's. ValueError or OSError if it is no run, checkpoint or Hugging Face folder.
+    """
+    if model.startswith("~"):
+        model = str(Path(model).expanduser())
+    # Other ranks take the model of rank 0
+    if number_here() == 0:
+        model = hub_snapshot.pinned(model, key)
+    is_of_run = hub_snapshot.model_name(model) is None
+    is_of_run = is_of_run and not run_folder.is_hugging_face(Path(model))
+    return model, run_folder.checkpoint_of(Path(model), key) if is_of_run else None
+
+
+def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
+    """Find the checkpoint of `config`; ValueError if its run has plugins and none are named."""
+    config.checkpoint, of_run = found(config.checkpoint or "", "checkpoint")
+    if of_run is not None:
+        plugins.check_checkpoint(of_run, config.plugins)
+
+
+def _generate(argv: list[str]) -> int:
+    config = _opened(GenerateConfig, argv)
+    with libraries():
+        from longctx.generation import run
+    return run(config)
+
+
+def _chat(argv: list[str]) -> int:
+    config = _opened(ChatConfig, argv)
+    with libraries():
+        from longctx.generation import chat
+    return chat(config)
+
+
+def _opened(schema: type[Sampling], argv: list[str]) -> Sampling:
+    """Return the filled `schema`, its checkpoint found; a GPU starts while torch is imported."""
+    config: Sampling = compose(schema, argv).config
+    open_checkpoint(config)
+    if config.device != "cpu":
+        hardware.start_gpu(0)
+    return config
+
+
+def _plan(argv: list[str]) -> None:
+    plan(argv, libraries)
+
+
+def _export(argv: list[str]) -> None:
+    config = compose(options.ExportOptions, argv).config
+    file = run_folder.checkpoint_of(Path(config.run), "run")
+    plugins.check_checkpoint(file, config.plugins)
+    with libraries():
+        from longctx.model.export import run
+    run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(TrainConfig, _train),
+    "resume": Command(options.ResumeOptions, _resume, trains=True),
+    "eval": Command(EvalConfig, _evaluate),
+    "generate": Command(GenerateConfig, _generate),
+    "chat": Command(ChatConfig, _chat),
+    "plan": Command(PlanOptions, _plan, trains=True),
+    "data": Command(options.DescribeConfig, "longctx.data.describe:describe"),
+    "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
+    "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
+    "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
+    "export": Command(options.ExportOptions, _export),
+    "kernels show": Command(options.ShowOptions, "longctx.training.kernel_lock:show", torch=True),
+}

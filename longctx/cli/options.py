@@ -1,0 +1,159 @@
+"""The keys of the smaller commands, a dataclass for each. Torch-free.
+
+A command is called with the values as arguments, so that it knows no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from longctx.config.data_config import DataConfig
+from longctx.config.doors import OBJECTIVES
+from longctx.config.fields import PLUGINS, Group, counted, group, key
+
+SIZES = (1, 2**24)  # of tokens and of a head
+PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
+
+
+@dataclass
+class DescribeConfig(Group):
+    """Describe a data set: documents, tokens, lengths, packing.
+
+    longctx data seq_len=16384
+    longctx data data=text data.path=docs/
+    longctx data examples/conversations.yaml
+    """
+
+    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), parse=counted())
+    plugins: list[str] | None = key(None, PLUGINS)
+    objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
+    init: str | None = key(
+        None, "whose tokenizer reads it, as train's: a run, a Hugging Face folder, OWNER/NAME"
+    )
+    data: DataConfig = group(DataConfig)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for answers of another objective, and for a vocabulary beside init=."""
+        vocab_size = self.data.vocab_size
+        if self.init is not None and vocab_size != DataConfig().vocab_size:
+            yield (
+                f"data.vocab_size={vocab_size}: init={self.init} brings a tokenizer; leave one out"
+            )
+        own, given = OBJECTIVES[self.objective].data, self.data.preferences
+        if own is not None and given not in (None, own):
+            setting = f"objective={self.objective}"
+            yield f"data.preferences={given}: {setting} sets it; leave it out"
+
+
+@dataclass
+class CompareOptions(Group):
+    """Compare runs: their keys, their results, their curves.
+
+    longctx compare runs/*
+    longctx compare runs/a runs/b out=page.html price=2.5 table=runs.csv
+    """
+
+    runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
+    out: Path = key(Path("compare.html"), "page with their curves, .html; needs no network")
+    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
+    table: Path | None = key(None, "write a row for each run too: .csv or .json")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a page or a table of another format."""
+        if self.out.suffix != ".html":
+            yield f"out={self.out}: a file that ends in .html"
+        if self.table is not None and self.table.suffix not in (".csv", ".json"):
+            yield f"table={self.table}: a file that ends in .csv or .json"
+
+
+@dataclass
+class WatchOptions:
+    """Follow a run that another process trains.
+
+    longctx watch runs/NAME
+    longctx watch runs/NAME price=2.5
+    """
+
+    run: Path = key(Path(), "the folder of one run, such as runs/NAME", positional=True)
+    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
+
+
+@dataclass
+class ResumeOptions:
+    """Continue a stopped run, or train it for more steps.
+
+    longctx resume runs/NAME
+    longctx resume runs/NAME max_steps=2000
+    """
+
+    run: str = key("", "the folder of the run, such as runs/NAME", positional=True)
+
+
+@dataclass
+class DashboardOptions:
+    """Make a workspace at wandb for the runs of a project.
+
+    longctx dashboard project=longctx
+    """
+
+    project: str = key("", "the project at wandb, such as longctx", positional=True)
+    entity: str | None = key(None, "team or user; null: your default")
+    name: str = key("longctx", "name of the workspace")
+
+
+@dataclass
+class ExportOptions(Group):
+    """Write a trained model as a Hugging Face folder.
+
+    longctx export runs/NAME out/
+    """
+
+    run: str = key(
+        "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
+    )
+    out: str = key("", "a new folder, or an empty one", positional=True)
+    dtype: str | None = key(
+        None,
+        "of the weights, bf16 and fp16 have half the size; null: as they were trained, in fp32, or "
+        "with LoRA as those of init",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    shard_gb: float = key(
+        5.0, "largest size of one file of weights, in 10^9 bytes", between=(1e-9, 1e9)
+    )
+    adapter: bool = key(
+        False,
+        "of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights",
+    )
+    plugins: list[str] | None = key(None, PLUGINS)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that an adapter has no use for."""
+        for name, usual in {"dtype": None, "shard_gb": 5.0}.items():
+            value = getattr(self, name)
+            if self.adapter and value != usual:
+                yield (f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out")
+
+
+@dataclass
+class ShowOptions:
+    """Show the kernels that attention=flash runs here, tested.
+
+    longctx kernels show
+    longctx kernels show head_size=128 dtype=bf16
+    """
+
+    kernel: str = key(
+        "auto",
+        "auto: what training takes | portable | ampere | hopper; a CPU has one of its own",
+        choices=("auto", "portable", "ampere", "hopper"),
+    )
+    head_size: int = key(64, "size of a head", between=(16, 256))
+    seq_len: int = key(4096, "tokens in a sequence", between=SIZES, parse=counted())
+    dtype: str = key(
+        "auto",
+        "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",
+        choices=("auto", "bf16", "fp16", "fp32"),
+    )

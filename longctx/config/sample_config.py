@@ -1,0 +1,113 @@
+"""The keys of `longctx generate` and `chat`: a trained model, and how its text is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from longctx.attention.description import DESCRIPTIONS
+from longctx.config.fields import PLUGINS, Group, key, positive
+
+PROMPT_FILES = (".txt", ".jsonl")
+
+
+@dataclass
+class SampleConfig(Group):
+    """A trained model, and how its text is chosen."""
+
+    checkpoint: str = key(
+        "",
+        "a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
+        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
+        positional=True,
+    )
+    max_new_tokens: int = positive(200, "of each text; fewer if it ends", limit=2**31)
+    temperature: float = key(
+        0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
+    )
+    top_k: int | None = positive(
+        None,
+        "choose among the k likeliest tokens; null: among all",
+        limit=2**31,
+        needs="temperature",
+    )
+    top_p: float | None = key(
+        None,
+        "choose among the likeliest that together have this probability; null: among all",
+        above=0,
+        between=(0, 1),
+        needs="temperature",
+    )
+    seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
+    device: str = key(
+        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
+    )
+    precision: str = key(
+        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
+    )
+    decode: str = key(
+        "auto",
+        "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
+        choices=("auto", "triton", "torch"),
+    )
+    attention: str | None = key(
+        None,
+        "backend that computes the prompts; null: that of the run, or flash",
+        choices=DESCRIPTIONS,
+    )
+    plugins: list[str] | None = key(None, PLUGINS)
+
+
+@dataclass
+class ChatConfig(SampleConfig):
+    """Talk with a run or a model, by its chat template.
+
+    longctx chat FOLDER
+    longctx chat runs/NAME system='Answer in one sentence.' temperature=0
+    """
+
+    system: str | None = key(None, "message of the system, before yours", parse=str)
+
+
+@dataclass
+class GenerateConfig(SampleConfig):
+    """Generate text from a run or a Hugging Face folder.
+
+    longctx generate runs/NAME prompt='Once upon a time'
+    longctx generate FOLDER prompt='Who are you?' chat=true temperature=0
+    longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
+    longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
+    """
+
+    prompt: str | None = key(
+        None, "text to continue, as it is typed; null: what a document begins with", parse=str
+    )
+    prompts: str | None = key(
+        None,
+        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
+    )
+    chat: bool = key(
+        False, "the prompt is a message; the answer is asked for by the model's chat template"
+    )
+    batch_size: int = positive(8, "prompts at a time", limit=2**20)
+    out: str | None = key(None, "write prompts and texts to this .jsonl too")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for keys that contradict each other."""
+        out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
+        if self.chat and self.prompt is None and self.prompts is None:
+            yield "chat=true: give the message, as in prompt='Who are you?'"
+        if out.suffix != ".jsonl":
+            yield f"out={out}: a file that ends in .jsonl"
+        if not out.absolute().parent.is_dir():
+            yield f"out={out}: the folder {out.parent} is not there"
+        if self.out is not None and out.resolve() == file.resolve():
+            yield f"out={out}: the answers would replace the prompts; give another file"
+        if self.prompts is None:
+            return
+        if self.prompt is not None:
+            yield f"prompts={file}: prompt= is given too; leave one of them out"
+        if file.suffix not in PROMPT_FILES or not file.is_file():
+            endings = " or ".join(PROMPT_FILES)
+            yield f"prompts={file}: no such file; give one that ends in {endings}"
