@@ -118,8 +118,10 @@ def answer(
                     unsaved = ", unsaved since the last checkpoint" if stop.waits else ""
                     print(f"stopped by {stop.name}{unsaved}", file=sys.stderr)
                 return stop.code
+            if isinstance(error, RuntimeError) and "home directory" in str(error):
+                error = ValueError("~USER: no such user of this machine; write the path out")
             if not isinstance(error, ValueError | OSError):
-                raise
+                raise error
             # A mistake of the user: one line
             if os.environ.get("LONGCTX_TRACEBACK"):
                 traceback.print_exception(error)
@@ -395,6 +397,7 @@ COMMANDS: dict[str, Command] = {
     "chat": Command(ChatConfig, _chat),
     "plan": Command(PlanOptions, _plan, trains=True),
     "data": Command(options.DescribeConfig, "longctx.data.describe:describe"),
+    "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
     "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
     "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),

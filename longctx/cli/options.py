@@ -69,6 +69,18 @@ class CompareOptions(Group):
 
 
 @dataclass
+class ConvertOptions:
+    """Print the recipe of axolotl or another project as ours.
+
+    longctx convert axolotl.yaml > mine.yaml
+    """
+
+    file: Path = key(
+        Path(), "YAML of theirs; keys without one of ours are named on stderr", positional=True
+    )
+
+
+@dataclass
 class WatchOptions:
     """Follow a run that another process trains.
 

@@ -139,7 +139,8 @@ def read(
     given: list[tuple[str, str, str]] = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        if not equals and argument.endswith((".yaml", ".yml")):
+        has_file = not equals and argument.endswith((".yaml", ".yml"))
+        if has_file and not (takes_paths and schema not in SCHEMAS.values()):
             files.append(argument)
         elif takes_paths and is_path(argument, known):
             paths.append(argument)

@@ -329,7 +329,8 @@ def _check_together(config: Any) -> None:
 
 def _outside(config: Any, prefix: str) -> Iterator[str]:
     """Yield a message for each key of `config` that is wrong by itself."""
-    known = keys(type(config))
+    schema: Any = type(config)
+    known = keys(schema)
     for name in [item.name for item in dataclasses.fields(config)]:
         if known[name].is_group:
             yield from _outside(getattr(config, name), f"{prefix}{name}.")
@@ -345,8 +346,8 @@ def _mistake(config: Any, name: str, declared: Key, prefix: str) -> str:
     for item in value if isinstance(value, list | tuple) else [value]:
         if is_flat and isinstance(item, list | tuple | dict):
             return f"={value}: a list without lists in it, as in [1,2]"
-        if item is not None and (allowed := _allowed(item, declared)):
-            return f"={item}: {allowed}"
+        if item is not None and (range_of := allowed(item, declared)):
+            return f"={item}: {range_of}"
     if declared.distinct and value == []:
         return "=[]: an empty list; give a value, or leave it out"
     if declared.distinct and value is not None and len(set(value)) < len(value):
@@ -363,7 +364,7 @@ def _mistake(config: Any, name: str, declared: Key, prefix: str) -> str:
     return f"={shown(value)}: does nothing with {switch}={shown(now)}; give {remedy}"
 
 
-def _allowed(value: Any, declared: Key) -> str:
+def allowed(value: Any, declared: Key) -> str:
     """Return the values allowed if `value` is not, such as NaN for any number, else nothing."""
     if declared.choices and value not in declared.choices:
         return f"one of {', '.join(declared.choices)}{closest(str(value), declared.choices)}"
