@@ -85,9 +85,7 @@ class SourcePart:
         validates = self.trained < self.store.lengths
         self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
         # A resumed run compares this: it covers all that decides a sequence but its length.
-        content = [self.store.content(), self.tokenizer.fingerprint, self.split["val"].tolist()]
-        if (validates & (self.trained > 0)).any():
-            content.append(self.trained[validates].tolist())
+        content = [self.store.content(), self.tokenizer.fingerprint, self.trained.tolist()]
         self.fingerprint = fingerprint([_VERSION, *content])
 
     def packed(self, seq_len: int, together: bool = True) -> SourcePart:
@@ -113,12 +111,10 @@ class SourcePart:
 
     def identity(self) -> dict[str, str]:
         """Describe the documents, the tokenizer and the split, not `seq_len`."""
-        split = f"{len(self.split['train']):,} + {len(self.split['val']):,}"
-        tokens = f"{int(self.store.lengths.sum()):,}"
         return {
-            "documents": f"{len(self.store):,} of {tokens} tokens, {self.store.content()}",
+            "documents": f"{len(self.store):,}, {self.store.content()}",
             "tokenizer": f"{self.tokenizer.vocab_size:,} tokens, {self.tokenizer.fingerprint}",
-            "split": f"{split} documents, {fingerprint(self.trained.tolist())}",
+            "split": f"{len(self.split['val']):,} validate, {fingerprint(self.trained.tolist())}",
         }
 
     def span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -184,8 +180,6 @@ class SourcePart:
             counts[f"{split}_tokens"] = int((stops - starts).sum())
             counts[f"{split}_sequences"] = packing.sequences
             counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
-        # Documents with a trained beginning and a validating end
-        counts["val_ends"] = int(np.count_nonzero(self.trained[self.split["val"]]))
         return counts
 
 

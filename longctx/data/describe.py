@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from longctx.data.dataset import Data
 
 _RUNS, _BEGIN, _END = 12, 240, 80  # runs of an example, characters of each
-_LONG = (4096, 16384, 65536)  # tokens; a long context is for documents above these
 
 
 def describe(
@@ -115,9 +114,6 @@ def _overview(data: Data, counts: dict[str, Any]) -> Table:
         ["bytes per token", f"{counts['bytes'] / total:.2f}"],
         ["longest document", f"{int(lengths.max()):,} tokens"],
     ]
-    for length in _LONG:
-        share = lengths[lengths > length].sum() / lengths.sum()
-        rows.append([f"tokens in documents > {length // 1024}K", f"{share:.1%}"])
     table = text_table(f"data={counts['source']}", ["", ""], rows)
     table.show_header = False
     table.columns[0].style = "dim"

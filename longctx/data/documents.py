@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx.config.data_config import DataConfig
 from longctx.data.messages import Row
 from longctx.untrusted import named
 
@@ -39,6 +38,11 @@ class Document(NamedTuple):
         """Return this document and the others of its comparison."""
         return (self, *self.others)
 
+    def replaced(self) -> Document:
+        """Return this document without halves of surrogate pairs, which JSON can write."""
+        text = self.text.encode(errors="replace").decode()
+        return self._replace(text=text, others=tuple(other.replaced() for other in self.others))
+
     @property
     def whole(self) -> str:
         """Return the text of all sides."""
@@ -52,11 +56,14 @@ class Shard(NamedTuple):
     read: Callable[[], Iterator[Document]]
 
     def documents(self) -> Iterator[Document]:
-        """Read the documents; ValueError for a text that a source of the user's own lacks."""
+        """Read the documents; ValueError for a text that is none, or that UTF-8 cannot write."""
+        problem = "half of a surrogate pair, which is no character; mend it, or data.errors=replace"
         for document in self.read():
             if not isinstance(document.text, str):
                 kind = type(document.text).__name__
                 raise ValueError(f"{document.name}: its text is a {kind}; give a str")
+            with named(document.name, problem):
+                document.whole.encode()
             yield document
 
 
@@ -95,19 +102,6 @@ class Corpus:
                     break
             if characters <= 0:
                 return
-
-
-def encodable(text: str, place: str, config: DataConfig) -> str:
-    """Return `text` without halves of surrogate pairs, as data.errors says.
-
-    JSON can write such a half, UTF-8 cannot.
-    """
-    if config.errors == "replace":
-        return text.encode(errors="replace").decode()
-    advice = "mend it, or data.errors=replace"
-    with named(place, f"half of a surrogate pair, which is no character; {advice}"):
-        text.encode()
-    return text
 
 
 def exact_key(text: str) -> bytes:

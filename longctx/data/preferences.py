@@ -17,7 +17,6 @@ prompt stay.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, pairwise, takewhile
 from operator import eq
@@ -27,7 +26,7 @@ import numpy as np
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.documents import Document, NamedRows, encodable
+from longctx.data.documents import Document, NamedRows
 from longctx.data.messages import Row
 from longctx.untrusted import named
 
@@ -82,9 +81,7 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
             for key in ("system", "chat_template_kwargs")
         ),
     )
-    text = json.dumps(row, ensure_ascii=False, default=str)
-    whole: Row = json.loads(encodable(text, place, config))
-    return whole
+    return row
 
 
 def _pairs(rows: NamedRows, write: Write) -> Iterator[Document]:

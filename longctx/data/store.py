@@ -119,23 +119,18 @@ def view(array: Any) -> np.ndarray:
 
 @contextmanager
 def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show a moving line on a terminal while the block runs, then print the totals.
-
-    The block calls the yielded function with the documents and tokens so far. `total` is the number
-    of documents, if known.
+    """Show a moving line on a terminal while the block runs, then print the totals. The block calls
+    the yielded function with the documents and tokens so far; `total` documents, if known.
     """
-    began = time.monotonic()
-    line = f"data: {task}"
-    with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        bar_task = bar.add_task(line, total=total)
+    began, line = time.monotonic(), f"data: {task}"
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task(line, total=total)
 
         def show(documents: int, tokens: int) -> None:
             nonlocal line
-            counted = f", {tokens:,} tokens" if tokens else ""
-            line = f"data: {task}: {documents:,} documents{counted}"
-            bar.update(bar_task, completed=documents, description=line)
+            line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
+            bar.update(shown, completed=documents, description=line)
 
         yield show
     print(f"{line} in {time.monotonic() - began:.1f} s", file=sys.stderr)

@@ -412,15 +412,11 @@ def cut_prompts(counts: dict[str, Any]) -> str:
 
 def validated_documents(counts: dict[str, Any]) -> str:
     """Return the tokens and documents that validate."""
-    documents, ends, tokens = (counts[f"val_{name}"] for name in ("documents", "ends", "tokens"))
+    documents, tokens = counts["val_documents"], counts["val_tokens"]
     if not documents:
         return "nothing: no document is left for it"
-    text = (
-        f"{tokens:,} tokens of {count_of(documents, 'document')}, {tokens / counts['tokens']:.1%}"
-    )
-    if not ends:
-        return text
-    return f"{text}, their ends" if ends == documents else f"{text}, of {ends:,} only the end"
+    share = tokens / counts["tokens"]
+    return f"{tokens:,} tokens of {count_of(documents, 'document')}, {share:.1%}"
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:

@@ -365,7 +365,7 @@ SPECIAL = "x<|im_end|>"
         ({"instruction": "q", "output": "a", "history": [3]}, "chats.jsonl:1: .*'history'"),
         ({"messages": [asks(SPECIAL), TALK[1]]}, r"message 1 .*<\|im_end\|>"),
         ({"messages": TALK, "tools": [{"description": SPECIAL}]}, r"tools .*<\|im_end\|>"),
-        ({"messages": [asks("a \ud83d rose")]}, r"chats\.jsonl:1: .*data\.errors=replace"),
+        ({"messages": [asks("a \ud83d rose"), TALK[1]]}, r"chats\.jsonl:1: .*data\.errors=replace"),
         ({"messages": [asks("q"), says("a", weight=0.5)]}, "message 2: weight=0.5: .*0 or 1"),
         ({"messages": [asks("q"), says("a")], "weight": 0.5}, "weight=0.5: a row has none"),
         *(

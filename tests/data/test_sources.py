@@ -59,6 +59,13 @@ def test_a_registered_source_becomes_sequences(counting):
     assert load(replace(counting, length=544), 32).fingerprint != data.fingerprint
 
 
+@pytest.mark.parametrize(("text", "message"), [(b"a", "bytes; give a str"), ("\ud800", "replace")])
+def test_a_text_can_be_written(text, message):
+    shard = Shard("s", lambda: iter([Document("s:1", text)]))
+    with pytest.raises(ValueError, match=f"^s:1: .*{message}"):
+        list(shard.documents())
+
+
 def test_a_registered_source_is_mixed(counting, corpus):
     mix = {"own": {"source": "counting", "length": 640}, "files": {"path": str(corpus)}}
     data = load(replace(counting, source="mix", length=8192, mix=mix), 32)

@@ -88,7 +88,7 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     ("documents", "tokens", "few"), [(0, 0, False), (12, 20_000, False), (1, 405, True)]
 )
 def test_a_small_validation_set_is_a_warning(documents, tokens, few):
-    counts = COUNTS | {"val_documents": documents, "val_ends": 0, "val_tokens": tokens}
+    counts = COUNTS | {"val_documents": documents, "val_tokens": tokens}
     counts |= {"tokens": 1_000_000}
     assert (f"{tokens:,} tokens of {documents} " in validated_documents(counts)) == (tokens > 0)
     lines = warnings(sample_run(TrainConfig()), counts)

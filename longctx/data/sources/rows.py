@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.documents import Document, NamedRows, encodable
+from longctx.data.documents import Document, NamedRows
 from longctx.data.messages import Row, format_of
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def documents_in(
     if config.preferences:
         from longctx.data import preferences
 
-        yield from preferences.documents(rows, config, template)
-        return
-    if template is not None:
-        yield from template.conversations(rows)
-        return
-    for name, place, row in rows:
-        yield Document(name, text_in(row, place, config))
+        documents = preferences.documents(rows, config, template)
+    elif template is not None:
+        documents = template.conversations(rows)
+    else:
+        documents = (Document(name, text_in(row, place, config)) for name, place, row in rows)
+    replaces = config.errors == "replace"
+    yield from (document.replaced() for document in documents) if replaces else documents
 
 
 def is_read(row: Row, config: DataConfig) -> bool:
@@ -62,4 +62,4 @@ def text_in(row: Row, place: str, config: DataConfig) -> str:
     text = row[column]
     problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"
     refuse((not isinstance(text, str | None), f"{problem}; set data.text_column"))
-    return encodable(text or "", place, config)
+    return text or ""

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from longctx import untrusted
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.documents import Corpus, Document, NamedRows, Shard, encodable
+from longctx.data.documents import Corpus, Document, NamedRows, Shard
 from longctx.data.sources.compressed import opened, split_name
 from longctx.data.sources.registry import Source, absolute, register, state_of
 from longctx.data.sources.rows import chat_template, documents_in, is_read
@@ -214,7 +214,7 @@ def _lines(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Name
             place, "not JSON ({}); every line is one object", (ValueError, RecursionError)
         ):
             row = json.loads(text)
-        yield f"{name}:{number}", place, _object(row, place, config)
+        yield f"{name}:{number}", place, _object(row, place)
 
 
 def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
@@ -249,16 +249,12 @@ def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> Named
     is_array = isinstance(rows, list)
     refuse(((config.chat or config.preferences) and not is_array, f"{file}: expected an array"))
     places = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in enumerate(rows or [], start=1))
-    objects = ((own, place, _object(row, place, config)) for own, place, row in places)
+    objects = ((own, place, _object(row, place)) for own, place, row in places)
     return objects if is_array else None
 
 
-def _object(row: Any, place: str, config: DataConfig) -> dict[str, Any]:
-    """Return `row`; of a conversation, with texts that can be encoded."""
-    wrong_type = f"{place}: expected an object, found a {type(row).__name__}"
-    refuse((not isinstance(row, dict), wrong_type))
-    if config.chat and not config.preferences:
-        row = json.loads(encodable(json.dumps(row, ensure_ascii=False), place, config))
+def _object(row: Any, place: str) -> dict[str, Any]:
+    refuse((not isinstance(row, dict), f"{place}: expected an object, found {type(row).__name__}"))
     return dict(row)
 
 
