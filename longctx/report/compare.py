@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -22,13 +21,14 @@ from longctx import files
 from longctx.config import fields
 from longctx.config.train_config import TrainConfig
 from longctx.report.run_view import Line, RunRecord, read, record_of, short, write_records
-from longctx.runs.evaluations import ruler_rows, task_scores
+from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Metric, Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
 from longctx.untrusted import opened
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
 STEP = re.compile(r"step-(\d+)")
+COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
 PER_MONEY = "tokens for 1 of its currency"
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
 DECISIVE = ("data.", "objective.", "model.vocab_size")
@@ -162,30 +162,15 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
 def evaluated(run: RunRecord) -> dict[str, str]:
     """Return heading → score of a run's evaluations; the newest checkpoint's replace others'."""
     cells: dict[str, str] = {}
-    for content in run.evaluations.perplexities:
-        name, total = name_of(content), content["total"]
-        error = (total.get("perplexity") or 0) * (total.get("standard_error") or 0)
-        cells |= {
-            f"{name}: perplexity": written("{:,.3f}", total.get("perplexity"))
-            + (f" ± {error:,.3f}" if error else ""),
-            f"{name}: word perplexity": written("{:,.4g}", total.get("word_perplexity")),
-            f"{name}: bits per byte": written("{:.4f}", total.get("bits_per_byte")),
-        }
-    for content in run.evaluations.tasks:
-        for score in task_scores(content["results"]):
-            cell = f"{score['value']:,.4f}" + written(" ± {:,.4f}", score["error"])
-            cells[f"{score['task']} {score['metric']} at {content['context']:,}"] = cell
     for kind, by_length in run.facts.items():
-        cells |= {f"{kind} at {length:,}": f"{x:.0%}" for length, x in by_length.items()}
-    for content in run.evaluations.passkeys:
-        for kind, grid in content["kinds"].items():
-            for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True):
-                cells[f"{name_of(content)}: {kind} at {length:,}"] = f"{fmean(shares):.0%}"
-    for content in run.evaluations.rulers:
-        lengths, by_task = ruler_rows(content)
-        for task, shares in by_task.items():
-            for length, share in zip(lengths, shares, strict=True):
-                cells[f"RULER {task} at {length:,} (%)"] = f"{100 * share:.1f}"
+        cells |= {f"last: {kind}/{length}": f"{x:.4f}" for length, x in by_length.items()}
+    for content in (content for contents in run.evaluations for content in contents):
+        numbers = scores(content)
+        error = numbers.get("perplexity", 0) * numbers.get("standard_error", 0)
+        for key, value in numbers.items():
+            if key not in COUNTS:
+                more = f" ± {error:,.3f}" if key == "perplexity" and error else ""
+                cells[f"{name_of(content)}: {key}"] = f"{value:,.4f}{more}"
     return cells
 
 
@@ -220,7 +205,7 @@ def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> dict[str, list
                 group.append((total["bits_per_byte"], row))
     for (name, _), group in bits.items():
         if len({row for _, row in group}) > 1:
-            best.setdefault(f"{name}: bits per byte", []).append(min(group)[1])
+            best.setdefault(f"{name}: bits_per_byte", []).append(min(group)[1])
     return best
 
 

@@ -88,6 +88,23 @@ def finite(text: str) -> float:
     return value
 
 
+def scores(content: Content) -> dict[str, float]:
+    """Return the numbers of an evaluation: perplexities, shares of pass keys found, RULER's and
+    tasks' scores.
+    """
+    numbers: Content = dict(content.get("total", {}))
+    for kind, grid in content.get("kinds", {}).items():
+        for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True):
+            numbers[f"{kind}/{length}"] = fmean(shares)
+    lengths, by_task = ruler_rows(content) if "ruler" in content else ([], {})
+    for task, shares in by_task.items():
+        for length, share in zip(lengths, shares, strict=True):
+            numbers[f"ruler/{task}/{length}"] = share
+    for score in task_scores(content.get("results", {})):
+        numbers[f"{score['task']}/{score['metric']}"] = score["value"]
+    return {key: x for key, x in numbers.items() if isinstance(x, int | float)}
+
+
 def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
     """Return the lengths, and the scores 0 to 1 at each of them, of every task and in the mean.
 

@@ -14,7 +14,6 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NoReturn
 from urllib.parse import urlparse
 
@@ -22,6 +21,7 @@ from longctx import system
 from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
 from longctx.runs import metrics
+from longctx.runs.evaluations import scores
 from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Commands, follow, report
 
@@ -218,21 +218,5 @@ def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     if isinstance(documents, list) and documents:
         cells = [list(row.values()) for row in documents[:TABLE_ROWS]]
         media["eval/documents"] = wandb.Table(columns=list(documents[0]), data=cells)
-    run.log(numbers_of(content) | media)
+    run.log({f"eval/{key}": x for key, x in scores(content).items()} | media)
     run.finish()
-
-
-def numbers_of(content: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of an evaluation: perplexities, shares of facts found, task scores."""
-    numbers: dict[str, Any] = {f"eval/{key}": x for key, x in content.get("total", {}).items()}
-    for kind, grid in content.get("kinds", {}).items():
-        for length, shares in zip(grid["lengths"], grid["accuracy"], strict=True):
-            numbers[f"eval/{kind}/{length}"] = fmean(shares)
-    ruler = content.get("ruler", {})
-    for task, scores in ruler.get("scores", {}).items():
-        for length, score in zip(ruler["lengths"], scores, strict=True):
-            numbers[f"eval/ruler/{task}/{length}"] = score
-    for task, values in content.get("results", {}).items():
-        for key, value in values.items():
-            numbers[f"eval/{task}/{key.removesuffix(',none')}"] = value
-    return {key: x for key, x in numbers.items() if isinstance(x, int | float)}

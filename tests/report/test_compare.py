@@ -224,5 +224,5 @@ def test_bits_per_byte_are_ranked_over_the_same_bytes(tmp_path):
         write(content, make(tmp_path / name) / "eval" / "x.json")
     compare([tmp_path / name for name in "abc"], tmp_path / "x.html")
     table = page_data(tmp_path / "x.html")["table"]
-    bits = table["headings"].index("x: bits per byte")
+    bits = table["headings"].index("x: bits_per_byte")
     assert [x for x in table["best"] if x[1] == bits] == [[0, bits]]

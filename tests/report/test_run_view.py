@@ -58,7 +58,7 @@ def test_validations_are_shown(tmp_path):
     assert run.positions == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
     table = table_of([run], None)
     cells = dict(zip(table.headings, table.rows[0], strict=True))
-    assert (cells["needle at 64"], cells["needle at 128"]) == ("25%", "50%")
+    assert (cells["last: needle/64"], cells["last: needle/128"]) == ("0.2500", "0.5000")
 
 
 def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
@@ -78,13 +78,13 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
     cells = dict(zip(table.headings, table.rows[0], strict=True))
     expected = {
         "context trained at": "64, evaluated at 256",
-        "val-x: perplexity": "3.500 ± 0.035",
-        "val-x: word perplexity": "77.25",
-        "arc em (strict) at 2,048": "0.5000",
-        "passkey: needle at 64": "100%",
-        "passkey: needle at 128": "25%",
-        "RULER qa_1 (own text) at 2,048 (%)": "50.0",
-        "RULER mean at 512 (%)": "75.0",
+        "val-x: perplexity": "3.5000 ± 0.035",
+        "val-x: word_perplexity": "77.2500",
+        "tasks: arc/em (strict)": "0.5000",
+        "passkey: needle/64": "1.0000",
+        "passkey: needle/128": "0.2500",
+        "ruler: ruler/qa_1 (own text)/2048": "0.5000",
+        "ruler: ruler/mean/512": "0.7500",
     }
     assert {heading: cells[heading] for heading in expected} == expected
 

@@ -1,6 +1,6 @@
 """Files of evaluations: named once, replaced by the same evaluation only."""
 
-from longctx.runs.evaluations import path_for, task_scores, write
+from longctx.runs.evaluations import path_for, scores, task_scores, write
 
 
 def test_a_path_is_numbered_beside_another_result(tmp_path):
@@ -22,3 +22,10 @@ def test_task_scores_are_the_metrics_with_their_errors():
         ("arc", "em (strict)", 1.0, None),
         ("arc", "2048", 0.5, None),
     ]
+
+
+def test_every_evaluation_has_scores():
+    grid = {"lengths": [64, 128], "depths": [0, 1], "accuracy": [[1.0, 1.0], [0.5, 0.0]]}
+    assert scores({"kinds": {"needle": grid}}) == {"needle/64": 1.0, "needle/128": 0.25}
+    assert scores({"results": {"arc": {"acc,none": 0.5, "alias": "x"}}}) == {"arc/acc": 0.5}
+    assert scores({"total": {"perplexity": 7.5, "name": "all"}}) == {"perplexity": 7.5}

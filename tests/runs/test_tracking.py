@@ -26,7 +26,7 @@ from longctx.report import dashboard
 from longctx.runs import metrics, metrics_file, tracking
 from longctx.runs.metrics import BY_POSITION, Shown
 from longctx.runs.tracking import Tracker
-from longctx.runs.wandb_copy import numbers_of, send_run, wandb_mode
+from longctx.runs.wandb_copy import send_run, wandb_mode
 from tests.processes import children, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,14 +310,6 @@ def test_an_evaluation_is_a_run_of_its_own(variable, is_sent, tmp_path, monkeypa
         charts = [*dashboard.FIXED["Context extension"], *dashboard.FIXED["Evaluation"]]
         drawn = {chart.y[0] for chart in charts}
         assert drawn <= {key.split(".")[0] for key in row}
-
-
-def test_every_evaluation_has_numbers():
-    grid = {"lengths": [64, 128], "depths": [0, 1], "accuracy": [[1.0, 1.0], [0.5, 0.0]]}
-    found = {"eval/needle/64": 1.0, "eval/needle/128": 0.25}
-    assert numbers_of({"kinds": {"needle": grid}}) == found
-    task = {"acc,none": 0.5, "alias": "x"}
-    assert numbers_of({"results": {"arc": task}}) == {"eval/arc/acc": 0.5}
 
 
 def test_a_sweep_file_gives_train_its_overrides():
