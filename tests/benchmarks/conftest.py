@@ -32,7 +32,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "max_position_embeddings": 512}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes, **heads))
-    model.lm_head.weight.data[:3] = 0  # so that it writes none of the special tokens
+    model.lm_head.weight.data[:3] = 0  # it writes no special tokens
     model.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     write(tmp_path / "model", CHATML)

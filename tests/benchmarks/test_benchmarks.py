@@ -1,7 +1,5 @@
 """A smoke test of each benchmark, tiny and on a CPU, and what one computes once."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -57,9 +55,6 @@ def test_every_benchmark_has_help(name, capsys):
     assert capsys.readouterr().out.startswith("Measure ")
 
 
-# Attention
-
-
 @pytest.mark.no_gpu
 def test_attention_is_measured_or_skipped(monkeypatch):
     few = ("flash", "flash-portable", "sdpa-flash", "flex")
@@ -72,11 +67,6 @@ def test_attention_is_measured_or_skipped(monkeypatch):
     assert flash["both_ms"] == pytest.approx(flash["forward_ms"] + flash["backward_ms"], abs=1e-3)
     assert sdpa["forward_ratio"] == sdpa["both_ratio"] == 1.0
     assert portable["skipped"] and flex["skipped"]
-    late = replace(options, seconds=-1)
-    assert all(row["skipped"] for row in attention.rows_of(late, 100.0, "cpu"))
-
-
-# Steps
 
 
 @pytest.mark.slow
@@ -96,9 +86,6 @@ def test_steps_of_each_peer_are_a_row(result_of, tmp_path):
     assert rows["transformers"]["parameters"] == rows["longctx"]["parameters"]
     assert rows["transformers-liger"]["how"].startswith("skipped: ")
     assert "commit" in result
-
-
-# Memory and context
 
 
 @pytest.mark.no_gpu
@@ -144,13 +131,7 @@ def test_commands_share_a_file_of_points(card, result_of):
 
 def test_memory_has_a_row_for_each_case(card, result_of):
     result = result_of("memory", "models=124m", "lora_models=1b", "backends=flash,naive")
-    assert len(result["rows"]) == 3 * 3 * 2
-    assert result["within_3_percent"] == 12
-    keys = {"model", "layers", "lora", "memory", "backend", "tokens", "accumulate", "terms"}
-    assert keys <= result["rows"][0].keys()
-
-
-# Decoding and preferences
+    assert (len(result["rows"]), result["within_3_percent"]) == (3 * 3 * 2, 12)
 
 
 def test_decoding_is_measured_after_each_prompt(result_of):
