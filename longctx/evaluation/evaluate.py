@@ -30,7 +30,7 @@ from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model, skeleton
+from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Progress, Scorer
@@ -163,24 +163,14 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     packs = not model.model.transformers or can_pack(model, config, device)
     seq_len = config.seq_len or model.seq_len
     if config.attention.backend == AUTO:
-        able = able_backends(config, model.model, device)
-        # Taken for training at the same length
-        training = TrainConfig(precision=config.precision, attention=config.attention)
-        step = replace(
-            with_vocabulary(workload_of(training, device, seq_len, model.model), tokens=1),
-            divisions=tuple(divisions(training, model.model)),
-            backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
-            merges=True,
-        )
-        chip = machine.gpu if device == "cuda" else None
-        step = plans.with_backend(step, chip, machine.host_memory, print)
-        config = replace(config, attention=step.attention)
+        chosen = fastest_attention(config, model.model, device, machine, seq_len)
+        config = replace(config, attention=chosen)
     check_attention(config, model.model, device)
     precision = precision_of(config.precision, device)
     tokens = TOKENS_PER_BATCH[device] * int(config.context.degree)
     batch_size = config.batch_size or max(1, tokens // seq_len)
     lengths = text_lengths(config, seq_len)
-    strategy = choose_strategy(config, model.model, machine, device, dtype_of(precision))
+    strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
     folders = (results_folder, *results_folder.parents)
@@ -199,6 +189,22 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     return Setup(config, own_split, model, *settings)
 
 
+def fastest_attention(
+    config: EvalConfig, model: GPTConfig, device: str, machine: Machine, seq_len: int
+) -> AttentionConfig:
+    """Return the backend of attention=auto: that of training at the same length."""
+    able = able_backends(config, model, device)
+    training = TrainConfig(precision=config.precision, attention=config.attention)
+    step = replace(
+        with_vocabulary(workload_of(training, device, seq_len, model), tokens=1),
+        divisions=tuple(divisions(training, model)),
+        backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
+        merges=True,
+    )
+    chip = machine.gpu if device == "cuda" else None
+    return plans.with_backend(step, chip, machine.host_memory, print).attention
+
+
 def text_lengths(config: EvalConfig, context: int) -> list[int]:
     """Return the tokens of the texts of pass keys or RULER; `context` for other evaluations."""
     for texts, shortest in ((config.passkey, SHORTEST), (config.ruler, USUAL)):
@@ -209,7 +215,7 @@ def text_lengths(config: EvalConfig, context: int) -> list[int]:
 
 
 def choose_strategy(
-    config: EvalConfig, model: GPTConfig, machine: Machine, device: str, dtype: torch.dtype
+    config: EvalConfig, model: GPTConfig, machine: Machine, dtype: torch.dtype
 ) -> str:
     """Return the strategy of `config`; for auto, a copy per device, or slices if the weights of a
     copy take more than half of its memory.
@@ -218,11 +224,8 @@ def choose_strategy(
         return config.strategy.name
     if config.devices == 1:
         return "none"
-    room = machine.host_memory / config.devices
-    if device != "cpu" and machine.gpu is not None:
-        room = machine.gpu.usable
-    weights = sum(x.nbytes for x in skeleton(model, config.attention, dtype).parameters())
-    return "ddp" if weights <= room / 2 else "fsdp"
+    room = machine.host_memory / config.devices if machine.gpu is None else machine.gpu.usable
+    return "ddp" if model.parameters() * dtype.itemsize <= room / 2 else "fsdp"
 
 
 def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:

@@ -8,6 +8,7 @@ arXiv 2404.06654).
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 DISTRACTORS = 3  # other cities' numbers in a needle task
@@ -16,17 +17,7 @@ PASSKEY_FACT = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
 PASSKEY_QUESTION = "\nWhat is the pass key? The pass key is"
 NEEDLE_FACT = "\nThe secret number of {} is {}.\n"
 NEEDLE_QUESTION = "\nWhat is the secret number of {0}? The secret number of {0} is"
-_NAMES = """
-Accra Adelaide Algiers Amman Ankara Antwerp Athens Austin Baghdad Baku Bangkok Barcelona Basel
-Beirut Bergen Berlin Bogota Bonn Boston Brisbane Bruges Brussels Cairo Calgary Cardiff Chicago
-Cologne Dakar Dallas Delhi Denver Doha Dresden Dublin Durban Florence Fresno Geneva Genoa Ghent
-Glasgow Graz Hague Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kabul Karachi Kiel Kyoto
-Lagos Leeds Leipzig Lima Lisbon London Lyon Madrid Malaga Manila Mecca Miami Milan Minsk Mombasa
-Montreal Moscow Mumbai Munich Nairobi Naples Odessa Osaka Oslo Oxford Palermo Paris Perth Porto
-Prague Quito Rabat Riga Rome Santiago Seoul Seville Sofia Sydney Tallinn Tampa Tehran Tokyo Toronto
-Tunis Turin Utrecht Venice Vienna Vilnius Warsaw York Zagreb Zurich
-"""
-CITIES = _NAMES.split()
+CITIES = Path(__file__).with_name("cities.txt").read_text().split()
 
 
 class Fact(NamedTuple):

@@ -117,20 +117,17 @@ class Harness(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return, per request, ln p of the continuation, and True if greedy decoding gives it."""
-        sums, greedy = [0.0] * len(requests), [True] * len(requests)
-        pieces = [
-            piece
-            for owner, (_, before, after) in enumerate(requests)
-            for piece in self._pieces(owner, before, after)
-        ]
+        """Return, per request, ln p of the continuation, and True if greedy decoding gives it;
+        ValueError for a continuation that is longer than the context.
+        """
+        found = [(0.0, True)] * len(requests)
+        pieces = [self._piece(owner, *tokens) for owner, (_, *tokens) in enumerate(requests)]
         for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
             counts = [piece.scored for piece in batch]
             answers = self.scorer.known([piece.ids for piece in batch], counts)
-            for piece, (logp, is_greedy) in zip(batch, answers, strict=True):
-                sums[piece.owner] += logp
-                greedy[piece.owner] &= is_greedy
-        return list(zip(sums, greedy, strict=True))
+            for piece, answer in zip(batch, answers, strict=True):
+                found[piece.owner] = answer
+        return found
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -196,31 +193,23 @@ class Harness(TemplateLM):
             begin = max(0, end - self.context)
             yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
 
-    def _pieces(self, owner: int, before: list[int], after: list[int]) -> Iterator[Continuation]:
-        """Yield a continuation whole; in pieces of `stride` if it is longer than the context."""
+    def _piece(self, owner: int, before: list[int], after: list[int]) -> Continuation:
+        if len(after) > self.context:
+            raise ValueError(
+                f"a task scores {len(after):,} tokens at once; give seq_len={len(after)} or more"
+            )
         ids = np.array([*before, *after], dtype=np.int64)
-        first = len(before)
-        step = len(after) if len(after) <= self.context else self.stride
-        while first < len(ids):
-            end = min(first + step, len(ids))
-            yield Continuation(owner, ids[max(0, end - 1 - self.context) : end], end - first)
-            first = end
+        return Continuation(owner, ids[-1 - self.context :], len(after))
 
-    def _batches(self, pieces: Sequence[Continuation]) -> Iterator[list[Continuation]]:
+    def _batches(self, pieces: Sequence[Continuation]) -> Iterator[Sequence[Continuation]]:
         """Yield pieces of falling length, as many as tokens and logits of a forward allow."""
         ranks = self.scorer.data_ranks
-        batch: list[Continuation] = []
-        for piece in pieces:
-            count = len(batch) + 1
-            longest = len(batch[0].ids) - 1 if batch else 1
-            scored = max(other.scored for other in (*batch, piece))
-            has_tokens = count * longest <= self.batch_size * self.context * ranks
-            if batch and not (has_tokens and count * scored <= LOGITS * ranks):
-                yield batch
-                batch = []
-            batch.append(piece)
-        if batch:
-            yield batch
+        while pieces:
+            count = max(1, self.batch_size * self.context * ranks // (len(pieces[0].ids) - 1 or 1))
+            scored = max(piece.scored for piece in pieces[:count])
+            count = max(1, min(count, LOGITS * ranks // scored))
+            yield pieces[:count]
+            pieces = pieces[count:]
 
 
 def evaluate_tasks(

@@ -61,16 +61,9 @@ class Score:
 
     def row(self) -> dict[str, Any]:
         """Return the score as it is in the JSON."""
-        return {
-            "name": self.name,
-            "tokens": self.tokens,
-            "bytes": self.n_bytes,
-            "words": self.n_words,
-            "nats": self.nats,
-            "perplexity": self.perplexity,
-            "word_perplexity": self.word_perplexity,
-            "bits_per_byte": self.bits_per_byte,
-        }
+        counts = {"tokens": self.tokens, "bytes": self.n_bytes, "words": self.n_words}
+        names = "nats", "perplexity", "word_perplexity", "bits_per_byte"
+        return {"name": self.name, **counts, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass

@@ -27,7 +27,7 @@ LARGE = GPTConfig(  # the shape of Llama 3.1 8B, 15.0 GiB in bf16
 def test_devices_hold_slices_if_copies_do_not_fit(gib, devices, keys, strategy):
     config = EvalConfig("runs/a", devices=devices, **keys)
     machine = Machine(devices, Chip("H100", gib * GIB, None, None, 0.0), 2.0**40)
-    assert choose_strategy(config, LARGE, machine, "cuda", torch.bfloat16) == strategy
+    assert choose_strategy(config, LARGE, machine, torch.bfloat16) == strategy
 
 
 def test_device_and_batch_size_decide_nothing():

@@ -68,21 +68,12 @@ def test_greedy_continuations_are_known(model, tokenizer):
     assert [is_greedy for _, is_greedy in answers] == [True, False]
 
 
-def test_a_long_continuation_is_scored_in_pieces(model, tokenizer):
-    after = np.random.default_rng(1).integers(256, size=75).tolist()
-    ((total, _),) = harness(model, tokenizer)._loglikelihood_tokens([(("", ""), [7], after)])
-    ids, expected = [7, *after], 0.0
-    for first in range(1, len(ids), 16):
-        piece = ids[first : first + 16]
-        shown = ids[max(0, first + len(piece) - 1 - 32) : first]
-        expected += ln_p(model, shown, piece)
-    assert total == pytest.approx(expected, rel=1e-4)
-
-
 def test_answers_beyond_the_context_or_sampled_are_refused(model, tokenizer):
     lm = harness(model, tokenizer, 64)
     with pytest.raises(ValueError, match="seq_len=256"):
         lm.generate_until([SimpleNamespace(args=("a", {"max_gen_toks": 64}))])
+    with pytest.raises(ValueError, match="seq_len=65"):
+        lm._loglikelihood_tokens([(("", ""), [7], [5] * 65)])
     with pytest.raises(ValueError, match="sampling"):
         lm.generate_until([SimpleNamespace(args=("a", {"do_sample": True, "temperature": 0.7}))])
 
