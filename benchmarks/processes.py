@@ -80,6 +80,7 @@ def in_child(function: Callable[..., T], *arguments: Any, seconds: float | None 
         if not receiver.poll(seconds):
             raise RuntimeError(f"took longer than {seconds:.0f} s")
         answer = receiver.recv()
+        child.join(20)  # its workers end with it
     except EOFError:  # the kernel kills a process if the machine has no memory left
         raise RuntimeError("the process was killed") from None
     finally:

@@ -57,8 +57,7 @@ ON_SEVERAL = ("longctx", "torch-context-parallel", "accelerate-fsdp2")
 TAKEN = {"seq_len": "use lengths=", "batch_size": "use step_tokens=", "devices": "use gpus="}
 WAYS = {"always": [True], "never": [False], "auto": [False, True]}  # of checkpointing=
 SMALL = 500e6  # parameters; below, a step has 65,536 tokens, else 16,384
-SHOWN = ("tokens", "rows", "peer", "tokens_per_second", "mfu", "mfu_6n", "memory_peak_gib")
-SHOWN += ("predicted_gib", "longctx_over_it", "how")
+SHOWN = "tokens rows peer tokens_per_second mfu memory_peak_gib predicted_gib longctx_over_it how"
 Row = dict[str, Any]
 
 
@@ -127,10 +126,8 @@ def run(options: Options, command: str, overrides: list[str]) -> None:
                 print(f"{speed:,.0f} tokens/s", end=", ")
             print(row["how"], flush=True)
             write_json(Path(f"{options.out}.json"), result)  # an interruption loses no point
-    percents = [
-        row | {key: f"{row[key]:.1%}" for key in ("mfu", "mfu_6n") if row.get(key)} for row in rows
-    ]
-    grid("Whole training steps; mfu: visible pairs", SHOWN, percents)
+    percents = [row | {"mfu": f"{row['mfu']:.1%}"} if row.get("mfu") else row for row in rows]
+    grid("Whole training steps; mfu: visible pairs", SHOWN.split(), percents)
     print(f"wrote {options.out}.json")
 
 
