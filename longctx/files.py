@@ -160,13 +160,6 @@ def exit_code(error: BaseException) -> int:
     return FULL_DISK if is_full(error) else 2
 
 
-def by_step(path: Path) -> tuple[int, str]:
-    """Return the sort key of a checkpoint: names hold at least eight digits, so a longer name is of
-    a later step.
-    """
-    return len(path.name), path.name
-
-
 def printable(text: str) -> str:
     """Return text that moves no cursor and breaks no encoding: folder names are untrusted."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

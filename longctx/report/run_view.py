@@ -36,7 +36,7 @@ from longctx.runs.run_folder import checkpoints, is_training, read_config
 from longctx.untrusted import opened
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
-# and "hi" next to the mean "y"; if they have a standard error, the values below and above it.
+# and "hi" next to the mean "y".
 Curve = dict[str, list[float]]
 Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and "y", the losses
 
@@ -163,8 +163,7 @@ def last_of_family(records: list[Record], family: str) -> Record:
 def curves(records: list[Record], points: int) -> dict[str, Curve]:
     """Return the curve of every metric that the page draws and the records hold.
 
-    A record without a time, such as a validation, has the time of the one before it. The standard
-    error of a validation is a band around its perplexity.
+    A record without a time, such as a validation, has the time of the one before it.
     """
     seconds = 0.0
     timed: dict[bool, list[Record]] = {True: [], False: []}
@@ -175,15 +174,8 @@ def curves(records: list[Record], points: int) -> dict[str, Curve]:
     for group in timed.values():
         for metric in metrics.shown(Shown.CURVE):
             drawn = [record for record in group if finite([record.get(metric.key)])]
-            if not drawn:
-                continue
-            curve = result[metric.key] = reduced(drawn, metric.key, points)
-            errors = [number(record, "val_loss_error") for record in drawn]
-            if metric.key == "val_perplexity" and any(errors) and "lo" not in curve:
-                values = [record[metric.key] for record in drawn]
-                pairs = list(zip(values, errors, strict=True))
-                curve["lo"] = short(value * (1 - error) for value, error in pairs)
-                curve["hi"] = short(value * (1 + error) for value, error in pairs)
+            if drawn:
+                result[metric.key] = reduced(drawn, metric.key, points)
     return result
 
 

@@ -19,7 +19,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from longctx import files
-from longctx.files import by_step
 from longctx.runs import checkpoint_index, run_folder
 from longctx.runs.checkpoint_index import FORMAT, INDEX
 from longctx.runs.checkpoint_index import Damaged as Damaged
@@ -201,7 +200,7 @@ def tidy(folder: Path, step: int, keep: int, best_step: int = 0) -> list[Path]:
     Only whole checkpoints up to `step` count, so none goes for a damaged or foreign one.
     """
     saved, best = (run_folder.checkpoint_path(folder, n) for n in (step, best_step))
-    earlier = [path for path in run_folder.checkpoints(folder) if by_step(path) <= by_step(saved)]
+    earlier = [path for path in run_folder.checkpoints(folder) if run_folder.step_of(path) <= step]
     paths = [path for path in earlier if checkpoint_index.is_intact(path, reads=False)]
     _link("last.ckpt", saved)
     if best in paths:

@@ -156,19 +156,6 @@ def find(path: str) -> Path:
     return folder
 
 
-def check_unfinished(folder: Path, max_steps: int | None) -> None:
-    """Raise ValueError if the newest checkpoint in `folder` is of the last step. A damaged one does
-    not count.
-    """
-    newest = checkpoints(folder)[-1]
-    steps = int(newest.stem.removeprefix("step-"))
-    if max_steps is not None and steps >= max_steps and checkpoint_index.is_intact(newest):
-        raise ValueError(
-            f"resume={folder}: the run has done its {steps:,} steps; to go on, give a larger "
-            "max_steps="
-        )
-
-
 def is_hugging_face(path: Path) -> bool:
     """Return True if `path` is a Hugging Face folder: it has a config.json, and is neither a run
     nor an adapter.
@@ -260,7 +247,12 @@ def checkpoints(folder: Path) -> list[Path]:
     with the JSON of another step than its name, is none: somebody copied or made it.
     """
     paths = (folder / "checkpoints").glob("step-*.ckpt")
-    return sorted((path for path in paths if _is_checkpoint(path)), key=files.by_step)
+    return sorted((path for path in paths if _is_checkpoint(path)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def _is_checkpoint(path: Path) -> bool:

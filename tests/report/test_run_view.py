@@ -15,7 +15,7 @@ import pytest
 from longctx import cli
 from longctx.report import run_view
 from longctx.report.compare import described, lock_differences, table_of
-from longctx.report.run_view import curves, read, watch
+from longctx.report.run_view import read, watch
 from longctx.runs import run_folder
 from longctx.runs.metrics_file import Tail
 from tests.report.run_files import compare, make, step
@@ -168,18 +168,6 @@ def test_locks_that_differ_are_a_warning(tmp_path, capsys):
     runs = [read(folder, 100) for folder in folders]
     runs[2].config["seq_len"] = 64
     assert ["fingerprint" in warning for warning in lock_differences(runs)] == [False, True]
-
-
-def test_a_standard_error_is_a_band_around_its_curve():
-    rows = [
-        {"step": n, "tokens_seen": 64 * n, "val_perplexity": 20.0 / n, "val_loss_error": error}
-        for n, error in ((1, 0.25), (2, None), (4, 0.5))
-    ]
-    curve = curves(rows, 60)["val_perplexity"]
-    assert curve["lo"] == pytest.approx([15.0, 10.0, 2.5])
-    assert curve["hi"] == pytest.approx([25.0, 10.0, 7.5])
-    plain = [{key: row[key] for key in ("step", "tokens_seen", "val_perplexity")} for row in rows]
-    assert "lo" not in curves(plain, 60)["val_perplexity"]
 
 
 def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):
