@@ -171,7 +171,9 @@ def of_backends() -> Iterator[str]:
 
 BACKENDS = """On a CPU in fp32, on GPUs in bf16, with heads of 128 channels, unless the row says
 otherwise. A cell names the devices that can, if not all do, and the numbers of the messages on the
-others. These are answers of the checks; H100 and H200 alone were measured.
+others. These are answers of the checks; H100 and H200 alone were measured. `flash_attn` calls what
+FlashAttention 2, 3 and 4 have in common: FlashAttention-4 b36 itself has softcap, the gradient of
+sinks and a deterministic backward on Hopper.
 """
 
 

@@ -97,7 +97,7 @@ NOTES = {
     "betas": ", as in betas=[0.9,0.95]",
     "lora.scaling": ", which is alpha / rank",
     "lora.rank": ", for QLoRA with lora.base=nf4",
-    "lora.base": "=nf4 or fp8",
+    "lora.base": "=nf4",
     "data.path": ", with data=text or data=hub",
     "val_every": ", a number of steps",
     "checkpoint_every": ", a number of steps",

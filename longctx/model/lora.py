@@ -76,7 +76,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
     for block, path, target, packs in list(model.linears()):
         frozen: Any = block.get_submodule(path)
         if config.base is not None and packs:
-            frozen.weight = packed.parameter(frozen.weight, config.base)
+            frozen.weight = packed.parameter(frozen.weight)
             if not isinstance(frozen, Grouped):
                 frozen = packed.PackedLinear(frozen)
                 block.set_submodule(path, frozen)

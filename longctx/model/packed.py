@@ -1,4 +1,4 @@
-"""Frozen weights of LoRA in few bits: lora.base=nf4 or fp8.
+"""Frozen weights of LoRA in 4 bits: lora.base=nf4.
 
     y = x Wᵀ + b,   dx = dy W,   W = unpacked(weight)
 
@@ -6,13 +6,9 @@ A packed weight is a parameter of bytes. Each row has its codes and its scales, 
 read, sharded and saved alone, and nothing casts them. W exists during its product only: backward
 unpacks it again.
 
-    nf4    W = c · a, c one of 16 quantiles of a normal distribution, a the largest of 64 weights
-           (QLoRA, arXiv 2305.14314), by bitsandbytes' kernels. a is a byte too: low + step · level,
-           with two fp32 numbers a row
-    fp8    W = c · s, c in e4m3, s an fp32 number a row
-
-On GPUs with scaled products of rows the forward pass of fp8 multiplies in FP8, x rounded to e4m3;
-backward is in the precision of the run.
+    W = c · a, c one of 16 quantiles of a normal distribution, a the largest of 64 weights (QLoRA,
+    arXiv 2305.14314), by bitsandbytes' kernels. a is a byte too: low + step · level, with two fp32
+    numbers a row
 """
 
 from __future__ import annotations
@@ -26,18 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longctx.kernels import HAS_TRITON
 from longctx.kernels import linear as plain_linear
-from longctx.spec.parts import BASES, packed_width
+from longctx.spec.parts import NF4_BLOCK, packed_width
 
-if HAS_TRITON:
-    from longctx.kernels import quantize
-
-BLOCK = BASES["nf4"]  # weights of a scale
+BLOCK = NF4_BLOCK
 RANGE = 8  # bytes of two fp32 numbers
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-LEAST = 1e-30  # scale of a row of zeros
+LEAST = 1e-30  # step of a row of zeros
 
 
 def is_packed(weight: Any) -> bool:
@@ -45,33 +35,12 @@ def is_packed(weight: Any) -> bool:
     return bool(weight.dtype == torch.uint8)
 
 
-def is_fp8(weight: Tensor) -> bool:
-    """Return True for a weight packed as fp8; the widths of nf4 are multiples of 16."""
-    return weight.shape[1] % 16 == 8
-
-
 def columns(width: int) -> int:
     """Return the weights in a row of `width` bytes."""
-    return width - RANGE if width % 16 == 8 else (width - RANGE) // (BLOCK // 2 + 1) * BLOCK
+    return (width - RANGE) // (BLOCK // 2 + 1) * BLOCK
 
 
-def packed(values: Tensor, width: int) -> Tensor:
-    """Return rows `values` (R, I) as `width` bytes each, which tell the format."""
-    if width == packed_width("fp8", values.shape[1]):
-        return packed_fp8(values)
-    return packed_nf4(values)
-
-
-def packed_fp8(values: Tensor) -> Tensor:
-    """Return rows as bytes: codes, scale, and four zeros."""
-    values = values.float()
-    scale = values.abs().amax(dim=1, keepdim=True).clamp(min=LEAST) / LARGEST
-    codes = (values / scale).clamp(-LARGEST, LARGEST).to(E4M3)
-    rows = torch.cat((codes.view(torch.uint8), scale.view(torch.uint8)), dim=1)
-    return F.pad(rows, (0, RANGE - scale.itemsize))
-
-
-def packed_nf4(values: Tensor) -> Tensor:
+def packed(values: Tensor) -> Tensor:
     """Return rows as bytes: two codes a byte, levels of the scales, low and step, zeros."""
     functional = bitsandbytes()
     codes, state = functional.quantize_4bit(values.contiguous(), blocksize=BLOCK, quant_type="nf4")
@@ -87,10 +56,6 @@ def packed_nf4(values: Tensor) -> Tensor:
 @torch.library.custom_op("longctx::unpacked", mutates_args=())
 def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W (O, I) of a packed weight."""
-    if is_fp8(weight):
-        codes, scale = parts_of_fp8(weight)
-        w = torch.empty(codes.shape, dtype=dtype, device=weight.device)
-        return torch.mul(codes.to(dtype), scale, out=w)  # multiplied in fp32
     I = columns(weight.shape[1])
     codes, levels, ends = weight[:, : I // 2 + I // BLOCK + RANGE].split(
         (I // 2, I // BLOCK, RANGE), dim=1
@@ -113,18 +78,9 @@ def _(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.new_empty(len(weight), columns(weight.shape[1]), dtype=dtype)
 
 
-def parts_of_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (O, I) and scale (O, 1) of a weight packed as fp8."""
-    codes, scale = weight[:, :-RANGE], weight[:, -RANGE : -RANGE // 2]
-    return codes.view(E4M3), scale.contiguous().view(torch.float32)
-
-
 @torch.library.custom_op("longctx::packed_product", mutates_args=())
 def packed_product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ of x (N, I), in x's dtype."""
-    if is_fp8(weight) and multiplies_fp8(x, len(weight)):
-        x8, _, x_scale = quantize.quantize(x.contiguous(), None, E4M3, True, False)
-        return scaled_product(x8, x_scale, weight, x.dtype)
     return F.linear(x, unpacked(weight, x.dtype))
 
 
@@ -133,27 +89,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(len(x), len(weight))
 
 
-def multiplies_fp8(x: Tensor, outputs: int) -> bool:
-    """Return True if the GPU of x has scaled products of rows, with so many outputs."""
-    is_right = x.is_cuda and x.dtype == torch.bfloat16 and outputs % 16 == 0 and HAS_TRITON
-    return is_right and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def scaled_product(x8: Tensor, x_scale: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of x, x8 (N, I) in e4m3 times x_scale (), and a weight packed as fp8."""
-    codes, scale = parts_of_fp8(weight)
-    y: Tensor = torch._scaled_mm(
-        x8,
-        codes.contiguous().t(),
-        scale_a=x_scale.expand(len(x8), 1).contiguous(),
-        scale_b=scale.t().contiguous(),
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
-    return y
-
-
-class _Product(torch.autograd.Function):
+class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
@@ -171,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return plain_linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight)
+    y: Tensor = _PackedProduct.apply(x.reshape(-1, x.shape[-1]), weight)
     y = y.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -189,13 +125,13 @@ class PackedLinear(nn.Linear):
         return self.product(x, self.weight, self.bias)
 
 
-def parameter(weight: Tensor, base: str) -> nn.Parameter:
-    """Return `weight` packed in the format `base`; one on "meta" holds nothing."""
-    width = packed_width(base, weight.shape[1])
+def parameter(weight: Tensor) -> nn.Parameter:
+    """Return `weight` packed; one on "meta" holds nothing."""
     if weight.is_meta:
+        width = packed_width(weight.shape[1])
         rows = weight.new_empty(len(weight), width, dtype=torch.uint8)
     else:
-        rows = packed(weight.detach(), width)
+        rows = packed(weight.detach())
     return nn.Parameter(rows, requires_grad=False)
 
 

@@ -105,7 +105,7 @@ def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
     If `tensor` is packed, `values` are packed first.
     """
     if is_packed(tensor) and not is_packed(values):
-        values = packed(values.to(tensor.device), tensor.shape[1])
+        values = packed(values.to(tensor.device))
     mine = rows(tensor)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:

@@ -145,7 +145,7 @@ class _Step:
             attention=self.backend.saved(self.layer),
             saves_lse=self.backend.has_backward,
             # With the codes, in 8 bits or 4, or those in the dtype of W
-            unpacked={None: 0, "nf4": self.e + 1, "fp8": 2 * self.e}[self.workload.lora.base],
+            unpacked=self.e + 1 if self.workload.lora.base else 0,
         )
 
     def costs_of(self, block: Block, through: Pass) -> _Costs:

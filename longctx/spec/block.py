@@ -72,7 +72,7 @@ class Block:
         """Return the bytes of its weights, with `each` of one that is not packed as `base`."""
         if base is None:
             return each * self.weights
-        saved = [each * linear.weights - linear.packed_bytes(base) for linear in self.packed]
+        saved = [each * linear.weights - linear.packed_bytes for linear in self.packed]
         return each * self.weights - sum(saved)
 
     @cached_property

@@ -13,7 +13,7 @@ from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
 from longctx.spec.block import Block
 from longctx.spec.experts import Experts, ExpertsConfig
-from longctx.spec.parts import BASES, Attention, FeedForward, Norm, Rope, packed_width
+from longctx.spec.parts import NF4_BLOCK, Attention, FeedForward, Norm, Rope, packed_width
 
 
 @dataclass
@@ -381,9 +381,9 @@ class LoraConfig:
     )
     base: str | None = key(
         None,
-        "format of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA (needs bitsandbytes) | "
-        "fp8; null: that of products",
-        choices=BASES,
+        "format of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA (needs bitsandbytes); "
+        "null: that of products",
+        choices=("nf4",),
         needs="rank",
     )
 
@@ -395,7 +395,7 @@ class LoraConfig:
             for target in self.targets:
                 if not replace(self, targets=[target]).parameters(model):
                     raise ValueError(f"lora.targets={target}: the model has no such layer")
-        multiple = 1 if self.base is None else BASES[self.base]
+        multiple = 1 if self.base is None else NF4_BLOCK
         for _, columns in model.frozen_matrices():
             if columns % multiple:
                 raise ValueError(
@@ -408,7 +408,7 @@ class LoraConfig:
         total = each * model.parameters()
         if self.base is not None:
             for rows, columns in model.frozen_matrices():
-                total += rows * (packed_width(self.base, columns) - each * columns)
+                total += rows * (packed_width(columns) - each * columns)
         return total
 
     @property

@@ -17,18 +17,14 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 FP32 = 4  # bytes of a number
-# Formats of frozen matrices → columns that a scale of theirs covers: a matrix has a multiple of it
-BASES = {"nf4": 64, "fp8": 16}
+NF4_BLOCK = 64  # weights of a scale of lora.base=nf4; a matrix has a multiple of as many columns
 
 
-def packed_width(base: str, columns: int) -> int:
-    """Return the bytes of a row of `columns` weights in the format `base`, its scales among them.
+def packed_width(columns: int) -> int:
+    """Return the bytes of a row of `columns` weights in nf4, its scales among them.
 
-    nf4: half a byte a weight, one for each 64, 8 for all; filled up to a multiple of 16. fp8: one a
-    weight, and 8. So the width of a row tells its format.
+    Half a byte a weight, one for each 64, 8 for all; filled up to a multiple of 16.
     """
-    if base == "fp8":
-        return columns + 8
     return -(-(33 * columns // 64 + 8) // 16) * 16
 
 
@@ -55,9 +51,10 @@ class Linear(NamedTuple):
     def parameters(self) -> int:
         return self.weights + (self.outputs if self.has_bias else 0)
 
-    def packed_bytes(self, base: str) -> int:
-        """Return the bytes of its frozen weight in the format `base`."""
-        return self.outputs * packed_width(base, self.columns)
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of its weight, frozen and packed."""
+        return self.outputs * packed_width(self.columns)
 
 
 class Fold:

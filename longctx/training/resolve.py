@@ -121,7 +121,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         packing = config.data.packing or config.context.degree != 1
         transformers_model.prove(model, device, length_of(config), packing)
     config.check_model(model)
-    if config.lora.base == "nf4":
+    if config.lora.base is not None:
         packed.bitsandbytes()
     return Choice(config, device, model, name, source)
 

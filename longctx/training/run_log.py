@@ -24,7 +24,6 @@ from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.spec.step import Workload
 from longctx.tables import count_of
-from longctx.training.context_check import Finding
 from longctx.training.memory import predicted_gib
 from longctx.training.run import Run
 
@@ -121,10 +120,11 @@ class RunLog(Display):
                 if line:
                     self.say(line)
 
-    def checked(self, finding: Finding) -> None:
+    def checked(self, found: dict[str, float]) -> None:
         """Show what context.check found; its figures are in the next row."""
-        self.say(f"check      {finding}")
-        self.figures = finding.figures()
+        off = " and ".join(f"{name} by {value:.0e}" for name, value in found.items())
+        self.say(f"check      a step differs from one device's: {off}")
+        self.figures = {f"context_check/{name}": value for name, value in found.items()}
 
     def record(self, row: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl, and show it."""

@@ -155,7 +155,7 @@ def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
         ("gpu=2xH100 devices=4", "devices=4 is given too"),
         ("gpu_memory=lots", "gpu_memory=lots: a number of GiB above 0"),
         ("seq_len=max", "a run finds that on its GPU"),
-        ("lora.rank=2 lora.base=fp8 precision=fp8", "rounds 16-bit weights"),
+        ("lora.rank=2 lora.base=nf4 precision=fp8", "rounds 16-bit weights"),
         ("modl=1b", "modl is not a key; did you mean model?"),
         ("init=weights", "weights: no such file or folder"),
         ("init=weights model=1b", "model: init=weights brings its own model"),

@@ -27,8 +27,9 @@ from longctx.spec.experts import ExpertsConfig
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.training import context_check
 from longctx.training.batches import micro_batch
-from longctx.training.context_check import Result, Row
+from longctx.training.context_check import Result, Sequence
 from longctx.training.run import Run
+from longctx.training.train_step import TrainState
 from tests.training.sample_run import on_all_ranks, sample_run
 
 MEMORIES = (
@@ -110,7 +111,7 @@ def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
     )
 
 
-def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[Row]:
+def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[Sequence]:
     """Packed rows with targets left out at random: a few, those of half a row, or all of a row."""
     T = config.seq_len
     assert isinstance(T, int)
@@ -136,17 +137,16 @@ def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[Row]:
     return rows
 
 
-def step_of(run: Run, parallel: Parallel, rows: list[Row]) -> tuple[Result, Tensor]:
+def step_of(run: Run, parallel: Parallel, rows: list[Sequence]) -> tuple[Result, Tensor]:
     """Loss and gradients of an optimizer step over `rows`, and the losses of the first of them."""
-    state = context_check.begin(run, parallel)
+    state = TrainState(run, parallel)
     if run.workload.precision == "fp8":  # FSDP2 rounds weights to bf16 before it gathers them
         with torch.no_grad():
             for p in state.module.parameters():
                 sharding.local(p).copy_(sharding.local(p).bfloat16())
     losses = state.module.validation_step(micro_batch(rows[:1]))
     mine = rows[parallel.data_rank :: parallel.data_ranks]
-    (result,) = context_check.results(state, [mine], parallel)
-    return result, losses
+    return context_check.result(state, mine, parallel), losses
 
 
 def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
@@ -166,7 +166,7 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
         context=ContextConfig(),
     )
     theirs, expected = step_of(sample_run(single), parallel.alone(), rows)
-    differences = context_check.differences([ours], [theirs], parallel)
+    differences = context_check.differences(ours, theirs, parallel)
     return differences | {"validation": context_check.relative(losses, expected)}
 
 
