@@ -91,8 +91,7 @@ def generate(
     The arguments are those of `longctx generate`. Raises ValueError for values out of range, or for
     a chat without a chat template next to the tokenizer.
     """
-    chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    config = SampleConfig(max_new_tokens=max_new_tokens, **chosen)
+    config = SampleConfig("", max_new_tokens, temperature, top_k, top_p, seed)
     config.validate()
     is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not (isinstance(prompt, str) or is_chat):
