@@ -58,10 +58,7 @@ class Tracker:
         metrics_file.append(self._file, record)
 
     def start_copies(self, metadata: dict[str, Any]) -> None:
-        """Begin the copies, once, with `metadata` as the configuration that they show.
-
-        Called after the first step, before which there is nothing to show.
-        """
+        """Begin the copies, once, with `metadata` as the configuration that they show."""
         if not self.openings or self._copies:
             return
         about = {
@@ -94,10 +91,8 @@ class Tracker:
 
 
 class Copy:
-    """A process that copies to the tracker `name`.
-
-    It follows a file of commands and writes its news to another. Raises nothing: `news` has a line
-    about a failure.
+    """A process that copies to the tracker `name`. It follows a file of commands and writes its
+    news to another. Raises nothing: `news` has a line about a failure.
     """
 
     def __init__(self, name: str, config: WandbConfig, folder: Path, about: dict[str, Any]) -> None:
@@ -149,12 +144,10 @@ class Copy:
                 news.append(f"{self.name} is off: its process ended with code {code}")
         return "\n".join(news) or None
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the process, `seconds` at most."""
-        if self.process is None:
-            return
+    def wait(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        """Wait for the `process`, `seconds` at most."""
         try:
-            self.process.wait(seconds)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             late = TRACKERS[self.name].late.format(folder=self.folder)
             later = f"; if it is not there later: {late}" if late else ""
@@ -164,12 +157,12 @@ class Copy:
 
 def finish(copies: Sequence[Copy], exit_code: int) -> None:
     """Wait until the copies have everything, for PATIENCE seconds at most together."""
-    for copy in copies:
-        if copy.process is not None:
-            copy.send({"finish": exit_code})
+    alive = [(copy, copy.process) for copy in copies if copy.process is not None]
+    for copy, _ in alive:
+        copy.send({"finish": exit_code})
     deadline = time.monotonic() + PATIENCE
-    for copy in copies:
-        copy.wait(max(0.0, deadline - time.monotonic()))
+    for copy, process in alive:
+        copy.wait(process, max(0.0, deadline - time.monotonic()))
 
 
 def log_evaluation(
@@ -194,12 +187,10 @@ def commit() -> str | None:
     """
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     command = ["git", "-C", str(Path(__file__).parent), *describe]
-    try:
-        return subprocess.check_output(
-            command, text=True, timeout=10, stderr=subprocess.DEVNULL
-        ).strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return git.stdout.strip()
+    return None
 
 
 def copy_to(name: str, *arguments: str) -> NoReturn:

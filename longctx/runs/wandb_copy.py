@@ -10,14 +10,13 @@ import math
 import netrc
 import os
 import secrets
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlparse
 
-from longctx import system
+from longctx import files, system
 from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
 from longctx.runs import metrics
@@ -33,10 +32,7 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` 
 
 
 def opening(config: WandbConfig, folder: Path) -> list[str]:
-    """Return lines that show the user the target of the copy; none if wandb is disabled.
-
-    The config.yaml of a resumed run may have decided it.
-    """
+    """Return lines that show the user the target of the copy; none if wandb is disabled."""
     mode = wandb_mode(config)
     if mode == "disabled":
         return []
@@ -56,23 +52,23 @@ def copy(request: dict[str, Any], commands: Commands) -> None:
     is_second = AGAIN in request["arguments"]
     mode = "offline" if is_second else wandb_mode(WandbConfig(**request["config"]))
     send = send_evaluation if "content" in request else send_run
-    earlier = [path.name for path in offline_runs(Path(request["folder"]))]
+    folder = Path(request["folder"]) / "wandb"
+    earlier = {*folder.glob("offline-run-*")}  # one of each start of the run
     try:
-        send(request | {"mode": mode, "earlier": earlier}, commands)
+        send(request | {"mode": mode, "leg": len(earlier) + 1}, commands)
     except BaseException as error:  # wandb's own errors, the network's, the disk's
         if is_second:
             raise
-        copy_again_offline(Path(request["folder"]), earlier, one_line(error)[:500])
+        # The next copy has all records of this one, so `wandb sync` must not find both
+        for leftover in {*folder.glob("offline-run-*")} - earlier:
+            files.remove(leftover)
+        uploads = f"wandb sync {folder}/offline-run-*"
+        report(f"wandb      {one_line(error)[:500]}; all is copied offline; upload: {uploads}")
+        copy_again()
 
 
-def copy_again_offline(folder: Path, earlier: list[str], reason: str) -> NoReturn:
-    """Print `reason` and replace this process by a second attempt, which copies all records."""
-    # The next copy has all records of this one, so `wandb sync` must not find both
-    for leftover in offline_runs(folder):
-        if leftover.name not in earlier:
-            shutil.rmtree(leftover, ignore_errors=True)
-    uploads = f"wandb sync {folder / 'wandb'}/offline-run-*"
-    report(f"wandb      {reason}; all is copied offline; upload: {uploads}")
+def copy_again() -> NoReturn:
+    """Replace this process by a second attempt, which copies all records, offline."""
     environment = system.child_environment()
     environment.pop("WANDB_SERVICE", None)  # the core of the first attempt, which may be gone
     command = system.python_command("longctx.runs.tracking", "wandb", AGAIN)
@@ -86,7 +82,7 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
     import wandb
 
     config, folder = WandbConfig(**request["config"]), Path(request["folder"])
-    leg, name, group = len(request["earlier"]) + 1, folder.name, config.group
+    leg, name, group = request["leg"], folder.name, config.group
     if request["mode"] == "offline":
         group = group or name
         identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
@@ -122,11 +118,6 @@ def upload(run: Any, command: dict[str, Any]) -> None:
             raise
         return
     run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
-
-
-def offline_runs(folder: Path) -> list[Path]:
-    """Return the copies that were written offline, one for each start of the run in `folder`."""
-    return sorted((folder / "wandb").glob("offline-run-*"))
 
 
 def wandb_mode(config: WandbConfig) -> str:

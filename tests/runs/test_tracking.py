@@ -238,7 +238,7 @@ def send(
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
-    request |= {"metadata": {}, "records_before": before, "earlier": []}
+    request |= {"metadata": {}, "records_before": before, "leg": 1}
     send_run(request, iter([*commands, {"finish": 0}]))
 
 
