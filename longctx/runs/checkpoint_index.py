@@ -57,10 +57,8 @@ def verify(path: Path, reads: bool = True) -> None:
     listed = read(path)["files"]
 
     def matches(name: str) -> bool:
-        with (
-            suppress(OSError, ValueError),
-            untrusted.open_file(path / name, within=path) as file,
-        ):
+        # Anybody can write the JSON
+        with suppress(Exception), untrusted.open_file(path / name, within=path) as file:
             # The size first: a sparse file of any size takes no space, and hours to read
             has_size = os.fstat(file.fileno()).st_size == listed[name]["bytes"]
             return bool(has_size and (not reads or checksum(file) == listed[name]["crc32"]))

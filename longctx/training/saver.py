@@ -60,11 +60,14 @@ class Saver:
             return
         try:
             saving.written.result()
+            if not self.parallel.is_first:
+                return
             deadline = time.monotonic() + OTHERS
-            while not saving.is_written() and time.monotonic() < deadline:
+            while self.completed is None and not saving.is_written():
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(0.1)
-            if self.parallel.is_first and (self.completed is not None or saving.is_written()):
-                self._complete(saving)
+            self._complete(saving)
         except OSError as problem:
             files.remove(saving.partial)  # the disk may be full
             if str(problem) != str(error):  # else the command ends with it

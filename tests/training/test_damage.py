@@ -79,6 +79,7 @@ KNOWN = [
     (("tensors", "model.norm.weight", "dtype"), "int64"),
     (("meter", "loss"), 10**400),
     (("steps_done",), "x"),
+    (("files", "shard-00000-000.safetensors"), 3),
     (("longctx", "config", "model"), 3),
     (("longctx", "config", "seq_len"), None),
     (("param_groups",), {}),
