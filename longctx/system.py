@@ -18,13 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-STARTED_VARIABLE = "LONGCTX_STARTED"  # set for the processes that rank 0 starts
+STARTED_VARIABLE = "LONGCTX_STARTED"  # PID:folder of their supervisor, for ranks of devices=N
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 IGNORABLE = (signal.SIGHUP, signal.SIGUSR1)  # by who starts a command, as nohup does
 EXIT_CODES = tuple(128 + number for number in SIGNALS)
@@ -145,7 +145,8 @@ def no_garbage() -> Iterator[None]:
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
     """End this process, which has nothing to save, as the handler of a signal."""
-    if STARTED_VARIABLE not in os.environ:  # rank 0 says so for the processes that it has started
+    # Rank 0 says so for the ranks of a supervisor
+    if STARTED_VARIABLE not in os.environ or os.environ.get("RANK") == "0":
         os.write(2, f"stopped by {signal.Signals(number).name}\n".encode())
     os._exit(128 + number)
 
@@ -181,16 +182,11 @@ def exit_with(code: int) -> NoReturn:
     os._exit(code)
 
 
-def exit_within(seconds: float, code: int, first: Callable[[], object] = bool) -> None:
+def exit_within(seconds: float, code: int) -> None:
     """End this process after `seconds` if something holds its exit up, such as NCCL waiting for
-    lost processes, or wandb for a server. It calls `first` before.
+    lost processes, or wandb for a server.
     """
-
-    def end() -> None:
-        first()
-        os._exit(code)
-
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 

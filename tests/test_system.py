@@ -64,15 +64,16 @@ def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
 
 ENDING = """
 import atexit, threading, torch
+from concurrent.futures import ThreadPoolExecutor
 from longctx import system
-from longctx.training.compile_ahead import side_by_side
 
 def compute():
     while True:
         torch.ones(9) + 1
 
 atexit.register(print, "left")
-side_by_side([compute, threading.Event().wait], 2)
+pool = ThreadPoolExecutor(2)
+begun = [pool.submit(task) for task in (compute, threading.Event().wait)]
 system.exit_with(7)
 """
 

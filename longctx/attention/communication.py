@@ -133,9 +133,6 @@ def start(clock: Clock | None) -> None:
 
 @contextmanager
 def measured() -> Iterator[None]:
-    """Measure a collective of the run inside this block, or as a decorator each call of a function.
-
-    Never use it inside compiled code.
-    """
+    """Measure a collective of the run inside this block, never inside compiled code."""
     with nullcontext() if _clock is None else _clock:
         yield

@@ -34,7 +34,15 @@ from longctx.config.presets import Request
 from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_files
-from longctx.parallel.launch import GRACE, Launched, launched, number_here, started
+from longctx.parallel.launch import (
+    GRACE,
+    Launched,
+    has_supervisor,
+    join,
+    launched,
+    number_here,
+    supervise,
+)
 from longctx.runs import run_folder
 from longctx.spec import hardware
 
@@ -74,8 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "--version" in argv:
         return answer(argv, list_text, lambda _: print(f"longctx {longctx.__version__}"))
-    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
-    name, arguments = " ".join(argv[:words]), argv[words:]
+    name, arguments = "".join(argv[:1]), argv[1:]
     if name in COMMANDS:
         return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
     return answer(argv or ["--help"], list_text, lambda _: refuse_name(name))
@@ -238,12 +245,15 @@ def _train(argv: list[str]) -> int:
         return sweep(sweep_jobs)
     request: Request[TrainConfig] = compose("train", arguments)
     check_paths(request.config)
+    processes = _launched(request.config)
+    if processes.are_to_start:
+        return supervise(processes)
     # The length "max" is found by processes of their own
-    with _processes(request.config, uses_gpu=request.config.seq_len != "max") as processes:
-        with libraries():
-            from longctx.evaluation import passkey as passkey  # registers its callback
-            from longctx.training.life_cycle import train
-        return train(request, processes)
+    _begin(processes, request.config, uses_gpu=request.config.seq_len != "max")
+    with libraries():
+        from longctx.evaluation import passkey as passkey  # registers its callback
+        from longctx.training.life_cycle import train
+    return train(request, processes)
 
 
 def _resume(argv: list[str]) -> int:
@@ -260,7 +270,7 @@ def check_paths(config: TrainConfig) -> None:
     if config.resume is None:
         fields.refuse_first(config.problems_of_new_run())
     if config.resume is None and number_here() == 0:
-        for warning in config.warnings():
+        for warning in () if has_supervisor() else config.warnings():
             print(f"warning: {warning}")
         run_folder.check_root(Path(config.runs))
         # A dry run makes no folder
@@ -273,22 +283,22 @@ def check_paths(config: TrainConfig) -> None:
     check_files(replace(config.data, preferences=preferences, tokenizer=tokenizer))
 
 
-@contextmanager
-def _processes(config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> Iterator[Launched]:
-    """Yield the processes of a run. They and CUDA's driver start while torch is imported."""
+def _begin(processes: Launched, config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> None:
+    """Join the other ranks, and start CUDA's driver while torch is imported."""
+    if processes.ranks > 1:
+        join(processes)
+    if config.device != "cpu" and uses_gpu:
+        hardware.start_gpu(processes.local_rank)
+
+
+def _launched(config: TrainConfig | EvalConfig) -> Launched:
     processes = launched(config)
     if processes.ranks == 1 and config.strategy.name != "auto":
         raise ValueError(
             f"strategy={config.strategy.name}: several devices share the model, and there is one; "
             "give devices=N, or leave strategy out"
         )
-    # torch's warnings would bury the line that names a lost process
-    if processes.ranks > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with started(processes) as processes:
-        if config.device != "cpu" and uses_gpu:
-            hardware.start_gpu(processes.local_rank)
-        yield processes
+    return processes
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -326,10 +336,13 @@ def _evaluate(argv: list[str]) -> int:
     open_checkpoint(config)
     if request.names_data:
         check_files(config.data)
-    with _processes(config) as processes:
-        with libraries():
-            from longctx.evaluation.evaluate import evaluate
-        return evaluate(request, processes)
+    processes = _launched(config)
+    if processes.are_to_start:
+        return supervise(processes)
+    _begin(processes, config)
+    with libraries():
+        from longctx.evaluation.evaluate import evaluate
+    return evaluate(request, processes)
 
 
 def found(model: str, key: str) -> tuple[str, Path | None]:
@@ -402,5 +415,4 @@ COMMANDS: dict[str, Command] = {
     "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
     "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
     "export": Command(options.ExportOptions, _export),
-    "kernels show": Command(options.ShowOptions, "longctx.training.kernel_lock:show", torch=True),
 }

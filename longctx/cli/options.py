@@ -147,25 +147,3 @@ class ExportOptions(Group):
             value = getattr(self, name)
             if self.adapter and value != usual:
                 yield (f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out")
-
-
-@dataclass
-class ShowOptions:
-    """Show the kernels that attention=flash runs here, tested.
-
-    longctx kernels show
-    longctx kernels show head_size=128 dtype=bf16
-    """
-
-    kernel: str = key(
-        "auto",
-        "auto: what training takes | portable | ampere | hopper; a CPU has one of its own",
-        choices=("auto", "portable", "ampere", "hopper"),
-    )
-    head_size: int = key(64, "size of a head", between=(16, 256))
-    seq_len: int = key(4096, "tokens in a sequence", between=SIZES, parse=counted())
-    dtype: str = key(
-        "auto",
-        "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp16 | fp32",
-        choices=("auto", "bf16", "fp16", "fp32"),
-    )

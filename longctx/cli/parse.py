@@ -40,7 +40,7 @@ from longctx.config.fields import (
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, keys_of_schedules
 from longctx.data.sources.registry import check_overrides
-from longctx.parallel.launch import number_here
+from longctx.parallel.launch import has_supervisor, number_here
 from longctx.runs import run_folder
 
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig, "data": DescribeConfig}
@@ -386,7 +386,7 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
 @functools.cache
 def tell_replaced(path: Path, names: tuple[str, ...]) -> None:
     """Print once which keys of the file at `path` are left out, since others stand for them."""
-    if names and number_here() == 0:
+    if names and number_here() == 0 and not has_supervisor():
         shown_names = ", ".join(names[:6]) + ", …" * (len(names) > 6)
         print(f"note: {path}: the command line replaces {shown_names}", file=sys.stderr)
 

@@ -257,7 +257,9 @@ def build_scorer(config: EvalConfig, setup: Setup | None, parallel: Parallel) ->
     (file, heads, precision, strategy, attention), *_ = parallel.all_gather_objects(decided)
     degree, dtype = int(config.context.degree), dtype_of(precision)
     method = config.context.method_for(heads)
-    parallel.init_mesh(Layout(strategy, config.devices // degree, degree, method, attention))
+    parallel = parallel.with_mesh(
+        Layout(strategy, config.devices // degree, degree, method, attention)
+    )
     shard = partial(parallel.shard, cast=False)
     built = build_model(file, attention, parallel.device, dtype, shard)
     built.share_rows(parallel.context)

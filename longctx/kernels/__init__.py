@@ -22,7 +22,7 @@ MODULES = {
 }
 MEMBERS = {
     "SelfTestFailed": "attention.selftest",
-    **dict.fromkeys(("fingerprint", "machine", "sources"), "attention.fingerprint"),
+    **dict.fromkeys(("integers", "machine", "sha256", "sources"), "attention.fingerprint"),
     "linear": "elementwise",
 }
 

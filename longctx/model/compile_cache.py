@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from pathlib import Path
 
 from longctx import system
@@ -19,14 +18,6 @@ FOLDERS = ("attention", "kernels", "model")
 AUTOCAST = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 
-def preload() -> None:
-    """Import torch's compiler, which takes 1.4 s; without settings, which are a thread's own."""
-    with system.no_garbage():  # or it takes 1.7 s
-        import torch._functorch.config
-        import torch._inductor.compile_fx
-        import torch.compiler.config  # noqa: F401
-
-
 @functools.cache
 def use() -> None:
     """Save compiled code of this process to disk, and load that of earlier processes.
@@ -34,24 +25,21 @@ def use() -> None:
     Shapes, backwards and other rules of our operators are no part of torch's key (pytorch#144344),
     so a hash of our sources is.
     """
-    preload()
-    import torch._functorch.config
-    import torch._inductor.config
-    import torch.compiler.config
-
+    with system.no_garbage():  # importing the compiler takes 1.4 s, or 1.7
+        import torch._functorch.config
+        import torch._inductor.compile_fx
+        import torch.compiler.config
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     known = torch._inductor.config.unsafe_marked_cacheable_functions
     torch._inductor.config.unsafe_marked_cacheable_functions = known | dict.fromkeys(AUTOCAST, "1")
-    torch.compiler.config.cache_key_tag += f" longctx {sources()}"
+    torch.compiler.config.cache_key_tag += f" longctx {traced()}"
 
 
-def sources() -> str:
-    """Return a hash of the files that torch.compile traces: ours, and registered backends."""
+def traced() -> str:
+    """Return a hash of the files that torch.compile traces: ours, and backends of plugins."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    modules = {sys.modules.get(type(backend).__module__) for backend in registered().values()}
-    paths = (getattr(module, "__file__", None) for module in modules)  # none in a notebook
-    files = {Path(path) for path in paths if path and Path(path).is_file()}
-    files |= {file for folder in FOLDERS for file in (package / folder).rglob("*.py")}
-    for file in sorted(files):
-        digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    files = {path for name in FOLDERS for path in (package / name).rglob("*.py")}
+    files |= {path for backend in registered().values() if (path := backend.source())}
+    for path in sorted(files):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from lightning_utilities.core import imports
-from lightning_utilities.core.imports import module_available, package_available
+from lightning_utilities.core.imports import package_available
 
 from longctx.parallel.launch import Launched
 
@@ -34,14 +34,13 @@ with patch.multiple(
     create=True,
     _version=_version_unless_unused,
     package_available=lambda name: name not in UNUSED and package_available(name),
-    module_available=lambda name: name not in UNUSED and module_available(name),
 ):
     from lightning import pytorch
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 
-__all__ = ["make_fabric", "pytorch"]
+__all__ = ["Fabric", "make_fabric", "pytorch"]
 
 
 class Running(LightningEnvironment):
@@ -84,14 +83,15 @@ def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply: own loggers, checkpoints and choice of workers."""
+    """Silence advice that does not apply."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
-    warnings.filterwarnings(
-        "ignore", message=r".*(does not have many workers|LeafSpec|pkg_resources).*"
-    )
-    # A step that spike=skip drops moves the schedule on, but not the optimizer
-    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-    # DDP keeps the nodes of its first stream; gradients wait for one another as they should.
-    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+    for message in (
+        "does not have many workers|LeafSpec|pkg_resources",
+        # A step that spike=skip drops moves the schedule on, but not the optimizer
+        r"Detected call of `lr_scheduler.step\(\)` before",
+        # DDP keeps the nodes of its first stream; gradients wait for one another as they should
+        "The AccumulateGrad node's stream does not match",
+    ):
+        warnings.filterwarnings("ignore", message=f".*({message})")

@@ -1,8 +1,9 @@
 """Who starts the processes of a run, read from the environment before torch is imported.
 
-torchrun sets six variables, srun its own. With `devices=N` alone, this process is rank 0 and starts
-the others with torchrun's variables. torch's elastic launcher would import torch before it starts
-any (3 s), and its ranks outlive it if it is killed: it asks the kernel for no signal at its end.
+torchrun sets six variables, srun its own. With `devices=N` alone, the typed process supervises: it
+imports no torch, starts every rank with torchrun's variables, passes signals on, names a rank that
+is lost and ends the others. A library launcher would listen on all interfaces, and leave ranks
+behind if it is killed.
 """
 
 from __future__ import annotations
@@ -10,53 +11,51 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from longctx import system
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.runs.run_folder import checkpoints
 from longctx.system import STARTED_VARIABLE
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 OWN = "train.py"
+LOOPBACK = "127.0.0.1"
 EXIT = 20.0  # seconds that a process may take to exit
 GRACE = 3.0  # seconds in which rank 0 tells why it ends; torchrun kills all after the first end
-TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-
-_started: list[subprocess.Popen[bytes]] = []  # ranks 1, 2, ..., if this process started them
+# Files in the folder that ranks of devices=N share with their supervisor
+RUN, TOLD = "run", "told"  # the path of the run's folder; the failure has been printed
 
 
 @dataclass(frozen=True)
 class Launched:
     """The processes of a run, and this one's numbers among them."""
 
-    by: str  # "torchrun", "srun" or "train.py", whose rank 0 starts the others
+    by: str  # "torchrun", "srun", "the environment", or "train.py", which supervises
     ranks: int
     local_ranks: int  # on each node
     rank: int
     local_rank: int
-    address: str = "127.0.0.1"  # of rank 0
-    port: int = 0  # 0: not chosen yet
+    address: str = LOOPBACK  # of rank 0
+    port: int = 0
+    shared: Path | None = None  # a folder of the ranks of "train.py", once they are started
 
     @property
     def nodes(self) -> int:
         """The number of machines."""
         return self.ranks // self.local_ranks
 
-    def __str__(self) -> str:
-        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        processes = "process" if self.ranks == 1 else "processes"
-        return f"{self.by} starts {self.ranks} {processes}{nodes}"
+    @property
+    def are_to_start(self) -> bool:
+        """Return True in the process that starts and supervises all of these."""
+        return self.by == OWN and self.ranks > 1 and self.shared is None
 
 
 def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.environ) -> Launched:
@@ -65,14 +64,14 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     Raises ValueError if variables are missing or contradict one another, if devices= is not their
     number, or if context= does not divide it.
     """
-    in_step = "SLURM_STEP_ID" in environ
-    variables = [name for name in NUMBERS if name in environ]
-    if variables and (len(variables) == len(NUMBERS) or not in_step):
+    if "RANK" in environ or "LOCAL_RANK" in environ:
         processes = _of_torchrun(environ)
-    elif in_step and _number(environ, *TASKS, default=1) > 1:
+    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         processes = _of_srun(environ)
     else:
-        _check_allocation(config.devices, environ)
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # each would train a run of its own
+            if (others := _number(environ, name, 1)) > 1:
+                raise ValueError(f"mpirun has started {others} processes; use torchrun, devices=N")
         processes = Launched(OWN, config.devices, config.devices, 0, 0)
     if config.devices not in (1, processes.ranks):
         raise ValueError(
@@ -83,50 +82,84 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     return processes
 
 
-@contextmanager
-def started(processes: Launched) -> Iterator[Launched]:
-    """Start the other processes of `devices=N` and yield `processes` with the port they meet at.
+def supervise(processes: Launched) -> int:
+    """Run the ranks of devices=N as children of this process; return the exit code.
 
-    The others end with the block. An error kills them at once, else they get EXIT seconds.
+    It is that of the first rank that fails, and 1 if a rank is killed: one line then names it.
     """
-    if processes.by != OWN or processes.rank or processes.ranks == 1:
-        yield processes
-        return
-    # Free until rank 0 opens it for good; if another program is faster, rank 0 names the port
-    with socket.create_server((processes.address, 0)) as free:
-        port = free.getsockname()[1]
-    # If rank 0 is killed before the ranks have met, the kernel ends the others
-    end = partial(system.end_with_parent, os.getpid(), signal.SIGKILL)
-    for rank in range(1, processes.ranks):
-        numbers = (rank, processes.ranks, rank, processes.ranks, processes.address, port)
-        variables = dict(zip(TORCHRUN, map(str, numbers), strict=True)) | {STARTED_VARIABLE: "1"}
-        command = [sys.executable, *sys.orig_argv[1:]]
-        environment = os.environ | variables
-        _started.append(subprocess.Popen(command, env=environment, preexec_fn=end))
-    try:
-        yield Launched(OWN, processes.ranks, processes.ranks, 0, 0, processes.address, port)
-        with suppress(subprocess.TimeoutExpired):
-            for process in _started:
-                process.wait(EXIT)
-    finally:
-        end_started()
-        _started.clear()
+    pids: dict[int, int] = {}  # PID → rank
+
+    def send(number: int, _: object = None) -> None:
+        for pid in list(pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    with TemporaryDirectory(prefix="longctx-") as shared:
+        try:
+            for rank in range(processes.ranks):
+                numbers = (rank, processes.ranks, rank, processes.ranks, LOOPBACK, 0)
+                variables = dict(zip(TORCHRUN, map(str, numbers), strict=True))
+                variables[STARTED_VARIABLE] = f"{os.getpid()}:{shared}"
+                command = [sys.executable, *sys.orig_argv[1:]]
+                pids[os.posix_spawn(command[0], command, os.environ | variables)] = rank
+            for number in system.SIGNALS:
+                # nohup ignores SIGHUP, for the ranks too
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, send)
+            signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
+            return _follow(pids, Path(shared), lambda: send(signal.SIGKILL))
+        finally:
+            send(signal.SIGKILL)
 
 
-def end_started() -> None:
-    """Kill the processes started here: they may wait in a collective, or be stopped."""
-    for process in _started:
-        process.kill()
+def _follow(pids: dict[int, int], shared: Path, kill: Callable[[], object]) -> int:
+    """Wait for the ranks `pids`, and `kill` them once one has failed; return the exit code."""
+    ranks, line, code = len(pids), "", 0
+    while pids:
+        pid, status = os.wait()
+        rank, ended = pids.pop(pid), os.waitstatus_to_exitcode(status)
+        if code or not ended:
+            # Rank 0 may have printed the same problem meanwhile
+            line = "" if rank == 0 and ended > 0 else line
+            continue
+        how = signal.Signals(-ended).name if ended < 0 else f"exit code {ended}"
+        if -ended in system.SIGNALS:
+            ended = 128 - ended  # it had no handlers yet
+        code = max(ended, 1)
+        has_told = ended > 0 and (rank == 0 or (shared / TOLD).exists())
+        if ended <= 128 and not has_told:
+            line = (
+                f"process {rank} (PID {pid}) of {ranks} has ended with {how}, and the run with it"
+            )
+        if ended < 0 or (ended < 128 and has_told):
+            kill()
+        else:
+            # Ranks save, or rank 0 is about to print why the run fails
+            signal.alarm(int(EXIT))
+    if line:
+        run = shared / RUN
+        advice = f"; {go_on(Path(run.read_text(encoding='utf-8')))}" if run.exists() else ""
+        print(f"error: {line}{advice}", file=sys.stderr, flush=True)
+    return code
 
 
-def ended_early() -> str:
-    """Return a line that names a process started here if it has ended; "" if all run."""
-    for rank, process in enumerate(_started, start=1):
-        code = process.poll()
-        if code is not None:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return f"process {rank} (PID {process.pid}) has ended with {how}"
-    return ""
+def join(processes: Launched) -> None:
+    """Have this rank end with its launcher, and on a single machine use the loopback alone."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings would bury a line of ours
+    if processes.nodes == 1:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    if processes.by in (OWN, "torchrun"):
+        parent = os.environ.get(STARTED_VARIABLE, "").partition(":")[0]
+        system.end_with_parent(int(parent or os.getppid()), signal.SIGKILL)
+
+
+def go_on(folder: Path) -> str:
+    """Return how the run in `folder` continues: from its newest checkpoint."""
+    # Another machine may not have the folder
+    if folder.is_dir() and not checkpoints(folder):
+        return "it has no checkpoint yet; start it anew"
+    return f"{system.typed_command()} resume {folder} goes on"
 
 
 def number_here(environ: Mapping[str, str] = os.environ) -> int:
@@ -134,12 +167,17 @@ def number_here(environ: Mapping[str, str] = os.environ) -> int:
 
     The others are silent, so a number alone, such as RANK=7, must not silence the only process.
     """
-    is_torchrun = all(name in environ for name in TORCHRUN)
-    name, totals = ("RANK", ("WORLD_SIZE",)) if is_torchrun else ("SLURM_PROCID", TASKS)
-    rank = environ.get(name, "")
-    count = next((environ[total] for total in totals if total in environ), "")
+    names = ("RANK", "WORLD_SIZE")
+    if not all(name in environ for name in TORCHRUN):
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    rank, count = (environ.get(name, "") for name in names)
     is_known = rank.isdecimal() and count.isdecimal()
     return int(rank) if is_known and int(rank) < int(count) else 0
+
+
+def has_supervisor() -> bool:
+    """Return True in a rank of devices=N, whose supervisor has read the same command line."""
+    return STARTED_VARIABLE in os.environ
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -153,12 +191,6 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Launched:
-    if missing := [name for name in TORCHRUN if name not in environ]:
-        present = ", ".join(name for name in TORCHRUN if name in environ)
-        raise ValueError(
-            f"{', '.join(missing)}: not set, but {present} is; start with torchrun, which sets all "
-            f"of {', '.join(TORCHRUN)}, or set none of them"
-        )
     rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in NUMBERS)
     if ranks % local_ranks:
         raise ValueError(
@@ -166,69 +198,33 @@ def _of_torchrun(environ: Mapping[str, str]) -> Launched:
             "processes on every node"
         )
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-    return Launched(
-        OWN if STARTED_VARIABLE in environ else by,
-        ranks,
-        local_ranks,
-        rank,
-        local_rank,
-        environ["MASTER_ADDR"],
-        _number(environ, "MASTER_PORT"),
-    )
+    shared = environ.get(STARTED_VARIABLE, "").partition(":")[2]
+    address, port = environ.get("MASTER_ADDR", LOOPBACK), _number(environ, "MASTER_PORT")
+    started = Launched(by, ranks, local_ranks, rank, local_rank, address, port)
+    return replace(started, by=OWN, shared=Path(shared)) if shared else started
 
 
 def _of_srun(environ: Mapping[str, str]) -> Launched:
-    ranks, nodes = _number(environ, *TASKS), _number(environ, *NODES, default=1)
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID")
+    ranks, nodes, rank, local_rank = (_number(environ, name) for name in names)
     spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2) or 4,3
     if "," in spread or ranks % nodes:
         raise ValueError(
             f"SLURM: {spread or ranks} tasks on its {nodes} nodes; every node must have the same "
             "number, as with srun --ntasks-per-node=N"
         )
-    hosts = next((environ[name] for name in NODE_LISTS if name in environ), "")
+    hosts = environ.get("SLURM_STEP_NODELIST", LOOPBACK)
     first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
-    address = environ.get("MASTER_ADDR", first_host if nodes > 1 else "127.0.0.1")
     # All tasks of a step know its numbers, and so agree on a port
-    step = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID")
-    return Launched(
-        by="srun",
-        ranks=ranks,
-        local_ranks=ranks // nodes,
-        rank=_number(environ, "SLURM_PROCID"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        address=address,
-        port=_number(environ, "MASTER_PORT", default=15000 + step % 10_000),
-    )
+    step = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
+    port = _number(environ, "MASTER_PORT", 15000 + step % 10_000)
+    address = environ.get("MASTER_ADDR", first_host)
+    return Launched("srun", ranks, ranks // nodes, rank, local_rank, address, port)
 
 
-def _check_allocation(devices: int, environ: Mapping[str, str]) -> None:
-    """Raise ValueError if SLURM has allocated more than this one process starts, or mpirun has
-    started more: each would train a run of its own.
-    """
-    if (processes := _number(environ, *MPI, default=1)) > 1:
-        raise ValueError(
-            f"mpirun: has started {processes} processes; use torchrun, srun or devices={processes}"
-        )
-    nodes, tasks = (_number(environ, *names, default=1) for names in (NODES, TASKS))
-    if nodes > 1:
-        raise ValueError(
-            f"SLURM: {nodes} nodes, and one process on one of them; start one for each device with "
-            "srun --ntasks-per-node=N python train.py ..., or allocate one node"
-        )
-    if "SLURM_STEP_ID" not in environ and tasks not in (1, devices):
-        raise ValueError(
-            f"devices={devices}: SLURM has set {tasks} tasks aside, and this is one process "
-            f"without srun; put srun before python, or ask for devices={tasks}, or set "
-            "SLURM_NTASKS=1"
-        )
-
-
-def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    """Return the value of the first of `names` that is set."""
-    name = next((name for name in names if name in environ), names[0])
-    if name not in environ and default is not None:
-        return default
-    text = environ.get(name, "")
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the value of a variable that a launcher sets."""
+    text = environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         shown = f"{name}={text}" if name in environ else f"{name}: not set"
         raise ValueError(f"{shown}; not a number that torchrun or srun would set")

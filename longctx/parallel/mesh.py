@@ -7,12 +7,12 @@ Lightning Fabric gives each process its device, precision and gradient averaging
 from __future__ import annotations
 
 import os
-import sys
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,19 +26,21 @@ from longctx.attention.communication import Clock, measured
 from longctx.attention.context_parallel import Context
 from longctx.attention.description import AttentionConfig
 from longctx.config.eval_config import EvalConfig
-from longctx.config.layout_config import STRATEGIES
+from longctx.config.layout_config import STRATEGIES, Strategy
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPT
 from longctx.parallel import sharding
 from longctx.parallel.devices import dtype_of
-from longctx.parallel.fabric import make_fabric
-from longctx.parallel.launch import EXIT, OWN, Launched, end_started, launched
-from longctx.parallel.meeting import Meeting, arrival, collective_timeout, meet, too_few_gpus
+from longctx.parallel.fabric import Fabric, make_fabric
+from longctx.parallel.launch import EXIT, OWN, Launched, launched
+from longctx.parallel.meeting import Arrival, Meeting
 from longctx.spec.hardware import Machine
 from longctx.spec.step import Workload, precision_of
 from longctx.system import exit_within
 
 T = TypeVar("T")
+COLLECTIVE_VARIABLE = "LONGCTX_COLLECTIVE_SECONDS"
+COLLECTIVE = 1800.0  # seconds: a batch may take 10 minutes, a checkpoint longer
 # Weights of the embedding and the first block: one of them gets its gradient last
 LAST_WEIGHTS = 16
 
@@ -53,37 +55,59 @@ class Layout(NamedTuple):
     attention: AttentionConfig
 
 
+@dataclass(frozen=True)
 class Parallel:
     """The processes of one run; this one is number `rank` of `ranks`, on `device`.
 
-    Make it, decide on rank 0 what to run, `launch` it, then `init_mesh`. The mesh has the named
-    dimensions data (copies of the model), shard (slices of it) and context (parts of a sequence).
+    Make it, decide on rank 0 what to run, `launch` it, then take it `with_mesh`, which has the
+    named dimensions data (copies of the model), shard (slices of it) and context (parts of a
+    sequence).
     """
 
-    def __init__(
-        self,
+    launched: Launched
+    fabric: Fabric
+    dtype: torch.dtype  # of activations
+    meeting: Meeting | None = None
+    shards_alone: bool = False  # fsdp on one device
+    strategy: Strategy = STRATEGIES["none"]
+    data_ranks: int = 1
+    mesh: DeviceMesh | None = None
+    context: Context = field(default_factory=Context)
+    clock: Clock | None = None  # of the time in collectives
+
+    @classmethod
+    def of(
+        cls,
         config: TrainConfig | EvalConfig,
         device: str,
         processes: Launched | None = None,
         meeting: Meeting | None = None,
-    ) -> None:
-        self.launched = launched(config) if processes is None else processes
-        self.meeting = meeting
-        self.ranks, self.rank = self.launched.ranks, self.launched.rank
-        self.data_ranks = self.ranks
-        self.strategy = STRATEGIES["none"]
+    ) -> Parallel:
+        """Return the `processes` that run `config` on "cuda" or "cpu"."""
+        processes = launched(config) if processes is None else processes
         # Evaluation computes no gradients; only the order of their sums is not deterministic
         if isinstance(config, TrainConfig) and config.deterministic:
             # Before anything runs, since kernel.lock names the kernels
             use_deterministic_algorithms()
         precision = precision_of(config.precision, device)
-        self.dtype = dtype_of(precision)
-        self.fabric = make_fabric(self.launched, device, precision)
-        self.shards_alone = self.ranks == 1 and config.strategy.shards_weights
-        self.mesh: DeviceMesh | None = None
-        self.context = Context()
-        self.has_failed = False
-        self.clock: Clock | None = None  # of the time in collectives
+        return cls(
+            processes,
+            make_fabric(processes, device, precision),
+            dtype_of(precision),
+            meeting,
+            shards_alone=processes.ranks == 1 and config.strategy.shards_weights,
+            data_ranks=processes.ranks,
+        )
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.launched.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return self.launched.ranks
 
     @property
     def data_rank(self) -> int:
@@ -116,34 +140,37 @@ class Parallel:
                 store=dist.PrefixStore("group", store),
                 rank=self.rank,
                 world_size=self.ranks,
-                timeout=collective_timeout(),
+                timeout=timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE))),
                 device_id=self.device if on_gpu else None,
             )
         self.fabric.launch()
 
-    def init_mesh(self, layout: Workload | Layout, folder: Path | None = None) -> None:
-        """Form the mesh of the launched processes as `layout` shares sequences and weights.
+    def with_mesh(self, layout: Workload | Layout, folder: Path | None = None) -> Parallel:
+        """Return the launched processes with the mesh in which `layout` shares sequences and
+        weights.
 
         `folder` is that of the run, to tell how a run with a lost process continues.
         """
         if self.meeting is not None:
-            self.meeting.folder = folder
-        self.strategy, self.data_ranks = STRATEGIES[layout.strategy], layout.data_ranks
+            self.meeting.begin(folder)
+        strategy = STRATEGIES[layout.strategy]
+        shared = replace(self, strategy=strategy, data_ranks=layout.data_ranks)
         if self.ranks > 1:
-            self.clock = Clock(self.device)
-            communication.start(self.clock)
+            shared = replace(shared, clock=Clock(self.device))
+            communication.start(shared.clock)
         if not dist.is_initialized():
-            return
-        groups = {self._rows_dimension: layout.data_ranks, "context": layout.context}
+            return shared
+        groups = {shared._rows_dimension: layout.data_ranks, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
         sizes = {name: size for name, size in groups.items() if size > 1} or {"shard": 1}
-        self.mesh = init_device_mesh(
+        mesh = init_device_mesh(
             self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
+        context = Context()
         if layout.context > 1:
-            group = self.mesh.get_group("context")
             fetches_windows = layout.attention.description.takes_intervals
-            self.context = Context(group, layout.context_method, fetches_windows)
+            context = Context(mesh.get_group("context"), layout.context_method, fetches_windows)
+        return replace(shared, mesh=mesh, context=context)
 
     @property
     def _rows_dimension(self) -> str:
@@ -153,22 +180,18 @@ class Parallel:
     def fail(self, problem: str, code: int = 1) -> None:
         """End the other processes too, since this one ends because of `problem`.
 
-        Only the first call counts. Rank 0 has printed its problem, and prints that of another rank.
-        If all have the same one, such as a loss of NaN, only rank 0 prints it.
+        Only the first call counts. Rank 0 has printed its problem. If all have the same one, such
+        as a loss of NaN, only rank 0 prints it.
         """
-        if self.has_failed or self.meeting is None:
-            return
-        self.has_failed = True
-        if not self.meeting.fail(problem, code):
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-        # A stopped process started here would outlive this one
-        exit_within(EXIT, code, first=end_started)
+        if self.meeting is not None and not self.meeting.is_ending:
+            self.meeting.fail(problem, code)
+            exit_within(EXIT, code)
 
     def is_lost_connection(self, error: BaseException) -> bool:
         """Return True if another process left a collective, or did not come in time."""
         # gloo has no exception of its own
         is_lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        # If it is gone, the meeting's thread names it and ends this process meanwhile
+        # If it is gone, it is named elsewhere, and this process ended meanwhile
         if is_lost and self.meeting is not None:
             time.sleep(EXIT)
         return is_lost and self.ranks > 1
@@ -184,22 +207,17 @@ class Parallel:
 
     def in_fp32(self) -> Parallel:
         """Return the same processes, launched and with their mesh, in fp32."""
-        return self._with_fabric(self.launched, "fp32")
+        fabric = make_fabric(self.launched, self.device.type, "fp32")
+        fabric.launch()
+        return replace(self, fabric=fabric, dtype=torch.float32)
 
     def alone(self) -> Parallel:
         """Return this process as the one rank of a run, which talks to no other."""
         alone = replace(self.launched, ranks=1, local_ranks=1, rank=0)
-        other = self._with_fabric(alone, "bf16" if self.dtype == torch.bfloat16 else "fp32")
-        other.rank, other.ranks, other.data_ranks, other.strategy = 0, 1, 1, STRATEGIES["none"]
-        other.mesh, other.context, other.meeting, other.clock = None, Context(), None, None
-        return other
-
-    def _with_fabric(self, processes: Launched, precision: str) -> Parallel:
-        other = copy(self)
-        other.launched, other.dtype = processes, dtype_of(precision)
-        other.fabric = make_fabric(processes, self.device.type, precision)
-        other.fabric.launch()
-        return other
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        fabric = make_fabric(alone, self.device.type, precision)
+        fabric.launch()
+        return Parallel(alone, fabric, self.dtype)
 
     def build(self, make: Callable[[], None]) -> None:
         """Call `make`, and create its parameters on this process's device."""
@@ -216,7 +234,6 @@ class Parallel:
             # Under fsdp the mesh has no copies: all its ranks hold slices
             ranks = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("shard_context")
             sharding.shard(model, ranks, self.dtype if cast else None)
-            sharding.measure_waits()
 
     def prepare(self, module: nn.Module) -> Any:
         """Return `module` wrapped so that `backward` averages gradients over all ranks."""
@@ -323,8 +340,23 @@ def parallel_of(
         raise ValueError(problem)
     meeting = None
     if processes.ranks > 1:
-        meeting = meet(processes, arrival(processes.rank, device, problem))
-    return Parallel(config, device, processes, meeting)
+        host, computes_on = socket.gethostname(), f"{device} with torch {torch.__version__}"
+        here = Arrival(processes.rank, os.getpid(), host, computes_on, problem)
+        meeting = Meeting(processes, here)
+    return Parallel.of(config, device, processes, meeting)
+
+
+def too_few_gpus(launched: Launched, machine: Machine) -> str:
+    """Return the line for a machine with fewer GPUs than processes."""
+    remedy = "start as many processes as there are"
+    if launched.by == "srun" and machine.gpus == 1:
+        remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
+    elif launched.by == OWN:
+        remedy = f"use devices={machine.gpus}"
+    return (
+        f"devices={launched.local_ranks}: torch finds {machine.gpus} GPUs on this machine, see "
+        f"CUDA_VISIBLE_DEVICES; {remedy}"
+    )
 
 
 def use_deterministic_algorithms() -> None:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured
@@ -28,15 +27,6 @@ from longctx.model import GPT
 from longctx.model.experts import Correction
 from longctx.model.packed import is_packed, packed
 from longctx.runs.checkpoint_write import Sharded
-
-
-def measure_waits() -> None:
-    """Count how long FSDP2 keeps computation waiting for weights and for sums of gradients."""
-    # FSDP2 has no hook for this; these methods of its parameter groups wait
-    for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
-        method = getattr(FSDPParamGroup, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(FSDPParamGroup, name, measured()(method))
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:

@@ -27,7 +27,6 @@ from longctx.model import lora
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.training.batches import StepBatch, micro_batch
-from longctx.training.compile_ahead import with_few_layers
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
 
@@ -175,7 +174,10 @@ def small(run: Run) -> Run:
         length, workload.context, workload.context_method
     ):
         length -= 1
-    model = with_few_layers(workload.model, memory.keep_every or 1)
+    # The first layer of each sort, the blocks that are recomputed together, and one more
+    kinds, together = workload.model.blocks(), (memory.keep_every or 1) + 1
+    first = {kinds.index(kind) for kind in kinds} | set(range(min(len(kinds), together)))
+    model = workload.model.with_layers(sorted(first))
     model = replace(model, vocab_size=min(model.vocab_size or WORDS, WORDS))
     if model.window is not None:
         scaled = max(WINDOW, model.window * length // workload.seq_len)

@@ -129,7 +129,7 @@ def dry_run(
     if workload.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    parallel = Parallel(run.config, workload.device)
+    parallel = Parallel.of(run.config, workload.device)
     parallel.launch()
     # The first steps compile, so each step has its own time
     try:

@@ -1,31 +1,25 @@
-"""The life of a training run, as one state machine: start, signals, last words, exit code.
+"""The life of a training run: start, signals, last words, exit code.
 
-STARTING  ranks meet, rank 0 decides. A signal ends the command; a new run leaves no folder.
-TRAINING  A signal waits for the step and its checkpoint. A second one ends the run unsaved.
-OVER      Nothing is left that a signal could cost.
+Until the first step a signal ends the command, and a new run leaves no folder. Then a signal waits
+for the step and its checkpoint; a second one ends the run unsaved.
 """
 
 from __future__ import annotations
 
-import enum
 import gc
 import os
 import shutil
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from longctx import files, system
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.kernels import SelfTestFailed
 from longctx.parallel.devices import is_out_of_memory, this_machine, within_memory
-from longctx.parallel.launch import Launched, number_here
-from longctx.parallel.meeting import go_on
+from longctx.parallel.launch import Launched, go_on, number_here
 from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
@@ -34,7 +28,7 @@ from longctx.training import memory
 from longctx.training.batches import DataDiffers, lost_worker
 from longctx.training.context_check import CheckFailed
 from longctx.training.cuda_graphs import CaptureFailed
-from longctx.training.loop import loop
+from longctx.training.loop import Stops, loop
 from longctx.training.resolve import resolve
 from longctx.training.resume import continue_folder
 from longctx.training.run import Run
@@ -42,17 +36,8 @@ from longctx.training.run_log import RunLog, opening
 from longctx.training.saver import Saver
 from longctx.training.sweep import RESULT_VARIABLE
 
-AGREE_EVERY = 10.0  # seconds between two looks at the other ranks' signals; SLURM gives 60
 REFUSED = (CheckFailed, DataDiffers)  # every rank raises it, before the first step
 TOLD = (*REFUSED, SelfTestFailed, CaptureFailed, FloatingPointError)  # the message says it all
-
-
-class Phase(enum.Enum):
-    """A phase in the life of a run; see the top of this file."""
-
-    STARTING = enum.auto()
-    TRAINING = enum.auto()
-    OVER = enum.auto()
 
 
 def train(request: Request[TrainConfig], processes: Launched) -> int:
@@ -75,11 +60,10 @@ def train(request: Request[TrainConfig], processes: Launched) -> int:
 
 
 class LifeCycle:
-    """Lead one run through its phases; every rank has one."""
+    """Lead one run from its start to its exit code; every rank has one."""
 
     def __init__(self, parallel: Parallel, stop: StopSignal) -> None:
         self.parallel, self.stop = parallel, stop
-        self.phase = Phase.STARTING
         self.run: Run | None = None
         stop.speaks = parallel.is_first
 
@@ -110,7 +94,7 @@ class LifeCycle:
         decided, *_ = parallel.all_gather_objects(mine)
         run = self.run = self.run or decided
         assert run is not None
-        parallel.init_mesh(run.workload, run.folder)
+        self.parallel = parallel.with_mesh(run.workload, run.folder)
         if is_first:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))
@@ -131,7 +115,7 @@ class LifeCycle:
         # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
         try:
             with within_memory(run.workload.device), saver:
-                loop(run, parallel, log, self, saver)
+                loop(run, parallel, log, Stops(parallel, self.stop), saver)
                 memory.free(run.workload.device)
                 saver.finish()
             parallel.shut_down()
@@ -166,42 +150,7 @@ class LifeCycle:
             if parallel.is_first:
                 print(f"error: {problem}", file=sys.stderr, flush=True)
             parallel.fail(problem, code)
-        if self.phase is Phase.TRAINING:
-            self.enter(Phase.OVER)
         return code
-
-    def begin_steps(self) -> None:
-        """Let a signal wait for the step from now on. Raises KeyboardInterrupt if one has come."""
-        self.stop.check()
-        self.enter(Phase.TRAINING)
-        self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
-
-    def enter(self, phase: Phase) -> None:
-        """Go on to `phase`, in which a signal waits or interrupts."""
-        self.stop.waits = phase in (Phase.TRAINING, Phase.OVER)
-        self.phase = phase
-
-    def stops(self, steps: int, waits_anyway: bool) -> bool:
-        """Return True, on every rank, if the run stops after these `steps` of this process because
-        a signal has reached any rank.
-
-        Agreeing makes ranks wait for one another: they agree if the step `waits_anyway`, and
-        otherwise every AGREE_EVERY seconds.
-        """
-        if self.parallel.ranks == 1:
-            return self.stop.number is not None
-        if not waits_anyway and steps < self.next_question:
-            return False
-        now = time.monotonic()
-        seconds = (now - self.asked_at) / (steps - self.asked_after)
-        mine = torch.tensor([self.stop.number or 0, seconds], device=self.parallel.device)
-        number, seconds = self.parallel.all_reduce_max(mine).tolist()
-        self.asked_at, self.asked_after = now, steps
-        self.next_question = steps + max(1, int(AGREE_EVERY / seconds))
-        # A signal that came while the ranks agreed counts the next time
-        if number:
-            self.stop.number = int(number)
-        return number > 0
 
     def _last_words(self, error: Exception, log: RunLog, machine: Machine) -> str | None:
         """Return the line that tells the user of `error`; None if it needs a traceback, or if the
@@ -223,6 +172,6 @@ class LifeCycle:
         """Part from the other processes after a signal; remove the folder of an untrained run."""
         self.parallel.fail(f"stopped by {self.stop.name}", self.stop.code)
         run = self.run
-        is_untrained = self.phase is Phase.STARTING and run is not None and run.checkpoint is None
+        is_untrained = not self.stop.waits and run is not None and run.checkpoint is None
         if run is not None and is_untrained and self.parallel.is_first:
             shutil.rmtree(run.folder, ignore_errors=True)

@@ -5,10 +5,14 @@ The life cycle (life_cycle.py) owns what comes before and after; callbacks own w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
+
+import torch
 
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
+from longctx.system import StopSignal
 from longctx.training import context_check, memory
 from longctx.training.batches import Sequences, shared_data, step_batches
 from longctx.training.callbacks import Callback, Callbacks, EarlyStopping, Parts, Spikes
@@ -20,11 +24,44 @@ from longctx.training.train_step import TrainState, optimizer_step, require_fini
 from longctx.training.validation import validate
 from longctx.untrusted import opened
 
-if TYPE_CHECKING:
-    from longctx.training.life_cycle import LifeCycle
+AGREE_EVERY = 10.0  # seconds between two looks at the other ranks' signals; SLURM gives 60
 
 
-def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Saver) -> None:
+class Stops:
+    """Ask after each step whether the run stops because a signal has reached any rank."""
+
+    def __init__(self, parallel: Parallel, stop: StopSignal) -> None:
+        self.parallel, self.stop = parallel, stop
+
+    def begin(self) -> None:
+        """Let a signal wait for the step from now on. Raises KeyboardInterrupt if one has come."""
+        self.stop.check()
+        self.stop.waits = True
+        self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
+
+    def after(self, steps: int, waits_anyway: bool) -> bool:
+        """Return True, on every rank, if the run stops after these `steps` of this process.
+
+        Agreeing makes ranks wait for one another: they agree if the step `waits_anyway`, and
+        otherwise every AGREE_EVERY seconds.
+        """
+        if self.parallel.ranks == 1:
+            return self.stop.number is not None
+        if not waits_anyway and steps < self.next_question:
+            return False
+        now = time.monotonic()
+        seconds = (now - self.asked_at) / (steps - self.asked_after)
+        mine = torch.tensor([self.stop.number or 0, seconds], device=self.parallel.device)
+        number, seconds = self.parallel.all_reduce_max(mine).tolist()
+        self.asked_at, self.asked_after = now, steps
+        self.next_question = steps + max(1, int(AGREE_EVERY / seconds))
+        # A signal that came while the ranks agreed counts the next time
+        if number:
+            self.stop.number = int(number)
+        return number > 0
+
+
+def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) -> None:
     """Train every step of `run`: forward and backward, clip, update, log, validate, save, stop."""
     data = shared_data(run, parallel)
     # A plugin may count on whole sequences, such as an objective that takes logits
@@ -71,7 +108,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
     batches = step_batches(run, sequences, parallel)  # its workers read while the model validates
     if not run.steps_done:
         validated(0)
-    life.begin_steps()
+    stops.begin()
     meter.begin()
     for step, batch in zip(range(run.steps_done + 1, run.max_steps + 1), batches, strict=False):
         # Forward and backward, clipping, update, learning rate
@@ -106,7 +143,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, life: LifeCycle, saver: Save
             callbacks.each("stepped", step)
 
         # Save, stop
-        stopped = life.stops(step - run.steps_done, waits_anyway=run.logs(step))
+        stopped = stops.after(step - run.steps_done, waits_anyway=run.logs(step))
         ends = any([last, stopped, *callbacks.each("ends")])
         is_best = step == early_stopping.kept_step
         if ends or is_best or step % run.config.checkpoint_every == 0:

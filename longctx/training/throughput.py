@@ -146,8 +146,9 @@ class Meter:
     def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
         """Return how long several ranks wait in collectives, and which rank the others wait for.
 
-        A rank is busy while it does not wait in a collective. `elapsed` is the seconds of the
-        window in this process.
+        A rank is busy while it does not wait in a collective. FSDP2 issues collectives of its own,
+        whose waits nobody measures, so under fsdp nobody knows the slowest rank. `elapsed` is the
+        seconds of the window in this process.
         """
         if self.parallel.clock is None:
             return {}
@@ -155,10 +156,14 @@ class Meter:
         waits = 1000 * self.parallel.clock.take() / steps
         mine = [waits, max(1000 * elapsed / steps - waits, 0.0)]
         of_ranks = self.parallel.all_gather_objects(mine)
-        busy = [ms for _, ms in of_ranks]
-        return {
+        row: dict[str, Any] = {
             "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,
             "communication_ms": fmean(waits for waits, _ in of_ranks),
+        }
+        if self.parallel.strategy.shards_weights:
+            return row
+        busy = [ms for _, ms in of_ranks]
+        return row | {
             "slowest_rank": busy.index(max(busy)),
             "imbalance": max(busy) / max(fmean(busy), 1e-9),
             **{f"{BUSY_OF_RANK}/{rank}": ms for rank, ms in enumerate(busy)},

@@ -52,16 +52,15 @@ def test_a_wait_lasts_from_the_last_mark(now):
 def test_a_collective_is_measured_where_a_clock_runs(now):
     clock = Clock(torch.device("cpu"))
 
-    @measured()
     def collective() -> None:
-        now[0] += 1.0
+        with measured():
+            now[0] += 1.0
 
     collective()
     communication.start(clock)
     try:
         collective()
-        with measured():
-            collective()
+        collective()
     finally:
         communication.start(None)
     collective()

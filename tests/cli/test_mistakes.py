@@ -57,12 +57,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "message"),
     [
         (["wacth"], "did you mean watch?"),
-        (["kernels"], "kernels show"),
-        (["kernels", "lock"], "did you mean kernels show?"),
-        *(
-            (["kernels", "show", word], word)
-            for word in ("kernel=fast", "dtype=fp8", "head_size=8")
-        ),
         (["watch"], "RUN is missing"),
         (["watch", "runs/a", "runs/b"], "runs/b: one too many"),
         (["compare", "outt=x"], "did you mean out?"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks import tune
-from longctx.cli import main
 from longctx.kernels.attention import IMPLEMENTATIONS
 from longctx.kernels.attention import launch as configs
 from longctx.kernels.attention.launch import (
@@ -38,22 +37,6 @@ def test_every_request_has_an_entry(arch, kernel, monkeypatch):
             assert launch.BM <= ROW.value
             assert launch.warps in (4, 8)
             assert 1 <= launch.stages <= 5
-
-
-def test_show_is_json(capsys):
-    assert main(["kernels", "show", "head_size=32"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["kernel"] in ("torch-tiled", "triton-portable")
-    assert report["launch"].keys() in (set(), configs.PORTABLE.keys())
-    assert len(report["fingerprint"]["dq"]) == 64
-
-
-@pytest.mark.gpu
-@pytest.mark.hopper
-def test_show_has_the_configs_of_hoppers_kernels(capsys):
-    assert main(["kernels", "show", "head_size=128"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["launch"].keys() == configs.HOPPER.keys()
 
 
 class Descriptor:

@@ -113,14 +113,14 @@ def test_all_blocks_and_batches_share_one_graph(attention):
 
 def test_compiled_code_is_kept_for_one_source_of_a_backend(tmp_path, monkeypatch):
     """A backend may be of a file of the user's, whose gradients are in what was compiled."""
-    file, known = tmp_path / "own_backend_of_a_user.py", {compile_cache.sources()}
+    file, known = tmp_path / "own_backend_of_a_user.py", {compile_cache.traced()}
     file.write_text("from longctx.attention.naive import Naive\nclass Own(Naive): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = importlib.import_module(file.stem)
     monkeypatch.setitem(registry._backends, "own", own.Own())
-    known.add(compile_cache.sources())
+    known.add(compile_cache.traced())
     file.write_text(file.read_text() + "# with another backward\n")
-    known.add(compile_cache.sources())
+    known.add(compile_cache.traced())
     del sys.modules[file.stem]
     assert len(known) == 3
 

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.parallel.meeting import Arrival, go_on, misfit
+from longctx.parallel import meeting
+from longctx.parallel.launch import go_on
+from longctx.parallel.meeting import Arrival, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
 from tests.training.sample_run import FAULTY, losses
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
-HERE = Arrival(0, 100, "node1", "cuda", "2.13.0", "")
+HERE = Arrival(0, 100, "node1", "cuda with torch 2.13.0", "")
 OverridesIn = Callable[..., list[str]]
 Processes = list[subprocess.Popen[str]]
 # train.py, whose processes wait 2 s for the exit of one that does not answer
@@ -75,7 +77,7 @@ def errors_of(process: subprocess.Popen[str], code: int | None = 2) -> list[str]
     ("variables", "message"),
     [
         (OF_TORCHRUN, "processes 1, 2 of 3 have not arrived at 127.0.0.1:"),
-        (of_srun(1, 2, free_ports(1)[0]), "process 0 of 2 is not there"),
+        (of_srun(1, 2, free_ports(1)[0]), "process 0 of 2 cannot listen there, or is gone"),
     ],
     ids=["others", "rank 0"],
 )
@@ -92,12 +94,13 @@ def test_a_port_that_is_taken_is_named(overrides, tmp_path):
         port = other.getsockname()[1]
         process = begin([str(SCRIPT), *overrides(name="r")], tmp_path, **of_srun(0, 2, port))
         [error] = errors_of(process)
-    assert f"MASTER_PORT={port}: cannot be opened" in error
+    assert f"MASTER_PORT={port}: process 0 of 2 cannot listen" in error
 
 
 @pytest.mark.slow
 def test_a_process_killed_before_it_arrives_is_named(overrides, tmp_path):
-    [error] = errors_of(begin([str(FAULTY), "absent", *overrides(name="r", devices=2)], tmp_path))
+    process = begin([str(FAULTY), "absent", *overrides(name="r", devices=2)], tmp_path)
+    [error] = errors_of(process, code=1)
     assert "process 1 (PID " in error
     assert "has ended with SIGKILL" in error
 
@@ -140,9 +143,10 @@ def other(**changes: Any) -> Arrival:
     ("arrived", "message"),
     [
         (other(), ""),
-        (other(device="cpu", host="node2"), "process 1 (PID 101 on node2) computes on cpu"),
-        (other(torch="2.11.0"), "has torch 2.11.0, rank 0 2.13.0"),
-        (other(rank=2), "no process has RANK=1"),
+        (
+            other(computes_on="cpu with torch 2.13.0", host="node2"),
+            "process 1 (PID 101 on node2) computes on cpu with torch 2.13.0, rank 0 on cuda",
+        ),
         (other(problem="devices=8: too many"), "process 1 (PID 101 on node1): devices=8"),
     ],
 )
@@ -188,8 +192,8 @@ def pid_of(processes: Processes, victim: str) -> int:
     """Return the PID of a rank, or of rank 1's data worker."""
     pids = [pid for process in processes for pid in descendants(process.pid)]
     ranks = {rank: [pid for pid in pids if f"RANK={rank}" in environment(pid)] for rank in (0, 1)}
-    if victim == "rank 0":  # of our own launcher, it is the process that was typed
-        return ranks[0][0] if ranks[0] else processes[0].pid
+    if victim == "rank 0":
+        return ranks[0][0]
     return ranks[1][0] if victim == "rank 1" else children(ranks[1][0])[0]
 
 
@@ -229,6 +233,80 @@ def test_a_killed_process_ends_its_run_in_one_line(nodes, victim, changes, overr
         pid = pid_of(processes, victim)
         os.kill(pid, signal.SIGKILL)
         check_ends(processes, pid, tmp_path / "runs" / "r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "launcher"), [(0, "supervisor"), (1, "agent")])
+def test_a_killed_launcher_leaves_no_rank(nodes, launcher, overrides_in, tmp_path):
+    with running(overrides_in, tmp_path, nodes) as [process]:
+        everyone = descendants(process.pid)
+        process.kill()
+        while any(map(is_alive, everyone)):
+            time.sleep(0.01)
+
+
+def listeners(pids: Sequence[int]) -> set[str]:
+    """Return the addresses at which the processes listen, as /proc/net has them."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").glob("*")]
+    sockets = {os.readlink(link) for link in links if link.is_symlink()}
+    lines = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    rows = [line.split() for table in lines for line in table]
+    listening = "0A"
+    return {
+        row[1].partition(":")[0]
+        for row in rows
+        if row[3] == listening and f"socket:[{row[9]}]" in sockets
+    }
+
+
+@pytest.mark.slow
+def test_devices_listen_on_loopback_alone(overrides_in, tmp_path):
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    with running(overrides_in, tmp_path) as [process]:
+        everyone = [process.pid, *descendants(process.pid)]
+        found = listeners(everyone)
+        assert found and found <= loopback
+
+
+def stranger(
+    port: int, words: bytes, process: subprocess.Popen[str] | None = None
+) -> socket.socket:
+    """Connect to a port of this machine and say `words`, once somebody listens there."""
+    while process is None or process.poll() is None:
+        try:
+            client = socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            client.sendall(words)
+            return client
+    raise AssertionError(process.communicate())
+
+
+STRANGERS = [b"", b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n"]
+
+
+def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
+    monkeypatch.setattr(meeting, "READING", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        clients = [stranger(port, words) for words in [*STRANGERS, meeting.GREETING % 1]]
+        peers = meeting.greeted(server, [other(), other(rank=2)], 1.0)
+        assert [peer.rank for peer in peers.values()] == [1]
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.slow
+def test_strangers_do_not_hold_up_the_start(overrides, tmp_path):
+    port = free_ports(1)[0]
+    command = [str(SCRIPT), *overrides(name="r", max_steps=2)]
+    first = begin(command, tmp_path, **of_srun(0, 2, port))
+    clients = [stranger(port, words, first) for words in STRANGERS]
+    tasks = [first, begin(command, tmp_path, **of_srun(1, 2, port))]
+    assert [errors_of(task, code=0) for task in tasks] == [[], []]
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.slow

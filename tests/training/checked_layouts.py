@@ -161,14 +161,14 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
     composed = compose("train", keys)
-    parallel = Parallel(composed.config, "cpu")
+    parallel = Parallel.of(composed.config, "cpu")
     config = replace(composed.config, devices=parallel.ranks)
     assert isinstance(config.seq_len, int)
     parallel.launch()
     data = load(config.data, config.seq_len)
     work = workload_of(config, "cpu", config.seq_len, config.model)
     run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
-    parallel.init_mesh(run.workload)
+    parallel = parallel.with_mesh(run.workload)
     try:
         faulty = FAULTS[fault]() if fault else nullcontext()
         with patch.object(TrainState, "__init__", begun), faulty:

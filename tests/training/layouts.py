@@ -151,10 +151,10 @@ def step_of(run: Run, parallel: Parallel, rows: list[Sequence]) -> tuple[Result,
 
 def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
     """The differences of the step on all ranks from the same step on one of them."""
-    parallel = Parallel(config, "cpu")
+    parallel = Parallel.of(config, "cpu")
     parallel.launch()
     run = sample_run(replace(config, devices=parallel.ranks))
-    parallel.init_mesh(run.workload)
+    parallel = parallel.with_mesh(run.workload)
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
     ours, losses = step_of(run, parallel, rows)

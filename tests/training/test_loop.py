@@ -22,7 +22,7 @@ from longctx.spec.hardware import Machine
 from longctx.system import StopSignal
 from longctx.training import resolve
 from longctx.training.batches import Sequences, micro_batch, step_batches
-from longctx.training.life_cycle import LifeCycle
+from longctx.training.loop import Stops
 from longctx.training.module import TrainingModule
 from tests.training.sample_run import losses, steps, validations, weights
 
@@ -114,7 +114,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
     request = request._replace(config=replace(request.config, name="stock"))
     run = resolve.resolve(request, Machine(0, None, 2.0**40))
     assert run.data is not None
-    parallel = Parallel(run.config, "cpu")
+    parallel = Parallel.of(run.config, "cpu")
     batches = step_batches(run, Sequences(run, run.data), parallel)
     micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
 
@@ -140,14 +140,14 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
 def test_processes_agree_to_stop_within_seconds(monkeypatch):
     """Ranks agree after every step of 8 s."""
     clock, asked = itertools.count(step=8.0), []
-    monkeypatch.setattr("longctx.training.life_cycle.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("longctx.training.loop.time.monotonic", lambda: next(clock))
 
     def agreed(mine: torch.Tensor) -> torch.Tensor:
         asked.append(mine.tolist())
         return mine
 
     parallel = SimpleNamespace(ranks=2, device="cpu", is_first=True, all_reduce_max=agreed)
-    life = LifeCycle(parallel, StopSignal())  # type: ignore[arg-type]
-    life.begin_steps()
-    assert not any(life.stops(steps, waits_anyway=False) for steps in (1, 2, 3))
+    stops = Stops(parallel, StopSignal())  # type: ignore[arg-type]
+    stops.begin()
+    assert not any(stops.after(steps, waits_anyway=False) for steps in (1, 2, 3))
     assert asked == [[0.0, 8.0]] * 3

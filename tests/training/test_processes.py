@@ -19,6 +19,8 @@ from tests.processes import PYTHONPATH
 from tests.training.sample_run import figures, newest, steps
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
+# A busy machine may take minutes to import torch
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "LONGCTX_ARRIVAL_SECONDS": "600"}
 # train.py, to which signals that follow one another in a tenth of a second are several
 HASTY = """
 import sys, train
@@ -42,7 +44,7 @@ def begin(command: list[str], cwd: Path, **variables: str) -> subprocess.Popen[s
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH} | variables,
+        env=os.environ | ENVIRONMENT | variables,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -26,7 +26,7 @@ OF_SEVERAL = {
 
 def meter_of(model: GPTConfig | None = None) -> Meter:
     config = TrainConfig(model=model or GPTConfig(vocab_size=10))
-    parallel = Parallel(config, "cpu")
+    parallel = Parallel.of(config, "cpu")
     return Meter(workload_of(config, "cpu", 128), parallel)
 
 

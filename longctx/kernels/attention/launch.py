@@ -13,7 +13,6 @@ architecture. It may configure the Hopper kernels too.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 from collections.abc import Iterable
@@ -23,8 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from longctx.kernels.attention import hopper_size
 
 # kernel of the portable implementation, module of Hopper's → the pass that it serves
 PORTABLE = {"forward": "forward", "dkv": "backward", "dq": "backward"}
@@ -144,18 +141,6 @@ def configure(module: ModuleType, kernel: str, device: torch.device) -> None:
                 f"{measured_file()}: its {kernel}, head size {size}, "
                 "is for another version of longctx; run tune again"
             ) from error
-
-
-def configs_of(implementation: str, q: Tensor, length: int) -> dict[str, Any]:
-    """Return kernel → its config as plain values, of an implementation for q and `length` keys."""
-    if implementation == "triton-portable":
-        return {name: launch_config(name, q, length)._asdict() for name in PORTABLE}
-    if not implementation.startswith("triton-hopper"):
-        return {}
-    folder, size = __name__.rpartition(".")[0], hopper_size(q.shape[3])
-    modules = {name: importlib.import_module(f"{folder}.{name}") for name in HOPPER}
-    has_choice = {name: module for name, module in modules.items() if size in module.CONFIGS}
-    return {name: module.CONFIGS[size]._asdict() for name, module in has_choice.items()}
 
 
 def _is_config(kernel: str, row: list[Any]) -> bool:
