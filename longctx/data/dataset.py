@@ -226,17 +226,9 @@ class Data:
         """Return the tokens of every document."""
         return np.concatenate([part.store.lengths for part in self.parts.values()])
 
-    @property
-    def split(self) -> dict[str, np.ndarray]:
-        """Return the documents of train and val, numbered through over the sources."""
-        parts = list(self.parts.values())
-        starts = np.cumsum([0, *(len(part.store) for part in parts[:-1])])
-        return {
-            split: np.concatenate(
-                [start + part.split[split] for start, part in zip(starts, parts, strict=True)]
-            )
-            for split in SPLITS
-        }
+    def count(self, split: str) -> int:
+        """Return how many documents `train` or `val` has."""
+        return sum(len(part.split[split]) for part in self.parts.values())
 
     @property
     def train(self) -> ConcatDataset[dict[str, Tensor]]:

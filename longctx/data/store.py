@@ -69,18 +69,18 @@ class Store:
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tokens `start:stop` of a document: a read-only view into the file."""
-        length = int(self.lengths[document])
-        stop = length if stop is None else min(stop, length)
-        first = int(self._first[document])
-        return self._ids[self._chunk[document]][first + start : first + stop]
+        return self._sliced(self._ids, document, start, stop)
 
     def marks(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
         """Return for each token of `start:stop` scored + 2 · side, uint8; None: all are scored."""
-        if self._marks is None:
-            return None
+        return None if self._marks is None else self._sliced(self._marks, document, start, stop)
+
+    def _sliced(
+        self, chunks: list[np.ndarray], document: int, start: int, stop: int | None
+    ) -> np.ndarray:
         first, length = int(self._first[document]), int(self.lengths[document])
         stop = length if stop is None else min(stop, length)
-        return self._marks[self._chunk[document]][first + start : first + stop]
+        return chunks[self._chunk[document]][first + start : first + stop]
 
     def scored(self, document: int, start: int, stop: int) -> np.ndarray | None:
         """Return a mark for each scored token of `start:stop`, bool; None: all are scored."""

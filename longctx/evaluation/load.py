@@ -179,7 +179,7 @@ def of_run(
     with opened(folder):
         config = replace(fields.build(DataConfig, run["data"]), tokenizer=str(folder))
         data = load(config, run["seq_len"])
-    if not len(data.split[split]):
+    if not data.count(split):
         raise ValueError(
             f"split={split}: the run has no such documents; use the other split or "
             "data=text data.path=..."

@@ -230,7 +230,7 @@ class PassKeys(Callback):
 
 def unseen_tokens(data: Data, lengths: Sequence[int]) -> np.ndarray:
     """Return tokens to hide pass keys in: of validation documents, if there are any."""
-    documents = data.documents("val" if len(data.split["val"]) else "train")
+    documents = data.documents("val" if data.count("val") else "train")
     return filler_of(documents, data.tokenizer, 4 * max(lengths))
 
 

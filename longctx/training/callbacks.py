@@ -284,7 +284,7 @@ class Samples(Callback):
         if self.config.sample_prompt is not None:
             return tokenizer.encode_prompt(self.config.sample_prompt)
         # Unseen text, if there is any; always the same document
-        split = "val" if len(data.split["val"]) else "train"
+        split = "val" if data.count("val") else "train"
         ids = next(iter(data.documents(split))).ids[:PROMPT_TOKENS].tolist()
         return ids[:-1] if ids[-1] == tokenizer.eos_id and len(ids) > 1 else ids
 

@@ -35,7 +35,7 @@ def test_a_mix_is_its_sources_in_order(config):
         data.train[len(data.train)]
     names = [document.name.split("/")[0] for document in data.documents("train")]
     summary = data.summary()
-    assert len(names) == len(data.split["train"]) == summary["train_documents"]
+    assert len(names) == data.count("train") == summary["train_documents"]
     assert set(names) == {"long", "recall"}
     assert len(data.val) == len(data.parts["long"].sequences("val"))
     assert summary["documents"] == sum(part["documents"] for part in summary["mix"].values())

@@ -61,7 +61,7 @@ def test_sequences_keep_their_contract(text_config, seq_len):
         assert row["doc_ids"][0] == 0
         assert set(row["doc_ids"].diff().tolist()) <= {0, 1}
     counts = data.summary()
-    assert counts["train_tokens"] == int(data.lengths[data.split["train"]].sum())
+    assert counts["train_tokens"] == int(data.lengths[data.parts[""].split["train"]].sum())
     share = filled / (len(data.train) * seq_len)
     assert share == pytest.approx(counts["train_efficiency"], abs=1e-6)
 
