@@ -138,6 +138,10 @@ def test_cells_are_answers_and_conversations(tmp_path, folder):
     assert [document.side for document in read_documents(labels)] == [CHOSEN, REJECTED]
     (talk,) = read_documents(DataConfig(**values, path=str(tmp_path / "f.csv"), chat=True))
     assert [talk.text[first:end] for first, end in talk.spans] == ["a<|im_end|>\n"]
+    messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    (tmp_path / "m.parquet").write_bytes(parquet([messages, ["b"]], ["messages", "text"]))
+    (same,) = read_documents(DataConfig(**values, path=str(tmp_path / "m.parquet"), chat=True))
+    assert (same.text, same.spans) == (talk.text, talk.spans)
     assert texts(tmp_path / "c.csv") == ["NA"]
     (tmp_path / "long.csv").write_text(f"text\n{'x' * 200_000}\n")
     assert [len(text) for text in texts(tmp_path / "long.csv")] == [200_000]
