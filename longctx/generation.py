@@ -44,7 +44,7 @@ BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """The tokens of a prompt, and its text or the messages of its chat."""
 
     ids: list[int]
@@ -143,7 +143,7 @@ def chat(config: ChatConfig) -> int:
             except ValueError as error:
                 say(f"error: {error}")
                 continue
-            prompt = Prompt(engine.tokenizer.encode_question(text), asked)
+            prompt = TokenizedPrompt(engine.tokenizer.encode_question(text), asked)
             engine.warn_of_length(len(prompt.ids))
             (answer,) = engine.write_batch([prompt], [0])
             config.seed += 1  # else each answer draws the same random numbers
@@ -226,7 +226,7 @@ class Engine:
             )
 
     def write_batch(
-        self, prompts: list[Prompt], numbers: Sequence[int], file: TextIO | None = None
+        self, prompts: list[TokenizedPrompt], numbers: Sequence[int], file: TextIO | None = None
     ) -> list[str]:
         """Continue the prompts with these `numbers` together and return the texts.
 
@@ -254,7 +254,7 @@ class Engine:
         return [completion.text for completion in completions]
 
 
-def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[TokenizedPrompt]:
     """Return the prompts of `config`; ValueError names the file and line that has no prompt."""
     prompts = list(_texts_and_chats(config))
     if not prompts:
@@ -266,7 +266,9 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     return tokenize(prompts, tokenizer)
 
 
-def tokenize(texts_and_chats: Sequence[tuple[str, Any]], tokenizer: Tokenizer) -> list[Prompt]:
+def tokenize(
+    texts_and_chats: Sequence[tuple[str, Any]], tokenizer: Tokenizer
+) -> list[TokenizedPrompt]:
     """Return the prompts for texts and chats, each with its origin for messages; the chat template
     is the one next to the tokenizer.
     """
@@ -277,10 +279,10 @@ def tokenize(texts_and_chats: Sequence[tuple[str, Any]], tokenizer: Tokenizer) -
     prompts = []
     for origin, prompt in texts_and_chats:
         if template is None or isinstance(prompt, str):
-            prompts.append(Prompt(tokenizer.encode_prompt(prompt), prompt))
+            prompts.append(TokenizedPrompt(tokenizer.encode_prompt(prompt), prompt))
         else:
             ids = tokenizer.encode_question(template.prompt(origin, prompt))
-            prompts.append(Prompt(ids, prompt["messages"]))
+            prompts.append(TokenizedPrompt(ids, prompt["messages"]))
     return prompts
 
 
@@ -379,7 +381,7 @@ class Completion:
 
 
 def shown(
-    prompts: list[Prompt],
+    prompts: list[TokenizedPrompt],
     numbers: Sequence[int],
     completions: list[Completion],
     file: TextIO | None,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from longctx.config.fields import Group, key
 from longctx.kernels.attention import IMPLEMENTATIONS, hopper_size
-from longctx.spec.parts import FP32, Attention
+from longctx.spec.parts import FP32, AttentionSpec
 
 # Head size → share of the chip's peak that forward and backward reach on long sequences. A share
 # holds up to its head size, the last one above it too (results/attention.json).
@@ -41,12 +41,12 @@ PORTABLE_ON_AMPERE: Rates = {
 }
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     """Attention of one layer and micro-batch, as one device computes it."""
 
     tokens: int  # N
     keys: int  # T
-    part: Attention
+    part: AttentionSpec
     itemsize: int  # e
     recompute: str  # none | mlp | block
     is_compiled: bool
@@ -121,7 +121,7 @@ class Description:
         """Return why a CPU cannot run it with these options and what to use instead, or None."""
         return self.needs_gpu or self.kernels_need_gpu.get(str(options.get("kernel")))
 
-    def rates_for(self, layer: Layer, generation: str) -> tuple[float, float]:
+    def rates_for(self, layer: AttentionLayer, generation: str) -> tuple[float, float]:
         """Return the shares of the chip's peak that forward and backward reach.
 
         `generation` is hopper, ampere (and later GPUs with its products), or other.
@@ -129,13 +129,13 @@ class Description:
         rates = self.rates_on_ampere if generation == "ampere" else self.rates
         return _rates(rates, layer.part.model.head_size)
 
-    def saved(self, layer: Layer) -> float:
+    def saved(self, layer: AttentionLayer) -> float:
         """Return the bytes that forward leaves for backward, if nothing of it is recomputed."""
         # rotated q and k; v is a part of the projection's output, which is saved whole
         inputs = 2 * layer.q_size + 3 * layer.kv_size
         return layer.q_size + FP32 * layer.part.model.heads * layer.tokens + inputs
 
-    def workspace(self, layer: Layer) -> float:
+    def workspace(self, layer: AttentionLayer) -> float:
         """Return the bytes that backward takes besides its inputs and outputs."""
         lse_and_delta = 2 * FP32 * layer.part.model.heads * layer.tokens
         sums_of_dq = FP32 * layer.part.query_size * layer.tokens
@@ -144,7 +144,7 @@ class Description:
         repeated = 2 * layer.q_size if layer.part.model.heads != layer.part.model.kv_heads else 0
         return lse_and_delta + sums_of_dq + repeated + again
 
-    def forward_workspace(self, layer: Layer) -> float:
+    def forward_workspace(self, layer: AttentionLayer) -> float:
         """Return the bytes that a forward without gradient takes besides inputs and output."""
         return 0.0
 
@@ -158,23 +158,23 @@ class Description:
 class NaiveDescription(Description):
     """Scores and probabilities are in memory."""
 
-    def saved(self, layer: Layer) -> float:
+    def saved(self, layer: AttentionLayer) -> float:
         inputs = layer.q_size + 2 * layer.kv_size
         output = layer.q_size + FP32 * layer.part.model.heads * layer.tokens
         return output + inputs + self._saved_of_score(layer) * layer.scores
 
-    def workspace(self, layer: Layer) -> float:
+    def workspace(self, layer: AttentionLayer) -> float:
         if layer.recompute == "block":
             each = self._saved_of_score(layer) + layer.itemsize + 2 * FP32
         else:  # probabilities make room for a part
             each = FP32 if layer.is_compiled else 2 * FP32 + layer.itemsize
         return each * layer.scores
 
-    def forward_workspace(self, layer: Layer) -> float:
+    def forward_workspace(self, layer: AttentionLayer) -> float:
         # masked scores, their distance to the lse, and its exp
         return 3 * FP32 * layer.scores
 
-    def _saved_of_score(self, layer: Layer) -> int:
+    def _saved_of_score(self, layer: AttentionLayer) -> int:
         if layer.is_compiled and layer.recompute == "none":
             # raw scores and probabilities; the compiler computes the rest again
             return 2 * layer.itemsize
@@ -186,13 +186,13 @@ class NaiveDescription(Description):
 class FlashDescription(Description):
     """Our kernels; on Hopper GPUs those of its own."""
 
-    def rates_for(self, layer: Layer, generation: str) -> tuple[float, float]:
+    def rates_for(self, layer: AttentionLayer, generation: str) -> tuple[float, float]:
         if generation != "other" and self._runs(generation, layer):
             return super().rates_for(layer, generation)
         rates = PORTABLE_ON_AMPERE if generation == "ampere" else PORTABLE
         return _rates(rates, layer.part.model.head_size)
 
-    def workspace(self, layer: Layer) -> float:
+    def workspace(self, layer: AttentionLayer) -> float:
         lse_and_delta = 2 * FP32 * layer.part.model.heads * layer.tokens
         # as if every GPU were a Hopper: on others it may be a sum of dq too much
         if not layer.on_gpu or not self._runs("hopper", layer):
@@ -201,7 +201,7 @@ class FlashDescription(Description):
         sums_of_dq = FP32 * layer.part.model.heads * padded * layer.tokens / layer.head_parts
         return lse_and_delta + sums_of_dq
 
-    def _runs(self, kernel: str, layer: Layer) -> bool:
+    def _runs(self, kernel: str, layer: AttentionLayer) -> bool:
         """Return True if a GPU of its own kind runs `kernel`."""
         chosen = layer.options.get("kernel", "auto")
         takes = IMPLEMENTATIONS[f"triton-{kernel}"].takes

@@ -64,7 +64,7 @@ class Correction(nn.Module):
 class Experts(nn.Module):
     """A router, the experts of its choice for each token, and shared experts for all tokens."""
 
-    def __init__(self, part: experts.Experts) -> None:
+    def __init__(self, part: experts.ExpertsSpec) -> None:
         super().__init__()
         keys = part.keys
         self.per_token, self.normalize, self.clamp = keys.per_token, keys.normalize, keys.clamp

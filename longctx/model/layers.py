@@ -111,7 +111,7 @@ def optional(part: parts.Part | None) -> nn.Module:
 class SelfAttention(nn.Module):
     """Grouped-query attention by the chosen backend, with rotary positions if `part.rotates`."""
 
-    def __init__(self, part: parts.Attention, backend: AttentionConfig) -> None:
+    def __init__(self, part: parts.AttentionSpec, backend: AttentionConfig) -> None:
         super().__init__()
         model = part.model
         self.heads, self.kv_heads, self.head_dim = model.heads, model.kv_heads, model.head_size
@@ -207,7 +207,7 @@ class Block(nn.Module):
     `after` can run on any slice of the tokens, see `longctx.model.recompute`.
     """
 
-    def __init__(self, described: block.Block, backend: AttentionConfig) -> None:
+    def __init__(self, described: block.BlockSpec, backend: AttentionConfig) -> None:
         super().__init__()
         self.attention_norm: Any = optional(described.attention_norm)
         self.attention = described.attention.build(backend)

@@ -98,7 +98,7 @@ class Rope(nn.Module):
 class Ropes(nn.ModuleList):
     """The ropes of a model's layers, each once however many layers share it."""
 
-    def __init__(self, layers: Sequence[parts.Rope]) -> None:
+    def __init__(self, layers: Sequence[parts.RopeSpec]) -> None:
         different = [rope for n, rope in enumerate(layers) if rope not in layers[:n]]
         super().__init__(Rope(*rope) for rope in different)
         self.of_layer = [different.index(rope) for rope in layers]

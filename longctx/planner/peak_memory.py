@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
-from longctx.spec.block import Block
+from longctx.spec.block import BlockSpec
 from longctx.spec.parts import FP32, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
 
@@ -148,7 +148,7 @@ class _Step:
             unpacked=self.e + 1 if self.workload.lora.base else 0,
         )
 
-    def costs_of(self, block: Block, through: Pass) -> _Costs:
+    def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
         """Return the bytes of one block."""
         attention = block.attention_backward(through) + self.exchanged
         return _Costs(

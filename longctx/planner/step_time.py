@@ -30,7 +30,7 @@ from longctx.planner.peak_memory import (
     predict,
     trained_weights,
 )
-from longctx.spec.block import Block
+from longctx.spec.block import BlockSpec
 from longctx.spec.hardware import Chip
 from longctx.spec.parts import FP32
 from longctx.spec.step import Seconds, Workload
@@ -123,7 +123,7 @@ def update_seconds(workload: Workload, chip: Chip) -> float:
     return moving + sum(flops / (PRODUCTS * m / (m + SMALL) * chip.flops) for m, flops in products)
 
 
-def block_matrices(blocks: Iterable[Block]) -> Counter[tuple[int, int]]:
+def block_matrices(blocks: Iterable[BlockSpec]) -> Counter[tuple[int, int]]:
     """Count the matrices of `blocks` by rows and columns, those of fused weights apart."""
     linears = (linear for block in blocks for linear in block.linears.values())
     return Counter((rows, linear.columns) for linear in linears for rows in linear.rows)

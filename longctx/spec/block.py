@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from longctx.spec.parts import FP32, Attention, FeedForward, Linear, Norm, Part, Pass
+from longctx.spec.parts import FP32, AttentionSpec, FeedForward, LinearSpec, Norm, Part, Pass
 
 MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
 
@@ -23,11 +23,11 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing."""
 
     attention_norm: Norm | None
-    attention: Attention
+    attention: AttentionSpec
     mlp_norm: Norm | None
     mlp: FeedForward
     branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
@@ -42,7 +42,7 @@ class Block:
         return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
 
     @cached_property
-    def linears(self) -> dict[str, Linear]:
+    def linears(self) -> dict[str, LinearSpec]:
         """Every linear layer by the path of its module in the block."""
         return {
             f"{part.name}.{linear.name}": linear for part in self.parts() for linear in part.linears
@@ -64,7 +64,7 @@ class Block:
         return sum(part.multiplied for part in self.parts())
 
     @cached_property
-    def packed(self) -> list[Linear]:
+    def packed(self) -> list[LinearSpec]:
         """Linear layers whose frozen weights are in the format lora.base."""
         return [linear for linear in self.linears.values() if linear.packs]
 

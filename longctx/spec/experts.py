@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longctx.config.fields import Group, key, positive
-from longctx.spec.parts import FP32, Exact, FeedForward, Linear, Pass, Piece
+from longctx.spec.parts import FP32, Exact, FeedForward, LinearSpec, Pass, Piece
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 INT64 = 8  # bytes of an index
@@ -93,7 +93,7 @@ class ExpertsConfig(Group):
 
 
 @dataclass(frozen=True)
-class Experts(FeedForward):
+class ExpertsSpec(FeedForward):
     """A router and the SwiGLUs of all experts, `inner` wide; their matrices are stacked by rows."""
 
     count: int
@@ -101,15 +101,15 @@ class Experts(FeedForward):
     module = "longctx.model.experts.Experts"
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         C, F, E = self.size, self.inner, self.count
         gate_up = [f"experts.{n}.{name}" for n in range(E) for name in ("gate_proj", "up_proj")]
         down = [f"experts.{n}.down_proj" for n in range(E)]
         shared = () if self.dense is None else self.dense.linears
         return (
-            Linear("router", ("gate",), (E,), C, self.has_bias, packs=False),
-            Linear("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
-            Linear("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
+            LinearSpec("router", ("gate",), (E,), C, self.has_bias, packs=False),
+            LinearSpec("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
+            LinearSpec("down", tuple(down), (C,) * E, F, self.has_bias, into_residual=True),
             *(
                 x._replace(
                     name=f"shared.{x.name}",

@@ -11,9 +11,9 @@ from typing import Any
 from longctx.config.fields import Group, build, group, key, positive
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
-from longctx.spec.block import Block
-from longctx.spec.experts import Experts, ExpertsConfig
-from longctx.spec.parts import NF4_BLOCK, Attention, FeedForward, Norm, Rope, packed_width
+from longctx.spec.block import BlockSpec
+from longctx.spec.experts import ExpertsConfig, ExpertsSpec
+from longctx.spec.parts import NF4_BLOCK, AttentionSpec, FeedForward, Norm, RopeSpec, packed_width
 
 
 @dataclass
@@ -175,7 +175,7 @@ class GPTConfig(Group):
         """Return True if the feed-forward network of `layer` is one of experts."""
         return self.experts.count is not None and layer not in self.experts.dense_layers
 
-    def block(self, layer: int) -> Block:
+    def block(self, layer: int) -> BlockSpec:
         """Return the parts of block `layer`, the first is 0."""
 
         def norm(name: str, folder: str, is_there: bool) -> Norm | None:
@@ -184,7 +184,7 @@ class GPTConfig(Group):
         has_before, has_after = self.norms != "post", self.norms != "pre"
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
         before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
-        return Block(
+        return BlockSpec(
             norm("attention_norm", "input_layernorm", has_before),
             self._attention(layer),
             norm("mlp_norm", before_mlp, has_before),
@@ -194,14 +194,14 @@ class GPTConfig(Group):
             norm("mlp_out_norm", "post_feedforward_layernorm", has_after),
         )
 
-    def _attention(self, layer: int) -> Attention:
+    def _attention(self, layer: int) -> AttentionSpec:
         size, growth = self.rotary_size, tuple(self.query_growth)
-        rope = Rope(size, self.rope_theta, self.rope_scaling, self.context, growth)
+        rope = RopeSpec(size, self.rope_theta, self.rope_scaling, self.context, growth)
         window = self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
-            rope = Rope(size, self.window_rope_theta, {}, None, growth)
+            rope = RopeSpec(size, self.window_rope_theta, {}, None, growth)
         named = ("attention", "self_attn", self.channels)
-        return Attention(*named, self, window, rope, rotates=layer not in self.nope_layers)
+        return AttentionSpec(*named, self, window, rope, rotates=layer not in self.nope_layers)
 
     def _feed_forward(self, layer: int) -> FeedForward:
         named, experts = ("mlp", "mlp", self.channels), self.experts
@@ -209,7 +209,7 @@ class GPTConfig(Group):
             return FeedForward(
                 *named, inner=self.ffn, has_bias=self.mlp_bias, activation=self.activation
             )
-        return Experts(
+        return ExpertsSpec(
             *named,
             inner=self.expert_ffn,
             has_bias=experts.biased,
@@ -218,7 +218,7 @@ class GPTConfig(Group):
             keys=experts,
         )
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockSpec]:
         """Return the parts of every block; layers that are alike share one value."""
         # All else is the same in every layer
         differences = [
@@ -228,9 +228,9 @@ class GPTConfig(Group):
         blocks = {each: self.block(differences.index(each)) for each in set(differences)}
         return [blocks[each] for each in differences]
 
-    def ropes(self) -> list[Rope]:
+    def ropes(self) -> list[RopeSpec]:
         """Return the rotary positions of its layers, each once."""
-        ropes: list[Rope] = []
+        ropes: list[RopeSpec] = []
         # Their scaling is a dictionary, so a set cannot hold them
         for block in self.blocks():
             if block.attention.rope not in ropes:

@@ -28,7 +28,7 @@ def packed_width(columns: int) -> int:
     return -(-(33 * columns // 64 + 8) // 16) * 16
 
 
-class Linear(NamedTuple):
+class LinearSpec(NamedTuple):
     """A linear layer; its weight (outputs, columns) may hold several matrices, stacked by rows."""
 
     name: str
@@ -166,7 +166,7 @@ class Part:
     module: ClassVar[str]  # the class that computes it, given the part first
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """Its linear layers, in the order of its module."""
         return ()
 
@@ -221,7 +221,7 @@ class Norm(Part):
         return ((p.fp8_input or p.activation) * self.size + FP32) * p.tokens
 
 
-class Rope(NamedTuple):
+class RopeSpec(NamedTuple):
     """Rotary positions: the base of the frequencies, and transformers' rope_parameters."""
 
     size: int  # channels of a head that rotate
@@ -259,12 +259,12 @@ class AttentionKeys(Protocol):
 
 
 @dataclass(frozen=True)
-class Attention(Part):
+class AttentionSpec(Part):
     """Grouped-query attention with a fused projection of q, k and v."""
 
     model: AttentionKeys
     window: int | None  # keys that a query sees; None: all before it
-    rope: Rope
+    rope: RopeSpec
     rotates: bool  # False: a layer without positions, as in SmolLM3
     module = "longctx.model.layers.SelfAttention"
 
@@ -279,14 +279,14 @@ class Attention(Part):
         return self.model.kv_heads * self.model.head_size
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
         projections = ("q_proj", "k_proj", "v_proj")
         products = (
-            Linear("qkv", projections, (q, kv, kv), C, self.model.qkv_bias),
-            Linear("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
+            LinearSpec("qkv", projections, (q, kv, kv), C, self.model.qkv_bias),
+            LinearSpec("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
         )
-        gate = Linear("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
+        gate = LinearSpec("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
         return products if self.model.attention_gate == "none" else (*products, gate)
 
     @property
@@ -360,11 +360,11 @@ class FeedForward(Part):
     module = "longctx.model.layers.SwiGLU"
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         C, F = self.size, self.inner
         return (
-            Linear("gate_up", ("gate_proj", "up_proj"), (F, F), C, self.has_bias),
-            Linear("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
+            LinearSpec("gate_up", ("gate_proj", "up_proj"), (F, F), C, self.has_bias),
+            LinearSpec("down", ("down_proj",), (C,), F, self.has_bias, into_residual=True),
         )
 
     @property

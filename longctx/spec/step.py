@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import LinearRegression
 from typing import NamedTuple
 
-from longctx.attention.description import AttentionConfig, Layer, capturable_backends
+from longctx.attention.description import AttentionConfig, AttentionLayer, capturable_backends
 from longctx.config.doors import OptimizerConfig
 from longctx.config.layout_config import (
     STRATEGIES,
@@ -17,7 +17,7 @@ from longctx.config.layout_config import (
     allgather_group,
     ulysses_parts,
 )
-from longctx.spec.block import Block
+from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
@@ -106,7 +106,7 @@ class Workload:
         )
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockSpec]:
         """The parts of every block."""
         return self.model.blocks()
 
@@ -198,9 +198,9 @@ class Workload:
         free = self.attention.description.takes_intervals
         return self.context > 1 and window is not None and window - 1 <= tokens and free
 
-    def layer(self, sequences: int, length: int) -> Layer:
+    def layer(self, sequences: int, length: int) -> AttentionLayer:
         """Return attention of one layer for so many sequences of `length` tokens."""
-        return Layer(
+        return AttentionLayer(
             tokens=sequences * -(-length // self.context),
             keys=length,
             part=self.blocks[0].attention,

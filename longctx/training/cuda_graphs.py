@@ -60,7 +60,7 @@ class StaticBatch:
         return [micro.tokens, micro.targets, micro.mask.doc_ids, micro.weight]
 
 
-class Pass(NamedTuple):
+class CapturedPass(NamedTuple):
     """A micro-batch's forward and backward, captured; `loss` is written by each replay."""
 
     forward: torch.cuda.CUDAGraph
@@ -91,7 +91,9 @@ class StepGraphs(StepParts):
         # True once a step of this shape has run to its update: all is compiled, and every moment
         # has its address
         self.is_warm = False
-        self.passes: dict[bool, Pass] = {}  # by whether a micro-batch is the first of its step
+        self.passes: dict[
+            bool, CapturedPass
+        ] = {}  # by whether a micro-batch is the first of its step
         self.end: End | None = None
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # written by the graphs
         self.pool: Any = torch.cuda.graph_pool_handle()
@@ -150,11 +152,11 @@ class StepGraphs(StepParts):
         if not self.passes:
             super().zero_grad()
 
-    def _captured_pass(self, micro: MicroBatch) -> Pass:
+    def _captured_pass(self, micro: MicroBatch) -> CapturedPass:
         forward, loss = self._capture(lambda: self.prepared.training_step(micro))
         backward, _ = self._capture(lambda: self.parallel.backward(loss))
         self.gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
-        return Pass(forward, backward, loss.detach())
+        return CapturedPass(forward, backward, loss.detach())
 
     def _captured_end(self) -> End:
         optimizer = self.optimizer

@@ -49,7 +49,7 @@ from longctx.kernels.attention.portable import (
 from longctx.kernels.attention.relaunch import on_device
 
 
-class Config(NamedTuple):
+class AmpereConfig(NamedTuple):
     """BM queries and BN keys of a tile, warps of a program.
 
     Of the backward's warps S_ROWS share the queries of a tile of scores, KV_ROWS the keys of dk and
@@ -67,30 +67,30 @@ class Config(NamedTuple):
 # by KiB of shared memory that a program may have, then by head size
 FORWARD = {
     163: {
-        64: Config(128, 128, 4),
-        96: Config(128, 64, 4),
-        128: Config(128, 64, 4),
-        256: Config(128, 64, 8),
+        64: AmpereConfig(128, 128, 4),
+        96: AmpereConfig(128, 64, 4),
+        128: AmpereConfig(128, 64, 4),
+        256: AmpereConfig(128, 64, 8),
     },
     99: {
-        64: Config(128, 128, 4),
-        96: Config(64, 64, 4),
-        128: Config(64, 64, 4),
-        256: Config(64, 64, 4),
+        64: AmpereConfig(128, 128, 4),
+        96: AmpereConfig(64, 64, 4),
+        128: AmpereConfig(64, 64, 4),
+        256: AmpereConfig(64, 64, 4),
     },
 }
 BACKWARD = {
     163: {
-        64: Config(128, 128, 8, 4, 4, 2),
-        96: Config(64, 128, 8, 2, 2, 2),
-        128: Config(64, 128, 8, 2, 2, 2),
-        256: Config(64, 64, 8, 4, 2, 1),
+        64: AmpereConfig(128, 128, 8, 4, 4, 2),
+        96: AmpereConfig(64, 128, 8, 2, 2, 2),
+        128: AmpereConfig(64, 128, 8, 2, 2, 2),
+        256: AmpereConfig(64, 64, 8, 4, 2, 1),
     },
     99: {
-        64: Config(64, 128, 8, 2, 4, 2),
-        96: Config(64, 64, 8, 2, 2, 2),
-        128: Config(64, 64, 8, 2, 2, 2),
-        256: Config(32, 32, 4, 2, 2, 2),
+        64: AmpereConfig(64, 128, 8, 2, 4, 2),
+        96: AmpereConfig(64, 64, 8, 2, 2, 2),
+        128: AmpereConfig(64, 64, 8, 2, 2, 2),
+        256: AmpereConfig(32, 32, 4, 2, 2, 2),
     },
 }
 

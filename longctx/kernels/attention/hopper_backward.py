@@ -106,7 +106,7 @@ from longctx.kernels.attention.portable import (
 from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
 
 
-class Config(NamedTuple):
+class BackwardConfig(NamedTuple):
     """BM queries and BN keys of a tile, registers of a consumer, slots of k and of v."""
 
     BM: int
@@ -117,9 +117,9 @@ class Config(NamedTuple):
 
 
 CONFIGS = {  # by head size; larger ones have none
-    64: Config(128, 128, 240, 2, 2),
-    96: Config(64, 128, 240, 2, 2),
-    128: Config(64, 128, 240, 1, 2),
+    64: BackwardConfig(128, 128, 240, 2, 2),
+    96: BackwardConfig(64, 128, 240, 2, 2),
+    128: BackwardConfig(64, 128, 240, 1, 2),
 }
 
 
@@ -655,7 +655,7 @@ def unpack_kernel(sums, out, scale, T, H, D: tl.constexpr, PAD: tl.constexpr, BM
 
 
 def constants_of(
-    c: Config | None, size: int, group: int, dtype: gl.dtype, ordered: bool
+    c: BackwardConfig | None, size: int, group: int, dtype: gl.dtype, ordered: bool
 ) -> dict[str, Any]:
     """The constants of `backward_kernel`, or without a config of a larger one, for heads of `size`
     channels, `group` of which share k and v.
@@ -693,11 +693,11 @@ def constants_of(
     )
 
 
-class Launches(NamedTuple):
+class BackwardLaunches(NamedTuple):
     """Kernels of a known shape, the 32-bit values of their buffer, and their entry of CONFIGS."""
 
     size: int
-    config: Config | None
+    config: BackwardConfig | None
     parts: int  # of the channels; each has tensor maps
     sums: int  # of dq
     zeroed: int  # sums, the counter, padded to 16 bytes, then the semaphores, padded likewise
@@ -707,7 +707,7 @@ class Launches(NamedTuple):
     unpack: Relaunch
 
 
-_launches: dict[Hashable, Launches] = {}
+_launches: dict[Hashable, BackwardLaunches] = {}
 
 
 def backward(
@@ -750,7 +750,7 @@ def backward(
     stream, at = stream_of(device), buffer.data_ptr()
     # sums, counter and semaphores begin at 0
     zero(buffer, zeroed, stream)
-    # addresses in the buffer, whose parts `Launches` lists
+    # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows
     preprocess(stream, (), *given, lse2_at, delta_at)
@@ -808,7 +808,7 @@ def _first_backward(
     unpack = first_launch(unpack_kernel, dq_tiles, (), *given, num_warps=8)
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 2 if size == 96 else 1
-    launches = Launches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
+    launches = BackwardLaunches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
     keep(_launches, key, launches)
     return dq, dk, dv
 

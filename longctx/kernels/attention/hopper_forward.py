@@ -101,7 +101,7 @@ from longctx.kernels.attention.relaunch import (
 )
 
 
-class Config(NamedTuple):
+class ForwardConfig(NamedTuple):
     """BN keys of a tile, stages of the K and V rings, consumers and their registers.
 
     `pingpong`: consumers issue their products in turn. `overlap`: softmax stays ahead of the wait
@@ -119,7 +119,7 @@ class Config(NamedTuple):
     out_in_q: bool = False
 
 
-class Buffers(NamedTuple):
+class ForwardBuffers(NamedTuple):
     """Shared memory that the producer loads, each a tuple of the channels' parts."""
 
     qs: Any
@@ -127,7 +127,7 @@ class Buffers(NamedTuple):
     vs: Any
 
 
-class Loaded(NamedTuple):
+class ForwardLoaded(NamedTuple):
     """mbarriers: q, k, v are written; q has been read."""
 
     q_full: Any
@@ -137,11 +137,11 @@ class Loaded(NamedTuple):
 
 
 CONFIGS = {  # by head size
-    64: Config(128, 3, 3, 160, True, False, True),
-    96: Config(128, 3, 2, 240, True, False, False),
-    128: Config(128, 2, 2, 240, True, True, False),
-    192: Config(64, 3, 2, 240, True, True, False, out_in_q=True),
-    256: Config(64, 2, 2, 240, True, False, False, out_in_q=True),
+    64: ForwardConfig(128, 3, 3, 160, True, False, True),
+    96: ForwardConfig(128, 3, 2, 240, True, False, False),
+    128: ForwardConfig(128, 2, 2, 240, True, True, False),
+    192: ForwardConfig(64, 3, 2, 240, True, True, False, out_in_q=True),
+    256: ForwardConfig(64, 2, 2, 240, True, False, False, out_in_q=True),
 }
 ROWS = gl.constexpr(64)  # queries of a consumer warpgroup
 LARGEST = gl.constexpr(2.0**32)  # sum of a row whose maximum is fixed
@@ -592,8 +592,8 @@ def forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    buffers = Buffers(qs, ks, vs)
-    loaded = Loaded(q_full, q_empty, k_full, v_full)
+    buffers = ForwardBuffers(qs, ks, vs)
+    loaded = ForwardLoaded(q_full, q_empty, k_full, v_full)
     queue = tile_queue(CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
@@ -668,7 +668,9 @@ def forward_kernel(
     # fmt: on
 
 
-def constants_of(c: Config, size: int, group: int, dtype: gl.dtype, retry: bool) -> dict[str, Any]:
+def constants_of(
+    c: ForwardConfig, size: int, group: int, dtype: gl.dtype, retry: bool
+) -> dict[str, Any]:
     """Return the constants of `forward_kernel`: heads of `size` channels, `group` share k and v."""
     width, rest = split(size)
     return dict(
@@ -692,17 +694,17 @@ def constants_of(c: Config, size: int, group: int, dtype: gl.dtype, retry: bool)
     )
 
 
-class Launches(NamedTuple):
+class ForwardLaunches(NamedTuple):
     """Kernels of a known shape, the size of their `flags`, and their entry of CONFIGS."""
 
     size: int
-    config: Config
+    config: ForwardConfig
     parts: int  # of the channels; each has tensor maps
     flags: int
     kernels: tuple[Relaunch, ...]
 
 
-_launches: dict[Hashable, Launches] = {}
+_launches: dict[Hashable, ForwardLaunches] = {}
 _compiled: set[Hashable] = set()  # by config, head size, group, type and device
 
 
@@ -762,7 +764,7 @@ def _first_forward(
     count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     flags = torch.zeros(count, dtype=torch.int32, device=q.device)
     kernels = _first_launches((q, k, v, out), lse, flags, intervals, scale, size)
-    keep(_launches, key, Launches(size, c, 2 if split(size)[1] else 1, count, kernels))
+    keep(_launches, key, ForwardLaunches(size, c, 2 if split(size)[1] else 1, count, kernels))
     return out, lse
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from longctx.config.fields import keys
 from longctx.config.rope_config import check_scaling
 from longctx.model.families.config_json import ConfigJson
-from longctx.spec.block import Block
+from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
@@ -117,7 +117,7 @@ class Family:
         if not config.tied:
             yield Piece(LM_HEAD, "head.weight", 0, embedding)
 
-    def renamed(self, block: Block, n: int) -> Iterator[Piece]:
+    def renamed(self, block: BlockSpec, n: int) -> Iterator[Piece]:
         """Yield the tensors of layer `n` by the `names` of this family."""
         joined: dict[str, Piece] = {}
         for part in block.parts():
