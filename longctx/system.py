@@ -78,18 +78,14 @@ class StopSignal:
             exit_at_once(number, frame)
         is_first, self.number = self.number is None, self.number or number
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if is_first and self.waits:
-            self._say(f"{name}: finishing this step, then saving; {name} again quits unsaved")
-            return
-        if self.waits:
-            self._say(f"{name}: quitting, unsaved")
-        self.has_raised = True
-        raise KeyboardInterrupt
-
-    def _say(self, text: str) -> None:
-        """Write a line to stderr at once; a print may be under way when a handler is called."""
-        if self.speaks:
-            os.write(2, f"\n{text}\n".encode())
+        saves = is_first and self.waits
+        if self.waits and self.speaks:
+            step = f"finishing this step, then saving; {name} again quits unsaved"
+            # At once: a print may be under way when a handler is called
+            os.write(2, f"\n{name}: {step if saves else 'quitting, unsaved'}\n".encode())
+        if not saves:
+            self.has_raised = True
+            raise KeyboardInterrupt
 
 
 _current: StopSignal | None = None

@@ -46,13 +46,11 @@ __all__ = ["Fabric", "make_fabric", "pytorch"]
 class Running(LightningEnvironment):
     """Processes that run already, as Lightning sees them."""
 
+    creates_processes_externally = True
+
     def __init__(self, launched: Launched) -> None:
         super().__init__()
         self.launched = launched
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
 
     def local_rank(self) -> int:
         return self.launched.local_rank

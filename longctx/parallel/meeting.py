@@ -169,16 +169,16 @@ class Meeting:
         if absent or problem:
             self.store.set("port", "0")
         elif launched.shared is None:
-            both = launched.nodes > 1 and socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
+            is_wide = launched.nodes > 1 and socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if is_wide else socket.AF_INET
             place = ("" if launched.nodes > 1 else LOOPBACK, 0)
-            with socket.create_server(place, family=family, dualstack_ipv6=both) as server:
+            with socket.create_server(place, family=family, dualstack_ipv6=is_wide) as server:
                 self.store.set("port", str(server.getsockname()[1]))
                 self.peers = greeted(server, arrivals, self.seconds)
             come = self.peers.values()
             absent = [f"here/{other.rank}" for other in arrivals if other not in come]
         if absent:
-            ranks = ", ".join(key[5:] for key in absent[:8]) + ", ..." * (len(absent) > 8)
+            ranks = ", ".join(key.removeprefix("here/") for key in absent)
             problem = (
                 f"processes {ranks} of {launched.ranks} have not arrived at {launched.address}:"
                 f"{launched.port} within {self.seconds:.0f} s; see what they or their nodes say "
@@ -194,7 +194,8 @@ class Meeting:
         with suppress(RuntimeError):
             if missing(self.store, ["port"], 2 * self.seconds):
                 self._refuse(TimeoutError("it does not answer"))
-            port, first = int(self.store.get("port")), json.loads(self.store.get("here/0"))
+            first = Arrival(*json.loads(self.store.get("here/0")))
+            port = int(self.store.get("port"))
         if not port:
             raise SystemExit(2)
         try:
@@ -202,7 +203,7 @@ class Meeting:
             peer.sendall(GREETING % self.here.rank)
         except OSError as error:
             self._refuse(error)
-        self.peers[kept_alive(peer)] = Arrival(*first)
+        self.peers[kept_alive(peer)] = first
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Name the address of rank 0, which cannot be opened or reached because of `error`.

@@ -332,7 +332,11 @@ def parallel_of(
     try:
         device = machine.device_for(config.device, config.precision)
         if device == "cuda" and processes.local_ranks > machine.gpus:
-            problem = too_few_gpus(processes, machine)
+            problem = (
+                f"devices={processes.local_ranks}: torch finds {machine.gpus} GPUs on this machine;"
+                " use as many, see CUDA_VISIBLE_DEVICES, and let each task see all GPUs of its node"
+                " (srun --gpus-per-node=N --gpu-bind=none)"
+            )
     except ValueError as error:
         problem = str(error)
     # Processes that rank 0 has started have the same problem: it prints without meeting them
@@ -344,19 +348,6 @@ def parallel_of(
         here = Arrival(processes.rank, os.getpid(), host, computes_on, problem)
         meeting = Meeting(processes, here)
     return Parallel.of(config, device, processes, meeting)
-
-
-def too_few_gpus(launched: Launched, machine: Machine) -> str:
-    """Return the line for a machine with fewer GPUs than processes."""
-    remedy = "start as many processes as there are"
-    if launched.by == "srun" and machine.gpus == 1:
-        remedy = "let every task see all GPUs of its node (srun --gpus-per-node=N --gpu-bind=none)"
-    elif launched.by == OWN:
-        remedy = f"use devices={machine.gpus}"
-    return (
-        f"devices={launched.local_ranks}: torch finds {machine.gpus} GPUs on this machine, see "
-        f"CUDA_VISIBLE_DEVICES; {remedy}"
-    )
 
 
 def use_deterministic_algorithms() -> None:

@@ -91,6 +91,7 @@ def test_a_killed_run_resumes_bit_for_bit(trained, overrides, tmp_path):
         pytest.param(signal.SIGUSR1, os.killpg, {"workers": 1}, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, os.killpg, {"workers": 1}, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, os.kill, {"devices": 2}, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, os.killpg, {"devices": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_saves_and_says_how_to_go_on(number, send, changes, overrides, tmp_path):
