@@ -122,6 +122,7 @@ def combinations(options: Options, overrides: list[str]) -> Iterator[tuple[str, 
         backend, _, kernel = backend_and_kernel.partition(":")
         chosen = [f"model={model}", f"model.layers={options.layers}", f"memory={policy}"]
         chosen += [f"attention={backend}", "batch_size=1", f"accumulate={accumulate}"]
+        chosen += ["graphs=false"]  # two steps are too few to capture
         chosen += [f"attention.options.kernel={kernel}"] if kernel else []
         chosen += [lora] if lora else []
         lengths = options.long_lengths if policy == "long" else options.lengths

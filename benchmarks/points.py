@@ -44,7 +44,10 @@ def training_run(
 
     if shape is None:
         config = cli.with_model(cli.compose("train", overrides), gpu=device == "cuda").config
-        return scheduled(config, without_data(config, device))
+        work = without_data(config, device)
+        if work.memory.policy != "auto":
+            work = fitting.with_policy(work, work.memory.policy)
+        return scheduled(config, work)
     run = training_run([*overrides, "model=tiny"], device)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
