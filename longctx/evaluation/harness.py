@@ -37,7 +37,7 @@ class Continuation(NamedTuple):
     scored: int
 
 
-class Prompt(NamedTuple):
+class TaskPrompt(NamedTuple):
     """Prompt number `owner`, to continue by `max_tokens` tokens or up to a word of `until`."""
 
     owner: int
@@ -165,7 +165,7 @@ class Harness(TemplateLM):
                     answers[question.owner] = self._text(question, tokens)[0]
         return answers
 
-    def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> Prompt:
+    def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> TaskPrompt:
         """Return a request for an answer; ValueError for sampling, or if the context is short."""
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise ValueError("a task asks for sampling; generation is greedy here")
@@ -179,9 +179,11 @@ class Harness(TemplateLM):
             )
         # As HFLM: few-shot examples come first, so a prompt that is too long loses its beginning
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
-        return Prompt(owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens)
+        return TaskPrompt(
+            owner, ids[-room:], [until] if isinstance(until, str) else until, max_tokens
+        )
 
-    def _text(self, question: Prompt, tokens: Sequence[int]) -> tuple[str, bool]:
+    def _text(self, question: TaskPrompt, tokens: Sequence[int]) -> tuple[str, bool]:
         """Return the text of an answer up to its end, and True if a word of `until` ends it."""
         text = self.vocabulary.decode(tokens, special=False)  # as HFLM
         ends = [index for stop in question.until if stop and (index := text.find(stop)) >= 0]

@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.data.tokenizer import train
-from longctx.evaluation.harness import Harness, Prompt, evaluate_tasks
+from longctx.evaluation.harness import Harness, TaskPrompt, evaluate_tasks
 from longctx.evaluation.load import open_model
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
@@ -133,7 +133,7 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path):
     (shorter,) = ours.generate_until(requests[:1])
     assert len(shorter) < len(answers[0])
     assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
-    assert ours._text(Prompt(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
+    assert ours._text(TaskPrompt(0, [], [], 9), [65, begin, 66])[0] == plain.decode([65, 66])
 
 
 def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
