@@ -171,16 +171,18 @@ def test_the_longest_length_holds_long_answers(words, tmp_path, start, monkeypat
     row = {"prompt": "a", "chosen": "b " * words, "rejected": "c " * words}
     (tmp_path / "long.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr("longctx.training.dry_run.longest_of", lambda *_: 65536)
+    monkeypatch.setattr(resolve, "able_backends", lambda *_: ["naive"])
     words = start(
         objective="orpo",
         data__path=tmp_path / "long.jsonl",
         data__val_fraction=0,
         seq_len="max",
         attention="naive",
+        device="cuda",
+        kernel__lock="off",
     )
-    request = cli.compose("train", words)
-    choice = resolve.choose_model(request, "cuda", H200, print)
-    assert resolve.choose_length(choice, H200, print) == 65536
+    run = resolve.resolve(cli.compose("train", words), H200, print)
+    assert run.workload.seq_len == 65536
 
 
 def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tmp_path, capsys):
