@@ -276,34 +276,29 @@ def watch(run: Path, price: float | None = None) -> None:
     """Print the newest record of a run and the later ones, until no process trains it; then its end
     and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
     """
-    with opened(run):
-        show(run, price)
-
-
-def show(folder: Path, price: float | None) -> None:
-    """Do as `watch`; raises anything for files that no run writes."""
-    config, tail = read_config(folder), Tail(folder)
-    # Asked before the records are read, as in `following`.
-    training = is_training(folder)
-    records = tail.records()
-    if not records and not training:
-        raise ValueError(
-            f"{folder}: no metrics yet and no process trains it; start the run, or watch another"
-        )
     console = tables.console()
-    numbers: Record = {key: value for record in records for key, value in record.items()}
-    for record in following(folder, tail, records[-1:]):
-        numbers |= record
-        console.print(f"step {record['step']:,}  {line(record, Shown.WATCH)}", soft_wrap=True)
-    lock = kernel_lock(folder)
-    cost = cost_of(config, numbers, lock, price)
-    spent = [ending(numbers.get("step", 0), config["max_steps"], is_training(folder))]
-    spent += [f"hardware {cost.hardware}"]
-    spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
-    spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
-    spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
-    spent += ["no GPU has a price="] if price is not None and cost.money is None else []
-    console.print("  ".join(spent), soft_wrap=True)
+    with opened(run):
+        config, tail = read_config(run), Tail(run)
+        # Asked before the records are read, as in `following`.
+        training = is_training(run)
+        records = tail.records()
+        if not records and not training:
+            raise ValueError(
+                f"{run}: no metrics yet and no process trains it; start the run, or watch another"
+            )
+        numbers: Record = {key: value for record in records for key, value in record.items()}
+        for record in following(run, tail, records[-1:]):
+            numbers |= record
+            console.print(f"step {record['step']:,}  {line(record, Shown.WATCH)}", soft_wrap=True)
+        lock = kernel_lock(run)
+        cost = cost_of(config, numbers, lock, price)
+        spent = [ending(numbers.get("step", 0), config["max_steps"], is_training(run))]
+        spent += [f"hardware {cost.hardware}"]
+        spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
+        spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
+        spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
+        spent += ["no GPU has a price="] if price is not None and cost.money is None else []
+        console.print("  ".join(spent), soft_wrap=True)
 
 
 def following(folder: Path, tail: Tail, records: list[Record]) -> Iterator[Record]:

@@ -46,12 +46,7 @@ class Tail:
         self.folder = folder
         self.lines = 0
         self.wrong = 0  # lines that hold no record
-        self._begin(inode=0)
-
-    def _begin(self, inode: int) -> None:
-        self.inode = inode
-        self.position = 0
-        self.rest = b""
+        self.inode, self.position, self.rest = 0, 0, b""
 
     def records(self, ended: bool = False) -> list[Record]:
         """Return the records since the last call; all of them if a resumed run replaced the file.
@@ -63,7 +58,7 @@ class Tail:
             now = os.fstat(file.fileno())
             # A resumed run drops records of steps that it computes again, by a new file
             if now.st_ino != self.inode or now.st_size < self.position:
-                self._begin(now.st_ino)
+                self.inode, self.position, self.rest = now.st_ino, 0, b""
             file.seek(self.position)
             new = file.read()
         self.position += len(new)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -80,13 +81,12 @@ def create(root: Path, name: str | None, beginning: str) -> Path:
         check_free(root, name)
         (root / name).mkdir()
         return root / name
-    number = 1
-    while True:
+    for number in itertools.count(1):
         folder = root / f"{beginning}-{number:03d}"
         with suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        number += 1
+            break
+    return folder
 
 
 @contextmanager
