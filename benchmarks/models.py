@@ -65,7 +65,7 @@ def known() -> list[str]:
 
 def families() -> set[str]:
     """Return the model_types that longctx computes, those of wrapped text models too."""
-    from longctx.model.families import FAMILIES, multimodal
+    from longctx.hf.families import FAMILIES, multimodal
 
     wrappers = {kind for kind, text in multimodal.WRAPPERS.items() if text in FAMILIES}
     return {*FAMILIES, *wrappers}
@@ -96,7 +96,7 @@ def trial(kind: str) -> str:
 
 def refusal(kind: str, packing: bool) -> str | None:
     """Return why the model of transformers is refused, or None if it is right."""
-    from longctx.model.transformers_model import described, prove
+    from longctx.hf.transformers_model import described, prove
 
     try:
         config = described(settings_of(kind))
@@ -145,17 +145,17 @@ def opened(folder: Path, memory: str = "fast", attention: str = "flash") -> Any:
     """Return the model in `folder`, computed by transformers, in training."""
     import torch
 
-    from longctx.model import huggingface
+    from longctx.hf import model_folder
     from longctx.model.gpt import build
 
-    config = huggingface.read_config(folder, "always")
+    config = model_folder.read_config(folder, "always")
     with torch.device("meta"):
         model: GPT = build(config, attention, memory)
     # Memory that nothing fills has NaN then
     torch.use_deterministic_algorithms(True)
     model.to_empty(device="cpu")
     torch.use_deterministic_algorithms(False)
-    huggingface.load_weights(model, folder)
+    model_folder.load_weights(model, folder)
     return model.train()
 
 

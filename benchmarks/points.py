@@ -39,7 +39,7 @@ def training_run(
 
     On a GPU its memory policy may still be auto: `decided` chooses one.
     """
-    from longctx.model.huggingface import read_config
+    from longctx.hf.model_folder import read_config
     from longctx.training.run import scheduled
 
     if shape is None:
@@ -52,7 +52,7 @@ def training_run(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         model = read_config(folder, by_transformers)
-    compiles = run.workload.compile and not model.transformers
+    compiles = run.workload.compile and model.has_kernels
     return replace(run, workload=replace(run.workload, model=model, compile=compiles))
 
 

@@ -221,6 +221,8 @@ def checked(overrides: list[str]) -> None:
 
     config = cli.compose("train", overrides).config
     if config.transformers == "always":
-        config.for_transformers()
+        from longctx.hf.transformers_config import TransformersConfig
+
+        TransformersConfig().accepted(config)
     config.check_model(config.model)
     workload_of(config, "cuda", 4096, config.model).check_graphs()

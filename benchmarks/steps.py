@@ -233,7 +233,7 @@ def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float)
     fewer tokens already filled the memory.
     """
     from benchmarks.trainers import Job
-    from longctx.model.export import architecture
+    from longctx.hf.family_folder import architecture
     from longctx.training.dry_run import OUT_OF_MEMORY
 
     work, config = run.workload, run.config

@@ -178,6 +178,8 @@ class Engine:
         if config.attention is not None:
             asked = AttentionConfig(**presets.read("attention", config.attention))
         self.attention = plugins.attention_of(self.trained.run, self.trained.file, asked)
+        precision = precision_of(config.precision, self.device)
+        self.trained.model.prove(self.device, precision, self.trained.seq_len)
         check(
             self.attention.backend,
             device=self.device,
@@ -212,8 +214,9 @@ class Engine:
     def load(self) -> None:
         """Read the weights."""
         self.model = build_model(self.trained.file, self.attention, self.device, self.dtype)
-        for module in self.model.modules():  # norms stay in fp32, which they compute in
-            if isinstance(module, nn.Linear | nn.Embedding):
+        for name, module in self.model.named_modules():  # norms compute in fp32, and stay in it
+            is_exact = f"{name}.weight" in self.model.exact
+            if isinstance(module, nn.Linear | nn.Embedding) and not is_exact:
                 module.to(self.dtype)
 
     def warn_of_length(self, tokens: int) -> None:

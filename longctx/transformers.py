@@ -229,6 +229,11 @@ def mask_of(
 _checked: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
+def vouch(config: Any) -> None:
+    """Let documents be packed in models of this `config`, which the caller has compared."""
+    _checked[id(config)] = config
+
+
 def refuse_untried(config: Any) -> None:
     """Raise ValueError unless packed documents are right in models of this `config`."""
     kind = getattr(config, "model_type", None)
@@ -466,7 +471,7 @@ def check(model: Any) -> None:
 
     longest = getattr(config, "max_position_embeddings", None) or LONG
     lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
-    _checked[id(config)] = config
+    vouch(config)
     try:
         try:
             measured = differences(model, name, lengths, packed)

@@ -61,14 +61,18 @@ def finished(
     words: Sequence[str],
     cwd: Path,
     inside: Sequence[str] = (),
+    input: str = "",
     **environment: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script`, or -c or -m, to its end, one thread a process; `inside` comes before."""
+    """Run `script`, or -c or -m, to its end, one thread a process; `inside` comes before, `input`
+    is its stdin.
+    """
     own = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": 1} | environment
     return subprocess.run(
         [*inside, sys.executable, str(script), *words],
         cwd=cwd,
         env=os.environ | {name: str(value) for name, value in own.items()},
+        input=input,
         capture_output=True,
         text=True,
     )

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx import cli
 from longctx.runs import metrics_file
-from tests.model.families import parity
+from tests.hf.families import parity
 from tests.processes import ROOT, finished
 
 

@@ -15,7 +15,7 @@ from longctx import cli
 from longctx.cli import parse
 from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
-from tests.model.families.parity import write_tokenizer
+from tests.hf.families.parity import write_tokenizer
 from tests.processes import PYTHONPATH, ROOT, finished
 
 EXAMPLES = ROOT / "examples"

@@ -17,7 +17,7 @@ from longctx import cli
 from longctx.config.sample_config import GenerateConfig
 from longctx.data import Tokenizer
 from longctx.generation import Completion, read_prompts
-from tests.model.families.parity import SIZES, reference, write_tokenizer
+from tests.hf.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"

@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask
 from benchmarks.models import documents, opened
 from benchmarks.shapes import reference, settings_of
 from longctx.transformers import BACKENDS, check
-from tests.model.families.parity import write_tokenizer
+from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT, finished
 
 LENGTHS = (17, 5, 30)

@@ -398,7 +398,7 @@ def _export(argv: list[str]) -> None:
     file = run_folder.checkpoint_of(Path(config.run), "run")
     plugins.check_checkpoint(file, config.plugins)
     with libraries():
-        from longctx.model.export import run
+        from longctx.hf.export import run
     run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from longctx import hub_snapshot
@@ -14,12 +14,11 @@ from longctx.config import presets
 from longctx.config.fields import key, positive
 from longctx.config.presets import Request, with_model
 from longctx.config.train_config import TrainConfig
-from longctx.model.families import has_family, read_model
+from longctx.hf.families import has_family, read_model
 from longctx.runs import run_folder
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB, Chip, is_named
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import Measured
 
 BACKENDS = ("naive", "sdpa", "flash")  # that are compared, unless attention= names one
 
@@ -79,16 +78,13 @@ def plan(argv: list[str], libraries: Callable[[], AbstractContextManager[None]])
         backends = [name for name in BACKENDS if not DESCRIPTIONS[name].lacks(parts)]
     from longctx.planner import overview
 
-    measured: Measured = {}
-    if request.config.model.transformers:
-        request = request._replace(config=request.config.for_transformers())
-        step = overview.each_layout(with_backend(request, backends[-1]), chosen.gpus_per_machine)[0]
-        with libraries():
-            from longctx.model.transformers_model import prove
-            from longctx.training.layer_memory import measured_layers
-        prove(step.model, "cpu", step.seq_len, request.config.data.packing)
-        measured = measured_layers(step, print)
+    model = request.config.model
+    request = request._replace(config=model.accepted(request.config))
     requests = {backend: with_backend(request, backend) for backend in backends}
+    step = overview.each_layout(requests[backends[-1]], chosen.gpus_per_machine)[0]
+    with libraries() if not model.has_kernels else nullcontext():
+        model.prove("cpu", "fp32", step.seq_len, request.config.data.packing)
+        measured = model.measured(step, print)
     asked = request.overrides.get("attention", AttentionConfig().backend)
     place = machine(chosen, request.config.devices)
     overview.run(requests, asked, *place, chosen.gpus_per_machine, chosen.price, measured)
@@ -122,9 +118,9 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     elif config.transformers == "never" or (config.transformers == "auto" and has_family(path)):
         model = read_model(path)[1]
     else:
-        from longctx.model import huggingface
+        from longctx.hf import model_folder
 
-        model = huggingface.read_config(path, config.transformers)
+        model = model_folder.read_config(path, config.transformers)
     return request._replace(
         config=replace(config, model=model), choices=request.choices | {"model": path.name}
     )

@@ -32,7 +32,7 @@ def workload_of(
         batch_size=0,
         accumulate=0,
         precision=precision_of(config.precision, device),
-        compile=device == "cuda" and not model.transformers
+        compile=device == "cuda" and model.has_kernels
         if compiles == "auto"
         else compiles == "true",
         deterministic=config.deterministic,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import pkgutil
 import re
 import types
 import typing
@@ -214,6 +215,9 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
     ValueError has a line for each key that does not exist, or has a value of another type.
     """
+    # A group may be of several kinds, each with a key of its own
+    for name, place in getattr(schema, "kinds", {}).items():
+        schema = pkgutil.resolve_name(place) if values.get(name) else schema
     known, filled, messages = keys(schema), dict[str, Any](), list[str]()
     for name, value in values.items():
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from longctx.attention.description import AttentionConfig
@@ -30,7 +30,6 @@ from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.spec.step import LONGEST_ROW
 
 SWITCH = ("auto", "true", "false")
-WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -327,11 +326,6 @@ class TrainConfig(Group):
                 f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
                 "documents into each sequence; give 8 or more, or leave the check out"
             )
-        if self.model.transformers and self.init is None:
-            yield (
-                "model.transformers: a run writes it for a model of init=; give init=, or leave it "
-                "out"
-            )
         if self.rope.type != "keep" and self.init is None:
             yield (
                 f"rope={self.rope.type}: stretches trained weights, and init= names none; "
@@ -496,33 +490,6 @@ class TrainConfig(Group):
             yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
         if len({layer % layers for layer in self.bf16_layers}) == layers:
             yield f"{setting}: leaves no layer in FP8; use precision=bf16"
-
-    def for_transformers(self) -> TrainConfig:
-        """Return the request for a model that transformers computes: with the memory policies that
-        it has. Raises ValueError for keys of a GPT of ours.
-        """
-        memory, theirs = self.memory, "transformers computes this model"
-        remedies = {
-            "precision=fp8": (self.precision == "fp8", "use precision=bf16"),
-            "compile=true": (self.compile.lower() == "true", "use compile=auto"),
-            "graphs=true": (self.graphs.lower() == "true", "use graphs=auto"),
-            f"optimizer={self.optimizer.name}": (
-                self.optimizer.traits.orthogonalizes,
-                "its matrices are not known; use optimizer=adamw",
-            ),
-            f"rope={self.rope.type}": (self.rope.type != "keep", "use rope=keep"),
-            "memory.recompute=mlp": (
-                memory.recompute == "mlp",
-                "use memory.recompute=none or block",
-            ),
-        }
-        for name, unused in WHOLE_LAYERS.items():
-            is_used = getattr(memory, name) not in (None, unused)
-            remedies[f"memory.{name}"] = is_used, "leave it out"
-        refuse_first(
-            f"{key}: {theirs}; {remedy}" for key, (is_wrong, remedy) in remedies.items() if is_wrong
-        )
-        return replace(self, memory=replace(memory, **WHOLE_LAYERS))
 
 
 def keys_of_schedules() -> list[str]:

@@ -150,7 +150,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
             f"split={config.split}: {no_documents} to split; leave it out",
         ),
         (
-            config.compile and model.model.transformers,
+            config.compile and not model.model.has_kernels,
             "compile=true: transformers computes this model; leave compile out",
         ),
         (
@@ -160,16 +160,16 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
             "ruler.tasks: none of them is made of text; leave data and documents out",
         ),
     )
-    packs = not model.model.transformers or can_pack(model, config, device)
-    seq_len = config.seq_len or model.seq_len
+    precision, seq_len = precision_of(config.precision, device), config.seq_len or model.seq_len
+    packs = model.model.packs(device, precision, seq_len, config.context.degree != 1)
     if config.attention.backend == AUTO:
         chosen = fastest_attention(config, model.model, device, machine, seq_len)
         config = replace(config, attention=chosen)
     check_attention(config, model.model, device)
-    precision = precision_of(config.precision, device)
     tokens = TOKENS_PER_BATCH[device] * int(config.context.degree)
     batch_size = config.batch_size or max(1, tokens // seq_len)
     lengths = text_lengths(config, seq_len)
+    model.model.check_length(max(seq_len, *lengths), "seq_len")
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
@@ -226,26 +226,6 @@ def choose_strategy(
         return "none"
     room = machine.host_memory / config.devices if machine.gpu is None else machine.gpu.usable
     return "ddp" if model.parameters() * dtype.itemsize <= room / 2 else "fsdp"
-
-
-def can_pack(model: TrainedModel, config: EvalConfig, device: str) -> bool:
-    """Return True if documents may share a sequence in layers of transformers; a line tells if not.
-
-    Raises ValueError if the layers compute something else than longctx, or devices share sequences.
-    """
-    from longctx.model import transformers_model
-
-    proof = model.model, device, model.seq_len
-    try:
-        transformers_model.prove(*proof, trains=False)
-    except ValueError:
-        # Devices that share a sequence split documents, so layers must not mix tokens either
-        if config.context.degree != 1:
-            raise
-        transformers_model.prove(*proof, packing=False)
-        print("each document has a sequence of its own: this model's layers would mix them")
-        return False
-    return True
 
 
 def build_scorer(config: EvalConfig, setup: Setup | None, parallel: Parallel) -> Scorer:

@@ -26,7 +26,8 @@ from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.evaluation.windows import ScoredDocument
-from longctx.model import GPT, huggingface
+from longctx.hf import model_folder
+from longctx.model import GPT
 from longctx.model.gpt import build
 from longctx.model.restore import copy_weights
 from longctx.parallel import sharding
@@ -78,15 +79,15 @@ def open_model(checkpoint: str) -> TrainedModel:
     Raises ValueError for anything else.
     """
     hub = hub_snapshot.model_name(checkpoint)
-    path = Path(checkpoint) if hub is None else huggingface.with_weights(checkpoint, "checkpoint")
+    path = Path(checkpoint) if hub is None else model_folder.with_weights(checkpoint, "checkpoint")
     if not run_folder.is_hugging_face(path):
         file, folder, run = open_run(path)
         with opened(file, folder):
             model = GPTConfig.of_saved(run["model"])
             tokenizer, seq_len = Tokenizer.load(folder), int(run["seq_len"])
         return TrainedModel(model, tokenizer, folder, file, seq_len, run)
-    model = huggingface.read_config(path)
-    huggingface.check_weights(model, path)
+    model = model_folder.read_config(path)
+    model_folder.check_weights(model, path)
     tokenizer, seq_len = Tokenizer.load(path), model.context or 1
     return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
 
@@ -128,7 +129,7 @@ def build_model(
     is_hugging_face = run_folder.is_hugging_face(file)
     checkpoint = {} if is_hugging_face else checkpoints.read(file)
     if is_hugging_face:
-        config = huggingface.read_config(file)
+        config = model_folder.read_config(file)
     else:
         with opened(file):
             config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
@@ -136,7 +137,7 @@ def build_model(
     shard(model)
     model.to_empty(device=device)
     if is_hugging_face:
-        huggingface.load_weights(model, file, sharding.write)
+        model_folder.load_weights(model, file, sharding.write)
     else:
         with opened(file):
             copy_weights(model, file, checkpoint, sharding.write_rows_of)
@@ -151,10 +152,10 @@ def skeleton(config: GPTConfig, attention: AttentionConfig, dtype: torch.dtype) 
     return model.eval().requires_grad_(False)
 
 
-def round_matrices(model: nn.Module, dtype: torch.dtype) -> None:
+def round_matrices(model: GPT, dtype: torch.dtype) -> None:
     """Round the weights of linear layers once, as autocast would in every forward."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in model.exact:
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
 
 

@@ -21,7 +21,6 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -238,34 +237,6 @@ class Decoder:
         return self.model.logits(self.model.norm(x), self.head)
 
 
-class TransformersDecoder(Decoder):
-    """A model that transformers computes, with a cache of transformers for each text."""
-
-    def __init__(self, model: GPT, rows: int, length: int) -> None:
-        self.model, self.device = model, model.embed.weight.device
-        self.cache: Any = SimpleNamespace(rows=rows, length=length)
-        self.caches: list[Any] = []
-
-    @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
-        self.caches = [None] * len(prompts)
-        return self._after([torch.tensor(ids, device=self.device) for ids in prompts])
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, V) after one more token of each row, (rows,) int64."""
-        return self._after(list(tokens[:, None]))
-
-    def _after(self, texts: Sequence[Tensor]) -> Tensor:
-        model: Any = self.model
-        logits: list[Tensor] = []
-        for n, ids in enumerate(texts):
-            x, self.caches[n] = model.continued(ids[None], self.caches[n])
-            logits.append(model.logits(x[:, -1], model.lm_head_weight))
-        return torch.cat(logits)
-
-
 @functools.cache
 def say_slow(backend: str) -> None:
     """Print, once, that each new token costs a forward over the whole text."""
@@ -279,9 +250,7 @@ def decoder_of(
     model: GPT, rows: int, length: int, decode: str = "auto", graphs: bool | None = None
 ) -> Decoder:
     """Return the decoder of `model`; see `Decoder`."""
-    if model.config.transformers:
-        return TransformersDecoder(model, rows, length)
-    return Decoder(model, rows, length, decode, graphs)
+    return (model.decoder or Decoder)(model, rows, length, decode, graphs)
 
 
 def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:

@@ -6,9 +6,10 @@ Nothing in forward waits for the device.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,8 @@ class GPT(nn.Module):
     GPU or the host.
     """
 
+    # Decodes it, if `Decoder` does not
+    decoder: ClassVar[Any] = None
     # Of the last micro-batch, see `Balance.figures` and `ZLoss.mean`
     balance_figures: Tensor | None = None
     z_figure: Tensor | None = None
@@ -61,6 +64,10 @@ class GPT(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
+        # Names of the weights that stay in fp32 if others are rounded: routers would choose other
+        # experts, and Gemma's norms, which are 1 + w, would lose w below 1/256
+        kinds = RMSNorm | Correction if config.norms == "sandwich" else Correction
+        self.exact = {f"{path}.weight" for path, x in self.named_modules() if isinstance(x, kinds)}
         self.context = Context()  # the ranks that hold a part of each row: this one alone
         self.init_weights()
 
@@ -306,12 +313,9 @@ def build(
     attention: AttentionConfig | str = "flash",
     memory: MemoryConfig | str = "fast",
 ) -> GPT:
-    """Return the model of `config`: a GPT, or one that transformers computes."""
-    if not config.transformers:
-        return GPT(config, attention, memory)
-    from longctx.model.transformers_model import TransformersModel
-
-    return TransformersModel(config, attention, memory)
+    """Return the model of `config`, by the class that computes its kind."""
+    model: GPT = pkgutil.resolve_name(config.implementation)(config, attention, memory)
+    return model
 
 
 class _TiedWeight(torch.autograd.Function):

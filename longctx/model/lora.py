@@ -27,6 +27,8 @@ from longctx.model.gpt import GPT, Draw
 from longctx.model.layers import Linear
 from longctx.spec.model_config import LoraConfig
 
+ADDED = (".lora_a", ".lora_b")  # ends of the names of what is trained
+
 
 class LoraLinear(nn.Linear):
     """A linear layer with frozen weights and a trained product of two thin fp32 matrices."""
@@ -105,6 +107,28 @@ def off(model: GPT) -> Iterator[None]:
 
 
 @torch.no_grad()
+def stack(model: GPT, weights: Mapping[str, Any], config: LoraConfig) -> None:
+    """Add the products of a later run to those of `model`: further rows of A and columns of B."""
+    assert config.rank is not None
+    earlier = {name: x for name, x in model.named_modules() if isinstance(x, LoraLinear)}
+    rank = len(next(iter(earlier.values())).lora_a)
+    added = {name.rpartition(".")[0] for name in weights if name.endswith(ADDED)}
+    for name in sorted(earlier.keys() | added):
+        layer: Any = model.get_submodule(name)
+        layer = layer if name in earlier else LoraLinear(layer, rank, 1.0)
+        model.set_submodule(name, layer)
+        a = torch.zeros(config.rank, layer.in_features)
+        b = torch.zeros(layer.out_features, config.rank)
+        if name in added:
+            a, b = weights[f"{name}.lora_a"][:], weights[f"{name}.lora_b"][:]
+        layer.lora_a = nn.Parameter(torch.cat([layer.lora_a, a]))
+        layer.lora_b = nn.Parameter(
+            torch.cat([layer.lora_b * layer.scale, b * config.factor], dim=1)
+        )
+        layer.scale = 1.0
+
+
+@torch.no_grad()
 def merge(model: GPT) -> GPT:
     """Add every trained product to the weight beside it: `model` is a plain, trainable GPT then.
 
@@ -138,7 +162,7 @@ def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, 
     plain = {
         name: packed.UnpackedRows(x) if packed.is_packed(x) else x
         for name, x in weights.items()
-        if not name.endswith((".lora_a", ".lora_b"))
+        if not name.endswith(ADDED)
     }
     for name in weights:
         if name.endswith(".lora_b"):

@@ -12,9 +12,9 @@ from torch import Tensor
 from longctx.attention.description import AttentionConfig
 from longctx.model.gpt import GPT, build
 from longctx.model.lora import add as add_lora
-from longctx.model.lora import merged_weights
+from longctx.model.lora import merged_weights, stack
 from longctx.model.packed import is_packed
-from longctx.runs import checkpoints
+from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
@@ -62,6 +62,31 @@ def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> G
     rows = checkpoint["state_dict"].items()
     model.load_state_dict({name.removeprefix("model."): x[:] for name, x in rows}, assign=True)
     return model
+
+
+def adapted_model(
+    path: Path, checkpoint: dict[str, Any], config: GPTConfig
+) -> tuple[GPT, LoraConfig, dict[str, Any]]:
+    """Return the mapped model of a checkpoint, its LoRA, and the configuration of its run.
+
+    If the run continued one with LoRA, the model has the first run's weights, and the products of
+    all are one; the configuration is that of the first run.
+    """
+    lora, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
+    before = Path(str(settings.get("init")))
+    if lora.rank is not None and run_folder.is_run(before) and before.exists():
+        before = run_folder.checkpoint_of(before, "init")
+        checkpoints.verify(before)
+        first = checkpoints.read(before)
+        if lora_of(first).rank is not None:
+            check_weights(path, checkpoint, skeleton(config, "naive", lora))
+            model, earlier, settings = adapted_model(before, first, config)
+            weights = checkpoint["state_dict"].items()
+            stack(model, {name.removeprefix("model."): x for name, x in weights}, lora)
+            both = [*dict.fromkeys([*earlier.targets, *lora.targets])]
+            rank = (earlier.rank or 0) + lora.rank
+            return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
+    return mapped_model(path, checkpoint, config), lora, settings
 
 
 def copy_weights(

@@ -23,10 +23,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from longctx.attention.communication import measured
+from longctx.config.fields import refuse
 from longctx.model import GPT
-from longctx.model.experts import Correction
 from longctx.model.packed import is_packed, packed
 from longctx.runs.checkpoint_write import Sharded
+
+SHARES = "strategy=fsdp: layers of this model share weights, of which ranks hold slices; use ddp"
 
 
 def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -38,11 +40,19 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    names = {name: weight for name, weight in model.named_parameters(remove_duplicate=False)}
+    exact = {id(names[name]) for name in model.exact} if dtype is not None else set()
+    refuse((len(set(map(id, names.values()))) < len(names), SHARES))
     for block in model.blocks:
-        for module in block.modules():
-            # Without a policy it stays in fp32: rounded, routers would choose other experts
-            if isinstance(module, Correction):
-                fully_shard(module, mesh=mesh)
+        for module in reversed(list(block.modules())):
+            # Without a policy it stays in fp32, and gathered: its owner may read it after its call
+            if any(id(x) in exact for x in module.parameters(recurse=False)):
+                for part in module.children():
+                    if not is_sharded(part):
+                        fully_shard(part, mesh=mesh, mp_policy=precision)
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+                if hasattr(module, "add_and_norm"):
+                    register_fsdp_forward_method(module, "add_and_norm")
         fully_shard(block, mesh=mesh, mp_policy=precision)
         # Recomputation calls a block by this method too; a layer of transformers has none
         if hasattr(block, "calling"):

@@ -109,7 +109,7 @@ class _Step:
         pairs = zip(self.blocks, self.in_8_bits, strict=True)
         held = 2.0 * sum(block.weights for block, in_8_bits in pairs if in_8_bits)
         self.held = held if workload.quantizes_once else 0.0
-        self.kernels = device == "cuda" and self.e < FP32 and not model.transformers
+        self.kernels = device == "cuda" and self.e < FP32 and model.has_kernels
         self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
         # Of the layer with the largest exchange
         self.exchanged = max(map(self.exchange_of, model.windows()))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from longctx.config.fields import Group, build, group, key, positive
 from longctx.config.layout_config import divisors
@@ -141,9 +141,19 @@ class GPTConfig(Group):
         limit=2**31 - 1,
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
-    transformers: dict[str, Any] = key(
-        {}, "a model that transformers computes: its config.json and its counts; {}: ours"
-    )
+
+    # Kinds of models next to this one: the key that they alone have → their class, with its own
+    # answers to the questions below
+    kinds: ClassVar[dict[str, str]] = {
+        "transformers": "longctx.hf.transformers_config:TransformersConfig"
+    }
+    # What computes it, and what reads and writes its Hugging Face folders
+    implementation: ClassVar[str] = "longctx.model.gpt:GPT"
+    folders: ClassVar[str] = "longctx.hf.family_folder"
+    # Our kernels compute its layers, torch.compile and CUDA graphs may hold them
+    has_kernels: ClassVar[bool] = True
+    # What the first lines of a run add to its name
+    remark: ClassVar[str] = ""
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:
@@ -237,24 +247,15 @@ class GPTConfig(Group):
                 ropes.append(block.attention.rope)
         return ropes
 
-    def with_layers(self, chosen: Sequence[int]) -> GPTConfig:
+    def with_layers(self, chosen: Sequence[int]) -> Self:
         """Return the model that has these layers alone."""
 
         def renumbered(layers: list[int]) -> list[int]:
             return [number for number, layer in enumerate(chosen) if layer in layers]
 
-        windows, theirs = self.window_layers, self.transformers
-        if theirs:
-            cut = {
-                key: [value[layer] for layer in chosen]
-                if isinstance(value, list) and len(value) == self.layers
-                else value
-                for key, value in theirs["config"].items()
-            }
-            theirs = theirs | {"config": cut | {"num_hidden_layers": len(chosen)}}
+        windows = self.window_layers
         return replace(
             self,
-            transformers=theirs,
             layers=len(chosen),
             nope_layers=renumbered(self.nope_layers),
             window_layers=None if windows is None else renumbered(windows),
@@ -324,25 +325,52 @@ class GPTConfig(Group):
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: of linear layers and the lm_head."""
-        if self.transformers:
-            return int(self.transformers["products"])
         blocks = sum(block.multiplied for block in self.blocks())
         return blocks + self._known_vocab_size() * self.channels
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once; ValueError without vocab_size."""
-        if self.transformers:
-            return int(self.transformers["parameters"])
         embedding = self._known_vocab_size() * self.channels
         blocks = sum(block.parameters for block in self.blocks())
         return embedding * (1 if self.tied else 2) + blocks + self.channels
 
     def frozen_matrices(self) -> list[tuple[int, int]]:
         """Return rows and columns of every matrix that lora.base can pack."""
-        if self.transformers:
-            return [(rows, columns) for rows, columns in self.transformers["matrices"]]
         packed = [linear for block in self.blocks() for linear in block.packed]
         return [(linear.outputs, linear.columns) for linear in packed]
+
+    def lora_widths(self, targets: Collection[str]) -> int:
+        """Return the sum of rows and columns of the matrices that LoRA adapts in `targets`."""
+        linears = [linear for block in self.blocks() for linear in block.linears.values()]
+        return sum(x.columns + x.outputs for x in linears if x.name in targets)
+
+    def with_vocabulary(self, size: int) -> GPTConfig:
+        """Return the model with `size` tokens; ValueError if it cannot have other ones."""
+        return replace(self, vocab_size=size)
+
+    def accepted(self, request: Any) -> Any:
+        """Return the training `request`, with what this kind of model decides; ValueError for keys
+        that it does not have.
+        """
+        return request
+
+    def check_length(self, tokens: int, key: str) -> None:
+        """Raise ValueError if the model has no positions for sequences of so many `tokens`."""
+
+    def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
+        """Raise ValueError unless our attention computes what the model's own does, and documents
+        do not see one another if sequences have several (`packing`). Every way to a model asks.
+        """
+
+    def packs(self, device: str, precision: str, seq_len: int, is_shared: bool) -> bool:
+        """Prove the model; return False if each document needs a sequence of its own. `is_shared`:
+        ranks share sequences, which then is an error.
+        """
+        return True
+
+    def measured(self, step: Any, say: Callable[[str], None]) -> Any:
+        """Return the bytes of the layers of `step` if they are measured, not known."""
+        return {}
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
         """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
@@ -425,9 +453,4 @@ class LoraConfig:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
         if self.rank is None:
             return 0
-        if model.transformers:
-            sizes = model.transformers["lora"]
-            return self.rank * sum(sizes.get(target, 0) for target in self.targets)
-        linears = [linear for block in model.blocks() for linear in block.linears.values()]
-        targets = [linear for linear in linears if linear.name in self.targets]
-        return self.rank * sum(linear.columns + linear.outputs for linear in targets)
+        return self.rank * model.lora_widths(self.targets)

@@ -145,7 +145,7 @@ class Workload:
             return f"they are for a GPU, not device={self.device}; use device=cuda"
         if self.devices > 1 or self.sharing != Strategy():
             return "they are for one GPU alone; use devices=1 strategy=auto"
-        if self.model.transformers:
+        if not self.model.has_kernels:
             return "transformers computes the model, and waits for the GPU; use a family of ours"
         if not self.attention.description.capturable:
             backends = " or ".join(f"attention={name}" for name in capturable_backends())

@@ -19,7 +19,8 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.data.sources import mix
 from longctx.data.tokenizer import check_same_ids
-from longctx.model import GPT, huggingface, restore
+from longctx.hf import model_folder
+from longctx.model import GPT, restore
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig
@@ -27,8 +28,6 @@ from longctx.untrusted import opened
 
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
-# Of a model that transformers computes
-LOST = "with our attention and loss; without fused kernels, torch.compile, fp8 and Muon"
 DROPOUTS = (
     *("attention_dropout", "hidden_dropout", "residual_dropout"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
@@ -90,8 +89,7 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     if BALANCE in overrides:
         experts = replace(model.experts, balance=config.model.experts.balance)
         model = replace(model, experts=experts)
-    if model.transformers:
-        source += f", computed by transformers ({LOST})"
+    source += model.remark
     given = config.data.tokenizer
     if given is not None and not config.data.replace_tokenizer:
         check_same_ids(given, tokenizer)
@@ -109,15 +107,10 @@ def read_hugging_face(
     init: str, folder: Path, vocab_size: int | None, by_transformers: str
 ) -> GPTConfig:
     """Return the model of a Hugging Face folder, after checking the files."""
-    model = huggingface.read_config(folder, by_transformers)
+    model = model_folder.read_config(folder, by_transformers)
     if vocab_size is not None:
-        if model.transformers:
-            raise ValueError(
-                f"model.vocab_size={vocab_size}: transformers computes the model of {init}, with "
-                "its own vocabulary; leave it out"
-            )
-        model = replace(model, vocab_size=vocab_size)
-    huggingface.check_weights(model, huggingface.with_weights(init, "init"))
+        model = model.with_vocabulary(vocab_size)
+    model_folder.check_weights(model, model_folder.with_weights(init, "init"))
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
@@ -144,9 +137,9 @@ def copy_into(model: GPT, name: str) -> None:
     """Copy the weights of `name` (a folder, a checkpoint, a model of the Hub with its commit) into
     `model`; this rank may hold a part of it.
     """
-    init = huggingface.with_weights(name, "init")
+    init = model_folder.with_weights(name, "init")
     if not run_folder.is_run(init):
-        huggingface.load_weights(model, init, sharding.write)
+        model_folder.load_weights(model, init, sharding.write)
         return
     with opened(init):
         restore.copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)

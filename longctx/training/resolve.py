@@ -30,11 +30,10 @@ from longctx.parallel.launch import launched
 from longctx.runs import run_folder
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import Workload
+from longctx.spec.step import Workload, precision_of
 from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, resume
 from longctx.training.batches import data_config
 from longctx.training.callbacks import CALLBACKS
-from longctx.training.layer_memory import measured_layers
 from longctx.training.run import Run, scheduled
 from longctx.training.validation import check_validation
 
@@ -68,6 +67,7 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     step = step_of(choice, tokens, request.overrides.keys(), say)
     plan = planner.plan(step, machine, say, partial(dry_run.longest_of, config, machine, say))
     step = plan.step
+    choice.model.check_length(step.seq_len, "seq_len")
     if config.seq_len == "max":
         choice = stretched(choice, step.seq_len)
         step = replace(step, model=replace(choice.model, vocab_size=step.model.vocab_size))
@@ -113,13 +113,10 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
         decided = presets.with_model(request, gpu=device == "cuda")
         model, name = decided.config.model, decided.choices["model"]
         source = f"{name} (model=auto)"
-    if model.transformers:
-        from longctx.model import transformers_model
-
-        config = config.for_transformers()
-        # Ranks that share a sequence split documents, so layers must not mix tokens either
-        packing = config.data.packing or config.context.degree != 1
-        transformers_model.prove(model, device, length_of(config), packing)
+    config = model.accepted(config)
+    # Ranks that share a sequence split documents, so layers must not mix tokens either
+    packing = config.data.packing or config.context.degree != 1
+    model.prove(device, precision_of(config.precision, device), length_of(config), packing)
     config.check_model(model)
     if config.lora.base is not None:
         packed.bitsandbytes()
@@ -152,9 +149,7 @@ def step_of(choice: Choice, tokens: int, overrides: Collection[str], say: Say) -
         merges=config.batch_size is None and config.accumulate is None,
         is_longest=config.seq_len == "max",
     )
-    if model.transformers:
-        step = replace(step, measured=measured_layers(step, say))
-    return step
+    return replace(step, measured=model.measured(step, say))
 
 
 def stretched(choice: Choice, seq_len: int) -> Choice:

@@ -8,7 +8,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx import cli
-from tests.model.families.parity import write_tokenizer
+from tests.hf.families.parity import write_tokenizer
 from tests.test_examples import SIZES, TEMPLATE
 
 AXOLOTL = """

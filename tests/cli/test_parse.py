@@ -135,7 +135,6 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         ("rope.theta=5e6", "give rope.type=abf"),
         ("passkey=yes", "passkey.enabled=yes"),
         ("model.window=8 model.window_layers=[]", "model.window_layers=[]: an empty list"),
-        ("model.transformers.config=3", "model.transformers: a run writes it"),
         ("passkey.lengths=[256,256]", "passkey.lengths=[256, 256]"),
         ("seq_len_schedule=[[1000,5]]", "divide seq_len=4096"),
         ("attention.options.x=${oc.env:HOME}", "attention.options="),

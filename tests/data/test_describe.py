@@ -6,7 +6,7 @@ import pytest
 
 from longctx.cli import main
 from longctx.data import describe, load
-from tests.model.families.parity import write_tokenizer
+from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT
 
 

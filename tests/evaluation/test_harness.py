@@ -21,8 +21,8 @@ from longctx.data.tokenizer import train
 from longctx.evaluation.harness import Harness, TaskPrompt, evaluate_tasks
 from longctx.evaluation.load import open_model
 from longctx.evaluation.score import Scorer
+from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import export
 from longctx.runs.evaluations import task_scores
 from tests.data.chat_templates import CHATML, write_tokenizer
 from tests.data.chat_templates import write as write_template

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 import eval as evaluation
 from longctx import cli
-from tests.model.families.parity import SIZES, reference, write_tokenizer
+from tests.hf.families.parity import SIZES, reference, write_tokenizer
 from tests.written import to_hub_cache
 
 COMMIT = "c0ffee" + "0" * 34

@@ -16,8 +16,8 @@ from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import Score, perplexity
 from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import ScoredDocument, spans
+from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import export
 from longctx.training.positions import (
     FEWEST,
     Filled,

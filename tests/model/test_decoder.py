@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from longctx.hf.model_folder import pretrained
 from longctx.model import GPT
 from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
-from longctx.model.huggingface import pretrained
 from longctx.spec.model_config import GPTConfig
-from tests.model.families.parity import ROPES, SIZES, SPECIAL, reference
+from tests.hf.families.parity import ROPES, SIZES, SPECIAL, reference
 
 LENGTHS = (1, 13, 61)  # of the prompts of a batch; the last text grows beyond the 64 positions
 NEW = 19

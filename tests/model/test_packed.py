@@ -12,7 +12,8 @@ from bitsandbytes import functional
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longctx.model import GPT, GPTConfig, huggingface, lora, packed
+from longctx.hf import model_folder
+from longctx.model import GPT, GPTConfig, lora, packed
 from longctx.model.gpt import build
 from longctx.parallel import sharding
 from longctx.spec.model_config import LoraConfig
@@ -134,16 +135,16 @@ def test_loading_holds_no_wide_copy(tmp_path, by_transformers):
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2)
     theirs = LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=8)).bfloat16()
     theirs.save_pretrained(tmp_path)
-    config = huggingface.read_config(tmp_path, by_transformers)
+    config = model_folder.read_config(tmp_path, by_transformers)
     with torch.device("meta"):
         model = build(config)
     added = LoraConfig(rank=1, base="nf4")
     lora.add(model.to(torch.bfloat16), added)
     with LiveMemory() as live:
         model.to_empty(device="cpu")
-        huggingface.load_weights(model, tmp_path, sharding.write)
+        model_folder.load_weights(model, tmp_path, sharding.write)
     # A model of transformers on "meta" gives names and shapes; it is counted, and takes no memory
-    held = live.peak - (4 * config.parameters() if config.transformers else 0)
+    held = live.peak - (0 if config.has_kernels else 4 * config.parameters())
     own = sum(x.nbytes for x in model.parameters())
     largest = max(2 * rows * columns for rows, columns in config.frozen_matrices())
     assert own < held < own + 2 * largest < 0.5 * sum(x.nbytes for x in theirs.parameters())

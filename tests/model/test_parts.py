@@ -16,9 +16,9 @@ from longctx.attention.description import AttentionConfig
 from longctx.config.asked import workload_of
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
+from longctx.hf.family_folder import architecture
 from longctx.model import GPT, GPTConfig, lora
 from longctx.model.decoder import Decoder
-from longctx.model.export import architecture
 from longctx.parallel.devices import check_attention
 from longctx.planner.peak_memory import KEPT, predict
 from longctx.spec.experts import ExpertsConfig

@@ -103,9 +103,37 @@ def test_export_writes_only_the_adapter(tuned, tmp_path, capsys):
     assert "positions are stretched" not in capsys.readouterr().out
     names = {file.name for file in adapter.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
-    again = tuned("again", init=run, lora__rank=2, max_steps=1)
+    whole = tuned("whole", max_steps=1)
+    again = tuned("again", init=whole, lora__rank=2, max_steps=1)
     assert export(["export", str(again), f"{tmp_path}/no", "adapter=true"]) == 2
     assert "leave adapter out" in capsys.readouterr().err
+
+
+def test_two_stages_export_one_adapter_of_the_original(tuned, folder, tmp_path, capsys):
+    LlamaForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(folder)
+    keys = {"lr": 0.05, "precision": "bf16"}
+    first = tuned("first", lora__rank=2, lora__targets="[qkv]", **keys)
+    second = tuned("second", init=first, lora__rank=3, lora__targets="[qkv,down]", **keys)
+    out, adapter = tmp_path / "out", tmp_path / "adapter"
+    assert export(["export", str(second), str(out)]) == 0
+    assert export(["export", str(second), str(adapter), "adapter=true"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (5, 5.0)
+    assert described["base_model_name_or_path"] == str(folder)
+    merged = load_file(out / "model.safetensors")
+    assert {x.dtype for x in merged.values()} == {torch.bfloat16}
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    before = load_file(folder / "model.safetensors")
+    for name, x in merged.items():
+        torch.testing.assert_close(x, adapted[name], rtol=2**-7, atol=2**-10)
+        is_target = name.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "down_proj")
+        assert torch.equal(x, before[name]) != is_target
+    model, _ = longctx.load(second, "cpu", "fp32")
+    tokens = torch.randint(320, (1, 60))
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0.05, atol=0.05)
 
 
 IN_BF16 = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05, "precision": "bf16"}

@@ -19,7 +19,8 @@ from longctx.config.data_config import DataConfig
 from longctx.config.doors import ObjectiveConfig
 from longctx.data import load
 from longctx.data.tokenizer import train
-from longctx.model import GPT, huggingface
+from longctx.hf import model_folder
+from longctx.model import GPT
 from longctx.model.gpt import build
 from longctx.training.objectives.answers import AnswerBatch, answers, collate
 from longctx.training.throughput import means
@@ -57,9 +58,9 @@ class Both:
         )
 
     def ours(self, name: str) -> GPT:
-        config = huggingface.read_config(self.folder / name, "never")
+        config = model_folder.read_config(self.folder / name, "never")
         model = build(config, "naive")
-        huggingface.load_weights(model, self.folder / name)
+        model_folder.load_weights(model, self.folder / name)
         return model
 
     def theirs(self, name: str) -> Any:

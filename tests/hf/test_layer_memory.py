@@ -12,11 +12,11 @@ from longctx.attention import Mask
 from longctx.config.asked import workload_of
 from longctx.config.layout_config import MemoryConfig
 from longctx.config.train_config import TrainConfig
+from longctx.hf.layer_memory import Alive, layers_of, measured_layers
+from longctx.hf.transformers_model import described
 from longctx.model.gpt import build
-from longctx.model.transformers_model import described
 from longctx.planner.peak_memory import BATCH, OPTIMIZER, _Step, predict
 from longctx.spec.step import Workload
-from longctx.training.layer_memory import Alive, layers_of, measured_layers
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "moe_intermediate_size": 64}
 

@@ -11,9 +11,9 @@ import pkgutil
 from pathlib import Path
 
 from longctx import untrusted
-from longctx.model.families import multimodal
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import FAMILIES, Family
+from longctx.hf.families import multimodal
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import FAMILIES, Family
 from longctx.spec.model_config import GPTConfig
 
 for _module in pkgutil.iter_modules(__path__):

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.data.tokenizer import train
+from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import export
 from longctx.runs import checkpoints
 from longctx.runs.checkpoint_write import Sharded
 from tests.training.sample_run import newest, replace_newest

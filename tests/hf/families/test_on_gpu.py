@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks.shapes import settings_of
 from longctx.attention import Mask
 from longctx.attention.description import AttentionConfig
-from longctx.model.families import FAMILIES
+from longctx.hf.families import FAMILIES
+from longctx.hf.model_folder import read_config
 from longctx.model.gpt import build
-from longctx.model.huggingface import read_config
 
 pytestmark = pytest.mark.gpu
 NAMES = """

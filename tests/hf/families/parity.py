@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from longctx.attention import Mask
+from longctx.hf.export import export
+from longctx.hf.families import family_of, read_model
+from longctx.hf.families.qwen import QWEN2_SPLIT
+from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import GPT, lora
-from longctx.model.export import export
-from longctx.model.families import family_of, read_model
-from longctx.model.families.qwen import QWEN2_SPLIT
-from longctx.model.huggingface import pretrained, read_config
 from longctx.spec.model_config import LORA_TARGETS, GPTConfig, LoraConfig
 from longctx.spec.parts import OnePlus
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import transformers
 
-from tests.model.families.parity import OLD, ROPES, SIZES, SPECIAL, FamilyTests
+from tests.hf.families.parity import OLD, ROPES, SIZES, SPECIAL, FamilyTests
 
 SMALL: dict[str, Any] = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "num_hidden_layers": 4}
 BIAS = {"attention_bias": [False, True]}

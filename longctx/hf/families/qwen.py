@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register, windowed_layers
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register, windowed_layers
 from longctx.spec.model_config import GPTConfig
 
 # How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longctx.hf.export import export
+from longctx.hf.model_folder import check_weights, load_weights, pretrained, read_config
 from longctx.model import GPT, GPTConfig
-from longctx.model.export import export
-from longctx.model.huggingface import check_weights, load_weights, pretrained, read_config
-from tests.model.families.parity import OLD, SIZES, reference, write_tokenizer
+from tests.hf.families.parity import OLD, SIZES, reference, write_tokenizer
 
 Change = Callable[..., Path]
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, TwoRopes, register, windowed_layers
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, TwoRopes, register, windowed_layers
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Interleaved, OnePlus, Piece
 

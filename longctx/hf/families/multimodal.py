@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.model.families.config_json import ConfigJson
+from longctx.hf.families.config_json import ConfigJson
 
 # model_type of config.json → that of its text_config, if it has none
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}

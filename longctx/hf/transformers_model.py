@@ -9,9 +9,11 @@ Times are predicted as those of a GPT of its sizes, memory from measured layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,19 +27,13 @@ from longctx.attention.context_parallel import Context, Shards
 from longctx.attention.description import AttentionConfig
 from longctx.config.fields import refuse
 from longctx.config.layout_config import MemoryConfig
+from longctx.hf.transformers_config import TransformersConfig
+from longctx.hf.transformers_recompute import recompute
+from longctx.model.decoder import Decoder
 from longctx.model.gpt import GPT, Draw, settings_of
 from longctx.model.packed import is_packed
-from longctx.model.transformers_recompute import recompute
-from longctx.spec.model_config import GPTConfig, Multipliers
-from longctx.transformers import (
-    NAME,
-    TOLERANCE,
-    Differences,
-    Documents,
-    differences,
-    layers_to_check,
-    lengths_to_check,
-)
+from longctx.spec.model_config import Multipliers
+from longctx.transformers import NAME, Documents, vouch
 
 # Names of linear layers in transformers → the target of LoRA that they belong to
 TARGETS = {
@@ -50,19 +46,18 @@ TARGETS = {
     "down": ("down_proj", "fc2", "dense_4h_to_h"),
 }
 TARGET_OF = {leaf: target for target, leaves in TARGETS.items() for leaf in leaves}
-WORDS = 1024  # of the vocabulary in the proof
-WINDOW = 29  # there, at most, so that documents are longer
-NOT_TEXT = "it is not a model of text alone"
+# Keys of a config.json that choose code: of the folder, of others, or another attention than ours
+OF_CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation"}
+OF_CODE |= {"experts_implementation", "dtype", "torch_dtype"}
 NOT_REPLACED = "its attention cannot be replaced by longctx's"
+NOT_TEXT = "it is not a model of text alone"
 # Settings of layers with a choice of keys; only newer releases of transformers know them
 SPARSE = ("index_topk", "indexer_budget")
 
 
-def described(settings: Mapping[str, Any]) -> GPTConfig:
+def described(settings: Mapping[str, Any]) -> TransformersConfig:
     """Return the model of a config.json with these `settings`."""
-    # Code of others never runs; the attention is ours
-    dropped = {"auto_map", "_attn_implementation", "attn_implementation", "dtype", "torch_dtype"}
-    settings = {x: y for x, y in settings.items() if x not in dropped and not x.startswith("_")}
+    settings = without_code(settings)
     whole = empty_model(settings)
     config, decoder, head = whole.config, whole.get_decoder(), whole.get_output_embeddings()
     refuse_unless_covered(settings, whole)
@@ -82,7 +77,7 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
     lora = dict.fromkeys(TARGETS, 0)
     for _, linear, target in linears_of(decoder):
         lora[target] += linear.in_features + linear.out_features
-    return GPTConfig(
+    return TransformersConfig(
         vocab_size=config.vocab_size,
         layers=layers,
         channels=config.hidden_size,
@@ -105,9 +100,23 @@ def described(settings: Mapping[str, Any]) -> GPTConfig:
             "parameters": sum(x.numel() for x in whole.parameters() if x.requires_grad),
             "products": products(whole),
             "lora": lora,
+            "positions": learned_positions(whole),
             "matrices": [list(layer.weight.shape) for _, layer, _ in linears_of(decoder)],
         },
     )
+
+
+def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` without keys that choose code, which never runs."""
+    return {x: y for x, y in settings.items() if x not in OF_CODE and not x.startswith("_")}
+
+
+def learned_positions(whole: Any) -> int | None:
+    """Return the number of positions that are rows of a table, as in GPT-2; None: any number."""
+    words, limit = whole.get_input_embeddings(), value_of(whole.config, "max_position_embeddings")
+    tables = [x for x in whole.modules() if isinstance(x, nn.Embedding) and x is not words]
+    # OPT has two rows before the first position
+    return limit if any(0 <= x.num_embeddings - limit <= 2 for x in tables) else None
 
 
 def value_of(config: Any, name: str) -> int:
@@ -146,8 +155,12 @@ def refuse_unless_covered(settings: Mapping[str, Any], whole: Any) -> None:
     )
 
 
-def empty_model(settings: Mapping[str, Any]) -> Any:
-    """Return transformers' model of a config.json, without memory for its weights."""
+def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: str = NAME) -> Any:
+    """Return transformers' model of a config.json, without memory for its weights.
+
+    With attention "eager" it is as transformers has it: our changes are left out.
+    """
+    settings = without_code(settings)
     kind = str(settings.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(
@@ -158,12 +171,15 @@ def empty_model(settings: Mapping[str, Any]) -> Any:
         config = CONFIG_MAPPING[kind].from_dict(PreTrainedConfig._decode_special_floats(settings))
         refuse((config.get_text_config() is not config, NOT_TEXT))
         for name, value in vars(config).items():
-            if ("drop" in name or "jitter" in name) and isinstance(value, float):
-                # A run is exact, and recomputed layers must draw the same
+            # A run is exact, and recomputed layers must draw the same
+            if attention == NAME and "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
-        with torch.device("meta"):
+        with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=NAME, dtype=torch.float32
+                config,
+                attn_implementation=attention,
+                dtype=torch.float32,
+                trust_remote_code=False,
             )
     except Exception as error:  # a model's own code may raise anything
         refuse(
@@ -217,25 +233,66 @@ def products(whole: Any) -> int:
     return int(total)
 
 
+class TransformersDecoder(Decoder):
+    """A cache of transformers for each text."""
+
+    def __init__(self, model: GPT, rows: int, length: int, *_: Any) -> None:
+        model.config.check_length(length, "prompt and max_new_tokens")
+        self.model, self.device = model, model.embed.weight.device
+        self.cache: Any = SimpleNamespace(rows=rows, length=length)
+        self.caches: list[Any] = []
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        self.caches = [None] * len(prompts)
+        return self._after([torch.tensor(ids, device=self.device) for ids in prompts])
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        return self._after(list(tokens[:, None]))
+
+    def _after(self, texts: Sequence[Tensor]) -> Tensor:
+        model: Any = self.model
+        logits: list[Tensor] = []
+        for n, ids in enumerate(texts):
+            x, self.caches[n] = model.continued(ids[None], self.caches[n])
+            logits.append(model.logits(x[:, -1], model.lm_head_weight))
+        return torch.cat(logits)
+
+
 class TransformersModel(GPT):
     """The model of `config.transformers`, called as a GPT is."""
 
+    config: TransformersConfig
+    decoder = TransformersDecoder
     whole: Any  # transformers' model, whose decoder and head are modules of this one
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: TransformersConfig,
         attention: AttentionConfig | str = "flash",
         memory: MemoryConfig | str = "fast",
+        is_proven: bool = False,
     ) -> None:
+        if not is_proven:
+            config.require_proof()
         nn.Module.__init__(self)
         attention, self.memory = settings_of(attention, memory)
         self.config = config
-        whole = empty_model(config.transformers["config"])
+        whole = empty_model(config.settings)
+        vouch(whole.config)  # the proof compares them
         # No module: the names of its weights would come twice
         self.__dict__["whole"] = whole
         self.backbone = whole.get_decoder()
         self.head = None if config.tied else whole.get_output_embeddings()
+        # transformers keeps some weights in fp32, and saved buffers, such as a router's correction
+        names = {*whole._keep_in_fp32_modules, *whole._keep_in_fp32_modules_strict}
+        pattern = "|".join(rf"\.{re.escape(name)}(\.|$)" for name in names) or "$."
+        self.exact = {
+            name
+            for name, weight in self.named_parameters()
+            if re.search(pattern, name) or not weight.requires_grad
+        }
         self.context = Context()
         self.documents = Documents(attention.backend, dict(attention.options))
         for module in self.backbone.modules():
@@ -244,6 +301,7 @@ class TransformersModel(GPT):
                 module.register_forward_hook(in_precision_of_autocast)
         if self.memory.recompute != "none":
             recompute(self.blocks, self.documents, self.memory)
+        self.train()
 
     @property
     def embed(self) -> nn.Embedding:  # type: ignore[override]
@@ -269,9 +327,19 @@ class TransformersModel(GPT):
         name = next(name for name, module in modules if module is getattr(self, owner))
         return f"{name}.{rest}"
 
+    def train(self, mode: bool = True) -> TransformersModel:
+        """Let the layers recompute if `mode`; noise, as of routers, is never drawn."""
+        super().train(mode)
+        for block in self.blocks:
+            for module in block.modules():
+                module.training = mode and module is block
+        return self
+
     def to_empty(self, *, device: Any, recurse: bool = True) -> TransformersModel:
         """Give all weights memory, and compute the buffers: they are in no checkpoint."""
         super().to_empty(device=device, recurse=recurse)
+        # Layers that share weights have got memory each
+        self.whole.tie_weights()
         # An initialization may draw weights too, so the random state is set back
         with self.random_state_kept():
             for module in self.backbone.modules():
@@ -302,9 +370,9 @@ class TransformersModel(GPT):
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Convert the matrices to `dtype`; vectors and buffers stay in fp32."""
-        for weight in self.parameters():
-            if weight.ndim > 1:
+        """Convert the matrices to `dtype`; vectors and `exact` weights stay in fp32."""
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1 and name not in self.exact:
                 weight.data = weight.data.to(dtype)
 
     def linears(self) -> Iterator[tuple[Any, str, str, bool]]:
@@ -321,10 +389,22 @@ class TransformersModel(GPT):
         """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C)."""
         positions = shards.local(mask.positions(len(tokens), shards.length, tokens.device))
         self.documents.begin(mask, shards)
-        out = self.backbone(
+        out = self.computed(
             input_ids=tokens, position_ids=positions.expand(tokens.shape), use_cache=False
         )
         return out.last_hidden_state, self.lm_head_weight
+
+    def computed(self, **inputs: Any) -> Any:
+        """Return the outputs of the decoder; matrices in 16 bits need autocast, since some layers
+        compute in fp32.
+        """
+        kind, dtype = self.embed.weight.device.type, self.embed.weight.dtype
+        if dtype == torch.float32 or torch.is_autocast_enabled(kind):
+            return self.backbone(**inputs)
+        with torch.autocast(kind, dtype):
+            out = self.backbone(**inputs)
+        out.last_hidden_state = out.last_hidden_state.to(dtype)
+        return out
 
     def continued(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Return the normed x (1, n, C) of the next tokens (1, n), and the cache with them too.
@@ -332,70 +412,8 @@ class TransformersModel(GPT):
         `cache` holds the tokens before; None: there are none.
         """
         self.documents.begin(None)
-        out = self.backbone(input_ids=tokens, past_key_values=cache, use_cache=True)
+        out = self.computed(input_ids=tokens, past_key_values=cache, use_cache=True)
         return out.last_hidden_state, out.past_key_values
-
-    def differences(self, lengths: list[int]) -> Differences:
-        """Compare documents of `lengths` tokens in one sequence with transformers' own attention on
-        each alone.
-        """
-
-        def packed(documents: list[Tensor]) -> Tensor:
-            numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-            logits: Tensor = self(torch.cat(documents, dim=1), mask=Mask.documents(numbers[None]))
-            return logits
-
-        head, training = self.whole.get_output_embeddings(), self.training
-        before, head.weight = head.weight, self.lm_head_weight
-        self.eval()
-        try:
-            return differences(self.whole, NAME, lengths, packed)
-        finally:
-            head.weight = before
-            self.train(training)
-
-
-def prove(
-    config: GPTConfig, device: str, seq_len: int, packing: bool = True, trains: bool = True
-) -> None:
-    """Raise ValueError, one line, if documents of a sequence see one another in a model of
-    `config`, or logits are not those of transformers' own attention.
-
-    The first layers are computed in fp32, with random weights and few words; `packing` says if a
-    sequence has several documents.
-    """
-    # A small model of the same layers, so that weights and ranks play no part
-    theirs = config.transformers["config"]
-    settings = empty_model(theirs).config
-    layers = layers_to_check(settings)
-    ids = {key: value and 0 for key, value in vars(settings).items() if key.endswith("_token_id")}
-    few = {"vocab_size": min(WORDS, config.vocab_size or WORDS)}
-    if config.window is not None and config.window < seq_len:
-        few["sliding_window"] = min(WINDOW, config.window)
-    small = config.with_layers(range(min(layers, config.layers)))
-    small.transformers = {"config": small.transformers["config"] | ids | few}
-    with torch.device("meta"):
-        model = TransformersModel(small, "naive")
-    model.to_empty(device=device)
-    with model.random_state_kept(), torch.no_grad():
-        torch.manual_seed(0)
-        model.init_weights()
-        # Ones and zeros would hide mistakes
-        for weight in model.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-        lengths = lengths_to_check(few.get("sliding_window"), seq_len // 2)[: 2 if packing else 1]
-        kind = model.whole.config.model_type
-        # Refusals name what to do
-        try:
-            found = model.differences(lengths)
-        except Exception as error:  # a model's own code may raise anything
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
-    remedy = ", or give data.packing=false" if trains and not found.leak <= TOLERANCE else ""
-    refuse(
-        (not model.documents.calls, f"model_type={kind}: {NOT_REPLACED}"),
-        (found.problem, f"model_type={kind}: {found.problem}{remedy}"),
-    )
 
 
 def is_norm(module: nn.Module) -> bool:

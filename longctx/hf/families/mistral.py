@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.config.rope_config import KEYS, ORIGINAL
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register, write_rope
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register, write_rope
 from longctx.spec.model_config import GPTConfig
 
 

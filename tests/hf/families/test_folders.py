@@ -20,14 +20,14 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from longctx.hf.export import export, export_adapter
+from longctx.hf.families import read_model
+from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
-from longctx.model.export import export, export_adapter
-from longctx.model.families import read_model
-from longctx.model.huggingface import pretrained, read_config
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from tests.model.families import test_families as families
-from tests.model.families.parity import OLD, check_computation, reference, write_tokenizer
-from tests.model.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN
+from tests.hf.families import test_families as families
+from tests.hf.families.parity import OLD, check_computation, reference, write_tokenizer
+from tests.hf.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN
 
 ROPE_OF_WINDOWS = "rope_parameters.sliding_attention="
 LINEAR = PARTIAL | {"rope_type": "linear", "factor": 2.0}

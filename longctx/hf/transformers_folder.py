@@ -6,7 +6,7 @@ must not do: run code of others, read pickles, or leave a weight at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from longctx import untrusted
-from longctx.model.huggingface import inventory, values_of
-from longctx.model.transformers_model import described, empty_model, weights_of
-from longctx.spec.model_config import GPTConfig
+from longctx.hf.stored import DTYPES, Stored, Write, inventory, values_of
+from longctx.hf.transformers_config import TransformersConfig
+from longctx.hf.transformers_model import described, empty_model, weights_of
+from longctx.model.lora import ADDED
+from longctx.spec.parts import Piece
 
 
-def read_config(folder: Path) -> GPTConfig:
+def read_config(folder: Path) -> TransformersConfig:
     """Return the model of `folder`/config.json, as transformers computes it.
 
     Raises ValueError, one line, for what transformers does not know or we do not support.
@@ -34,12 +36,12 @@ def read_config(folder: Path) -> GPTConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def read_weights(config: GPTConfig, folder: Path) -> Any:
+def read_weights(config: TransformersConfig, folder: Path) -> Any:
     """Return transformers' model with the weights of `folder`, in host memory.
 
     Raises ValueError, one line, for a missing, unexpected or mis-shaped tensor.
     """
-    settings = empty_model(config.transformers["config"]).config
+    settings = empty_model(config.settings).config
     try:
         opened: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -64,27 +66,40 @@ def read_weights(config: GPTConfig, folder: Path) -> Any:
     return whole
 
 
+def check_weights(config: TransformersConfig, folder: Path) -> dict[str, Stored]:
+    """Return the place of each tensor; transformers checks names and shapes when it reads."""
+    return inventory(folder)
+
+
+def cast(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Convert the matrices of `model` to `dtype`, or that of the files."""
+    model.cast(dtype or DTYPES[next(iter(inventory(folder).values())).dtype])
+
+
 @torch.no_grad()
-def load_weights(model: Any, folder: Path, write: Callable[[Tensor, Tensor, int], None]) -> None:
-    """Copy the weights of `folder` into `model`; `write` is that of `huggingface.load_weights`."""
+def load_weights(model: Any, folder: Path, write: Write) -> None:
+    """Copy the weights of `folder` into `model`; see `model_folder.load_weights`."""
     readers = readers_of(model.config, folder)
     for name, weight in model.named_parameters():
-        if (theirs := model.name_of(name)) in readers:  # else what LoRA adds
-            values = readers[theirs]()
-            if weight.ndim:
-                write(weight, values, 0)
-            else:
-                weight.copy_(values)
-            del values
+        if name.endswith(ADDED):
+            continue
+        if (theirs := model.name_of(name)) not in readers:
+            raise ValueError(f"{folder}: no tensor {theirs}, which its config.json asks for")
+        values = readers[theirs]()
+        if weight.ndim:
+            write(weight, values, 0)
+        else:
+            weight.copy_(values)
+        del values
 
 
-def readers_of(config: GPTConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
+def readers_of(config: TransformersConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Return what reads each weight of `folder`, by its name in transformers' model.
 
     If the folder's tensors have other names or shapes, such as a tensor for each expert, every
     rank has transformers read all of them into host memory.
     """
-    whole, stored = empty_model(config.transformers["config"]), inventory(folder)
+    whole, stored = empty_model(config.settings), inventory(folder)
     shapes = {name: tuple(weight.shape) for name, weight in weights_of(whole).items()}
     is_same = shapes == {name: place.shape for name, place in stored.items()}
     if is_same and not get_model_conversion_mapping(whole, add_legacy=False):
@@ -93,19 +108,33 @@ def readers_of(config: GPTConfig, folder: Path) -> dict[str, Callable[[], Tensor
     return {name: weight.detach for name, weight in values.items()}
 
 
-def write_model(
-    model: Any, context: int, dtype: torch.dtype | None, limit: int, folder: Path
-) -> None:
-    """Write config.json, generation_config.json and weights, in files of about `limit` bytes, as
-    transformers does.
+def writer(
+    model: Any,
+    tokenizers: Path,
+    generation: dict[str, Any],
+    context: int,
+    dtype: torch.dtype | None,
+    limit: int,
+    wrapper: Path | None,
+) -> Callable[[Path], None]:
+    """Return a function that writes config.json and weights into a folder, in files of about
+    `limit` bytes, as transformers does.
     """
-    whole = empty_model(model.config.transformers["config"])
-    parameters = {model.name_of(name): x.detach() for name, x in model.named_parameters()}
-    parameters = {name: x.to(dtype or x.dtype) for name, x in parameters.items()}
+    whole = empty_model(model.config.settings)
+    parameters = {
+        model.name_of(name): x.detach().to(x.dtype if name in model.exact else dtype or x.dtype)
+        for name, x in model.named_parameters()
+    }
     whole.load_state_dict(parameters, strict=False, assign=True)
     whole.tie_weights()
     if getattr(whole.config, "max_position_embeddings", None) is not None:
         whole.config.max_position_embeddings = context
     whole.config._attn_implementation = None
     whole.config.dtype = dtype or model.embed.weight.dtype
-    whole.save_pretrained(folder, max_shard_size=limit)
+    return partial(whole.save_pretrained, max_shard_size=limit)
+
+
+def pieces(model: Any, family: Any) -> Iterator[Piece]:
+    """Yield every tensor of a folder, as rows of a parameter of `model`."""
+    for name, weight in model.named_parameters():
+        yield Piece(model.name_of(name), name, 0, tuple(weight.shape))

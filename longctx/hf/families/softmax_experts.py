@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register
 from longctx.spec.experts import STEEPNESS
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Fold, Piece

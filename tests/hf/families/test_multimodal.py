@@ -15,9 +15,9 @@ from transformers import (
 
 from longctx.attention import Mask
 from longctx.cli import main as cli
-from longctx.model.export import export
-from longctx.model.huggingface import pretrained
-from tests.model.families.parity import SIZES, SPECIAL, write_tokenizer
+from longctx.hf.export import export
+from longctx.hf.model_folder import pretrained
+from tests.hf.families.parity import SIZES, SPECIAL, write_tokenizer
 
 TEXT = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9}
 TEXT["num_hidden_layers"] = 3

@@ -7,30 +7,26 @@ only when it is complete.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files, hub_snapshot, plugins, untrusted
-from longctx.model import huggingface, lora, packed
-from longctx.model.families import family_of, multimodal, read_model
-from longctx.model.families.family import Family
+from longctx.hf import model_folder
+from longctx.hf.families import family_of, multimodal, read_model
+from longctx.hf.families.family import Family
+from longctx.hf.stored import Write, warn_of_not_finite, write_json
+from longctx.model import lora, packed
 from longctx.model.gpt import GPT
-from longctx.model.huggingface import inventory, values_of
-from longctx.model.restore import copy_weights, lora_of, mapped_model
+from longctx.model.restore import adapted_model, copy_weights
 from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from longctx.spec.parts import Piece
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -39,6 +35,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+FUSED = ("gate_proj", "up_proj", "down_proj")  # of an expert, in transformers' tensors of all
 SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -71,14 +68,9 @@ def export(
 
     # Refused models and tokenizers raise here, before gigabytes are written
     generation = _generation(tokenizers)
-    # Each kind of model has a writer of config.json and weights
-    write: Callable[[Path], None]
-    if model.config.transformers:
-        from longctx.model import transformers_folder
-
-        write = partial(transformers_folder.write_model, model, context, dtype, shard_bytes)
-    else:
-        write = _writer(model, tokenizers, generation, context, dtype, shard_bytes, wrapper)
+    write = model_folder.format_of(model.config).writer(
+        model, tokenizers, generation, context, dtype, shard_bytes, wrapper
+    )
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
         with files.atomic(out) as folder:
@@ -95,127 +87,12 @@ def export(
         ) from error
 
 
-def _writer(
-    model: GPT,
-    tokenizers: Path,
-    generation: dict[str, Any],
-    context: int,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    wrapper: Path | None,
-) -> Callable[[Path], None]:
-    """Return a function that writes config.json and weights into a folder; refuses now."""
-    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
-    keys = family.write(model.config, context)
-    family.check_tokenizer(tokenizers / "tokenizer.json")
-    # These ids are in generation_config.json too, so readers of either agree
-    keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
-    keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
-    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
-    tensors = list(_of_model(model, family, dtype))
-    if wrapper is not None:
-        tensors = list(_in_wrapper(tensors, wrapper))
-
-    def write(folder: Path) -> None:
-        write_json(folder / "config.json", keys)
-        for name in multimodal.PROCESSOR_FILES:
-            if wrapper is not None and (wrapper / name).is_file():
-                limit = untrusted.SETTINGS_SIZE
-                untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
-        _write_weights(tensors, shard_bytes, folder)
-
-    return write
-
-
 def check_out(out: Path) -> None:
     """Raise ValueError unless `out` is free: not there, or an empty folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(
             f"{out}: exists already and is not an empty folder; give the name of a new one"
         )
-
-
-def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
-    """Return config.json of `config` for `context` tokens.
-
-    Raises ValueError with the key that no class of transformers has next to the others.
-    """
-    return family_of(config).write(config, context)
-
-
-class _Tensor(NamedTuple):
-    """A tensor to write: about how many bytes it has, and what reads it when its turn comes."""
-
-    name: str
-    size: int
-    read: Callable[[], Tensor]
-
-
-def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator[_Tensor]:
-    """Yield the tensors of `model` as `family` names and stores them."""
-    parameters = dict(model.named_parameters())
-    common = dtype or model.embed.weight.dtype
-    parts: dict[str, list[tuple[Tensor, Piece]]] = {}
-    for piece in family.tensors(model.config):
-        parts.setdefault(piece.theirs, []).append((parameters[piece.ours], piece))
-    for name, pieces in parts.items():
-        piece = pieces[0][1]
-        size = common.itemsize * torch.Size(piece.shape).numel()
-        own = common if piece.fold.widens else dtype
-        own = own if piece.fold.narrows else torch.float32
-        yield _Tensor(name, size, partial(_whole, pieces, own))
-
-
-def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
-    """Yield `tensors` by their names in the multimodal folder `wrapper`, then all others there."""
-    stored = inventory(wrapper)
-    names = {multimodal.text_name(name): name for name in stored}
-    for tensor in tensors:
-        yield tensor._replace(name=names[tensor.name])
-    for name, entry in stored.items():
-        if multimodal.text_name(name) is None:
-            # An upper limit: sizes decide only where shards begin
-            size = 4 * torch.Size(entry.shape).numel()
-            yield _Tensor(name, size, partial(values_of, entry))
-
-
-def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
-    by_name = {tensor.name: tensor for tensor in all_tensors}
-    split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda tensor: tensor.size,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
-    )
-    size, flawed = 0, None
-    for file, names in split.filename_to_tensors.items():
-        # A shard at a time: the weights need not fit in memory twice
-        tensors = {name: by_name[name].read() for name in names}
-        flawed = flawed or not_finite(tensors)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files.as_umask_allows(folder / file)
-        size += sum(x.nbytes for x in tensors.values())
-    warn_of_not_finite(flawed)
-    if split.is_sharded:
-        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
-        write_json(folder / "model.safetensors.index.json", index)
-
-
-def warn_of_not_finite(name: str | None) -> None:
-    """Print a warning that the tensor `name`, if any, is written with NaN or infinity in it."""
-    if name is not None:
-        print(
-            f"warning: {name} has numbers that are not finite: the weights are damaged, or, with "
-            "dtype=fp16, larger than the 65,504 that it can hold",
-            file=sys.stderr,
-        )
-
-
-def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor of a folder; its pieces add up."""
-    first, *others = (piece.fold.save(x.detach()[piece.rows]) for x, piece in pieces)
-    whole = sum(others, first)
-    return whole if dtype is None else whole.to(dtype)
 
 
 def _generation(tokenizers: Path) -> dict[str, Any]:
@@ -235,28 +112,23 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     return {"_from_model_config": True, **special}
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write `content` as the JSON files of a Hugging Face folder are written."""
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: bool) -> None:
     """Read the checkpoint `file`, write the folder `out`, print a line about it."""
     check_out(out)
     verify(file)
     with untrusted.opened(file):
         checkpoint = read(file)
-        config = checkpoint["longctx"]["config"]
-        model = mapped_model(file, checkpoint, GPTConfig.of_saved(config["model"]))
-        seq_len, added = int(config["seq_len"]), lora_of(checkpoint)
-    attention = plugins.attention_of(config, file)
+        saved = checkpoint["longctx"]["config"]
+        seq_len, described = int(saved["seq_len"]), GPTConfig.of_saved(saved["model"])
+        model, added, config = adapted_model(file, checkpoint, described)
+    attention = plugins.attention_of(saved, file)
     if not attention.description.exact:
         raise ValueError(
             f"{file}: it was trained with attention={attention.backend}, which config.json "
             "cannot describe: others would compute plain softmax; generate and evaluate it here"
         )
     if adapter:
-        run_adapter(model, file, checkpoint, added, seq_len, out)
+        run_adapter(model, file, config, added, seq_len, out)
         return
     if added.rank is not None:
         model = merged(model, str(config.get("init")), added.base)
@@ -283,7 +155,7 @@ def wrapper_of(config: dict[str, Any]) -> Path | None:
         folder = hub_snapshot.folder(init, "init")
         if run_folder.is_run(folder):
             return wrapper_of(read(run_folder.checkpoint_of(folder, "init"))["longctx"]["config"])
-        return huggingface.with_weights(init, "init") if multimodal.wraps(folder) else None
+        return model_folder.with_weights(init, "init") if multimodal.wraps(folder) else None
     except (OSError, ValueError):
         family = family_of(GPTConfig.of_saved(config["model"]))
         if family.model_type in multimodal.WRAPPERS.values():
@@ -309,15 +181,15 @@ def merged(model: GPT, init: str, base: str | None = None) -> GPT:
     return lora.merge(model)
 
 
-def visit(model: GPT, init: str, write: Callable[[Tensor, Tensor, int], None]) -> None:
+def visit(model: GPT, init: str, write: Write) -> None:
     """Call `write` with each weight of `model`, the values that `init` has for it, and the row of
     the first of them.
     """
-    path = huggingface.with_weights(init, "init")
+    path = model_folder.with_weights(init, "init")
     if run_folder.is_run(path):
         copy_weights(model, path, read(path), lambda rows, weight: write(weight, rows[:], 0))
     else:
-        huggingface.load_weights(model, path, write)
+        model_folder.load_weights(model, path, write)
 
 
 def check_rounded(weight: Tensor, values: Tensor, first: int) -> None:
@@ -339,7 +211,7 @@ def put_unrounded(weight: Tensor, values: Tensor, first: int) -> None:
 
 
 def run_adapter(
-    model: Any, file: Path, checkpoint: dict[str, Any], added: Any, seq_len: int, out: Path
+    model: Any, file: Path, config: dict[str, Any], added: Any, seq_len: int, out: Path
 ) -> None:
     """Write the weights that LoRA trained, as peft reads them.
 
@@ -347,7 +219,6 @@ def run_adapter(
     """
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
-    config = checkpoint["longctx"]["config"]
     init = str(config.get("init"))
     base, revision = init, None
     if (from_hub := hub_snapshot.model_name(init)) is not None:
@@ -363,7 +234,7 @@ def run_adapter(
     family: Family | None = None
     opened_with: dict[str, Any] | None = None
     # Models of transformers keep their own names and positions
-    if not model.config.transformers:
+    if model.config.has_kernels:
         # Its class in transformers names the layers, also if another one would do
         family, source = read_model(hub_snapshot.folder(init, "init"))
         positions = ("rope_theta", "rope_scaling", "context")
@@ -399,7 +270,7 @@ def export_adapter(
     tensors: dict[str, Tensor] = {}
     modules = model.named_modules()
     layers = {name: module for name, module in modules if isinstance(module, lora.LoraLinear)}
-    for piece in tensors_of(model, family):
+    for piece in model_folder.format_of(model.config).pieces(model, family):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             name = piece.theirs.removesuffix(".weight")
@@ -413,6 +284,11 @@ def export_adapter(
             tensors[f"{path}.lora_B.weight"] = lora_b.clone()
 
     warn_of_not_finite(not_finite(tensors))
+    paths = {name.split(".", 2)[2].rsplit(".", 2)[0] for name in tensors}
+    # Next to experts, peft takes a layer of one of these names for a part of the experts' tensors
+    has_experts = any(weight.ndim > 2 for weight in model.parameters())
+    has_experts |= model.config.experts.count is not None
+    fused = sorted(x for x in paths if has_experts and x.rpartition(".")[2] in FUSED)
     adapter: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -425,7 +301,8 @@ def export_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({path.rpartition(".")[2] for path in paths if path not in fused}),
+        "target_parameters": [f"{path}.weight" for path in fused],
     }
     # The folder is renamed to `out` when it is whole
     with files.atomic(out) as folder:
@@ -435,13 +312,3 @@ def export_adapter(
         write_json(folder / "adapter_config.json", adapter)
         if architecture is not None:
             write_json(folder / "config.json", architecture)
-
-
-def tensors_of(model: GPT, family: Family | None) -> Iterator[Piece]:
-    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
-    if not model.config.transformers:
-        yield from (family or family_of(model.config)).tensors(model.config)
-        return
-    for name, weight in model.named_parameters():
-        theirs: Any = model
-        yield Piece(theirs.name_of(name), name, 0, tuple(weight.shape))

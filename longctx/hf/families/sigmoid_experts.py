@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register, windowed_layers
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register, windowed_layers
 from longctx.spec.model_config import GPTConfig
 
 

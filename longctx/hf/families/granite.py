@@ -8,9 +8,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register, windowed_layers
-from longctx.model.families.llama import BIASES
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register, windowed_layers
+from longctx.hf.families.llama import BIASES
 from longctx.spec.model_config import GPTConfig, Multipliers
 
 

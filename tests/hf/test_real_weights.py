@@ -15,8 +15,8 @@ import eval as evaluate
 from benchmarks import real_weights
 from longctx import cli
 from longctx.data import Tokenizer
+from longctx.hf.model_folder import load_weights, read_config
 from longctx.model.gpt import build
-from longctx.model.huggingface import load_weights, read_config
 
 # Of the Python language reference, which every installation has: long and mostly prose
 PROSE = [topics[name] for name in ("types", "customization", "attribute-access")]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from longctx.config.fields import keys
 from longctx.config.rope_config import check_scaling
-from longctx.model.families.config_json import ConfigJson
+from longctx.hf.families.config_json import ConfigJson
 from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from longctx.config.rope_config import ORIGINAL
-from longctx.model.families.config_json import ConfigJson
-from longctx.model.families.family import Family, register
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, register
 from longctx.spec.model_config import GPTConfig
 
 BIASES = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}

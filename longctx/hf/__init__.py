@@ -1,0 +1,1 @@
+"""Models of others: those that transformers computes, and folders of the Hugging Face Hub."""

@@ -1,0 +1,252 @@
+"""Hugging Face folders of the families: tensors become the weights of a GPT, and a GPT a folder.
+
+The models of `longctx.hf.families` compute in transformers what GPT computes here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longctx import files, untrusted
+from longctx.hf.families import family_of, multimodal, read_model
+from longctx.hf.families.family import EMBEDDING, LM_HEAD, Family
+from longctx.hf.stored import (
+    BLOCKS,
+    DTYPES,
+    SCALES,
+    Stored,
+    Write,
+    inventory,
+    shape_of_mxfp4,
+    values_of,
+    warn_of_not_finite,
+    write_json,
+)
+from longctx.model.gpt import GPT
+from longctx.runs.checkpoints import not_finite
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Piece
+
+# Tensors that are computed, not learned; old Llama files have them.
+BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# What a folder does not decide; positions may be stretched, see context_extension.py.
+NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
+
+
+def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
+    """Return the place of each tensor of `folder`, if they make the model of `config`.
+
+    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
+    tensor, another architecture than `config`, or a file that is not safetensors.
+    """
+    family, source = read_model(folder)
+
+    # the architecture
+    free = {key: getattr(config, key) for key in NOT_OF_FOLDER}
+    free["experts"] = replace(source.experts, balance=config.experts.balance)
+    if replace(source, **free) != config or source.head_size != config.head_size:
+        raise ValueError(
+            f"{folder}: its config.json describes another model than the one that is to be filled"
+        )
+    if (config.vocab_size or 0) < (source.vocab_size or 0):
+        raise ValueError(
+            f"model.vocab_size={config.vocab_size}: {folder} has weights for "
+            f"{source.vocab_size:,} tokens; use at least that, or null"
+        )
+
+    # tensor by tensor
+    stored = text_tensors(folder)
+    unused = {name for name in stored if not BUFFERS.fullmatch(name)}
+    unused = {name for name in unused if not family.leaves_out(name, source)}
+    for piece in family.tensors(source):
+        name, shape = piece.theirs, piece.shape
+        tensor = stored.get(name)
+        if tensor is None:
+            raise ValueError(f"{folder}: no tensor {name}, which its config.json asks for")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{tensor.file}: {name} is {list(tensor.shape)}, by config.json it is {list(shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            covered = ", ".join(DTYPES)
+            raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}; covered are {covered}")
+        unused.discard(name)
+
+    # what is left over
+    if source.tied and LM_HEAD in unused:
+        unused.discard(LM_HEAD)
+        _check_same(stored, LM_HEAD, EMBEDDING)
+    if unused:
+        name = min(unused)
+        raise ValueError(
+            f"{stored[name].file}: tensor {name} has no place in the model that config.json "
+            "describes"
+        )
+    return stored
+
+
+def text_tensors(folder: Path) -> dict[str, Stored]:
+    """Return the tensors of the text model in `folder`, by their names in a folder of its own."""
+    stored = inventory(folder)
+    packed = [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]
+    for name in packed:
+        if name + SCALES not in stored:
+            continue
+        blocks, scales = stored.pop(name + BLOCKS), stored.pop(name + SCALES)
+        shape = shape_of_mxfp4(blocks.shape, scales.shape)
+        both = {blocks.dtype, scales.dtype}
+        dtype = "BF16" if both == {"U8"} else "MXFP4 that is not in bytes"
+        stored[name] = blocks._replace(shape=shape, dtype=dtype, scales=scales)
+    if not multimodal.wraps(folder):
+        return stored
+    named = {multimodal.text_name(name): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+def _check_same(stored: dict[str, Stored], name: str, other: str) -> None:
+    one, two = values_of(stored[name]), values_of(stored[other])
+    if one.dtype != two.dtype or not torch.equal(one, two):
+        raise ValueError(
+            f"{stored[name].file}: {name} differs from {other}, but tie_word_embeddings=true"
+        )
+
+
+def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:
+    """Convert `model` to `dtype`, or that of the files; weights that a fold widens stay in fp32."""
+    model.to(dtype or DTYPES[text_tensors(folder)[EMBEDDING].dtype])
+    for piece in read_model(folder)[0].tensors(model.config):
+        if piece.fold.widens:
+            weight = model.get_parameter(piece.ours)
+            weight.data = weight.data.float()
+
+
+@torch.no_grad()
+def load_weights(model: GPT, folder: Path, write: Write) -> None:
+    """Copy the weights of `folder` into `model`; see `model_folder.load_weights`."""
+    stored = check_weights(model.config, folder)
+    parameters = dict(model.named_parameters())
+    family, source = read_model(folder)
+    for piece in family.tensors(source):
+        tensor = piece.fold.load(values_of(stored[piece.theirs]))
+        write(parameters[piece.ours], tensor, piece.first)
+        del tensor
+
+
+def writer(
+    model: GPT,
+    tokenizers: Path,
+    generation: dict[str, Any],
+    context: int,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    wrapper: Path | None,
+) -> Callable[[Path], None]:
+    """Return a function that writes config.json and weights into a folder; refuses now."""
+    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
+    keys = family.write(model.config, context)
+    family.check_tokenizer(tokenizers / "tokenizer.json")
+    # These ids are in generation_config.json too, so readers of either agree
+    keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
+    keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
+    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
+    tensors = list(_of_model(model, family, dtype))
+    if wrapper is not None:
+        tensors = list(_in_wrapper(tensors, wrapper))
+
+    def write(folder: Path) -> None:
+        write_json(folder / "config.json", keys)
+        for name in multimodal.PROCESSOR_FILES:
+            if wrapper is not None and (wrapper / name).is_file():
+                limit = untrusted.SETTINGS_SIZE
+                untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
+        _write_weights(tensors, shard_bytes, folder)
+
+    return write
+
+
+def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
+    """Return config.json of `config` for `context` tokens.
+
+    Raises ValueError with the key that no class of transformers has next to the others.
+    """
+    return family_of(config).write(config, context)
+
+
+class _Tensor(NamedTuple):
+    """A tensor to write: about how many bytes it has, and what reads it when its turn comes."""
+
+    name: str
+    size: int
+    read: Callable[[], Tensor]
+
+
+def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator[_Tensor]:
+    """Yield the tensors of `model` as `family` names and stores them."""
+    parameters = dict(model.named_parameters())
+    common = dtype or model.embed.weight.dtype
+    parts: dict[str, list[tuple[Tensor, Piece]]] = {}
+    for piece in family.tensors(model.config):
+        parts.setdefault(piece.theirs, []).append((parameters[piece.ours], piece))
+    for name, pieces in parts.items():
+        piece = pieces[0][1]
+        size = common.itemsize * torch.Size(piece.shape).numel()
+        own = common if piece.fold.widens else dtype
+        own = own if piece.fold.narrows else torch.float32
+        yield _Tensor(name, size, partial(_whole, pieces, own))
+
+
+def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
+    """Yield `tensors` by their names in the multimodal folder `wrapper`, then all others there."""
+    stored = inventory(wrapper)
+    names = {multimodal.text_name(name): name for name in stored}
+    for tensor in tensors:
+        yield tensor._replace(name=names[tensor.name])
+    for name, entry in stored.items():
+        if multimodal.text_name(name) is None:
+            # An upper limit: sizes decide only where shards begin
+            size = 4 * torch.Size(entry.shape).numel()
+            yield _Tensor(name, size, partial(values_of, entry))
+
+
+def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
+    by_name = {tensor.name: tensor for tensor in all_tensors}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda tensor: tensor.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    size, flawed = 0, None
+    for file, names in split.filename_to_tensors.items():
+        # A shard at a time: the weights need not fit in memory twice
+        tensors = {name: by_name[name].read() for name in names}
+        flawed = flawed or not_finite(tensors)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files.as_umask_allows(folder / file)
+        size += sum(x.nbytes for x in tensors.values())
+    warn_of_not_finite(flawed)
+    if split.is_sharded:
+        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor of a folder; its pieces add up."""
+    first, *others = (piece.fold.save(x.detach()[piece.rows]) for x, piece in pieces)
+    whole = sum(others, first)
+    return whole if dtype is None else whole.to(dtype)
+
+
+def pieces(model: GPT, family: Family | None) -> Iterator[Piece]:
+    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
+    yield from (family or family_of(model.config)).tensors(model.config)

@@ -1,0 +1,108 @@
+"""Weights of Hugging Face folders. Nothing in a folder is run: JSON and safetensors only.
+
+Which models are covered, and how their config.json and their tensors are to be read, stands in
+`longctx.hf.families`: the models there compute in transformers what GPT computes here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx import hub_snapshot
+from longctx.attention.description import AttentionConfig
+from longctx.hf.families import has_family, read_model
+from longctx.hf.stored import Stored, Write, shards_of
+from longctx.model.gpt import GPT, build
+from longctx.spec.model_config import GPTConfig
+
+
+def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
+    """The model of `folder`/config.json. `by_transformers` says if transformers computes it:
+    "auto", if no family here has its model_type; "always"; "never".
+
+    Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
+    """
+    if by_transformers == "never" or (by_transformers == "auto" and has_family(folder)):
+        return read_model(folder)[1]
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
+        )
+    from longctx.hf import transformers_folder
+
+    return transformers_folder.read_config(Path(folder))
+
+
+def pretrained(
+    folder: str | Path,
+    attention: AttentionConfig | str = "flash",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """The model in `folder`, on `device`, in `dtype` or that of its files; in host memory it exists
+    once at most.
+
+    Raises ValueError or OSError, one line, for whatever is not covered, missing or broken.
+    """
+    config = read_config(folder)
+    check_weights(config, folder)
+    with torch.device("meta"):
+        model = build(config, attention)
+    format_of(config).cast(model, Path(folder), dtype)
+    model.to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+def format_of(config: GPTConfig) -> Any:
+    """Return the module that reads and writes folders of this kind of model."""
+    return importlib.import_module(config.folders)
+
+
+def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
+    """Return the place of each tensor of `folder`, if they make the model of `config`.
+
+    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
+    tensor, another architecture than `config`, or a file that is not safetensors.
+    """
+    stored: dict[str, Stored] = format_of(config).check_weights(config, Path(folder))
+    return stored
+
+
+def load_weights(model: GPT, folder: str | Path, write: Write | None = None) -> None:
+    """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as
+    `check_weights`.
+
+    Rows of a larger vocabulary than the folder's keep what they hold. `write` copies (weight,
+    values, first row) to a weight of which this rank holds a part.
+    """
+    format_of(model.config).load_weights(model, Path(folder), write or _copy_rows)
+
+
+def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
+    weight[first : first + len(values)].copy_(values)
+
+
+def with_weights(name: str, key: str) -> Path:
+    """Return the folder of `name`, given as `key`, with its weights.
+
+    Weights of a model of the Hub are downloaded unless the cache has them. Raises ValueError or
+    OSError, one line, if that cannot be.
+    """
+    folder = hub_snapshot.folder(name, key)
+    if hub_snapshot.model_name(name) is None:
+        return folder
+    shards = shards_of(folder)
+    folder = hub_snapshot.folder(name, key, shards)
+    if absent := next((file for file in shards if not (folder / file).exists()), None):
+        raise FileNotFoundError(
+            f"{key}={name}: the model has no {absent}, and pickles, which can run code, are not "
+            "read; give one in safetensors"
+        )
+    return folder

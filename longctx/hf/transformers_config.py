@@ -1,0 +1,116 @@
+"""The description of a model that transformers computes. torch-free: it was counted when the
+config.json was read, and a run records it.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from longctx.config.fields import key, refuse
+from longctx.spec.model_config import GPTConfig
+
+THEIRS = "transformers computes this model"
+# Memory policies of a layer as a whole, which it can have
+WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0}
+
+
+@dataclass
+class TransformersConfig(GPTConfig):
+    """The sizes of a model that transformers computes, for predictions, and its config.json."""
+
+    transformers: dict[str, Any] = key({}, "its config.json, and counts of its weights")
+
+    implementation: ClassVar[str] = "longctx.hf.transformers_model:TransformersModel"
+    folders: ClassVar[str] = "longctx.hf.transformers_folder"
+    has_kernels: ClassVar[bool] = False
+    remark: ClassVar[str] = (
+        ", computed by transformers (with our attention and loss; without fused kernels, "
+        "torch.compile, fp8 and Muon)"
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its config.json."""
+        settings: dict[str, Any] = self.transformers["config"]
+        return settings
+
+    def with_vocabulary(self, size: int) -> GPTConfig:
+        raise ValueError(f"model.vocab_size={size}: {THEIRS}, with its own vocabulary; leave it")
+
+    def with_layers(self, chosen: Sequence[int]) -> Self:
+        cut = {
+            key: [value[layer] for layer in chosen]
+            if isinstance(value, list) and len(value) == self.layers
+            else value
+            for key, value in self.settings.items()
+        }
+        cut |= {"num_hidden_layers": len(chosen)}
+        return replace(
+            super().with_layers(chosen), transformers=self.transformers | {"config": cut}
+        )
+
+    def matmul_parameters(self) -> int:
+        return int(self.transformers["products"])
+
+    def parameters(self) -> int:
+        return int(self.transformers["parameters"])
+
+    def frozen_matrices(self) -> list[tuple[int, int]]:
+        return [(rows, columns) for rows, columns in self.transformers["matrices"]]
+
+    def lora_widths(self, targets: Collection[str]) -> int:
+        return sum(self.transformers["lora"].get(target, 0) for target in targets)
+
+    def check_length(self, tokens: int, key: str) -> None:
+        limit = self.transformers.get("positions")
+        if limit is not None and tokens > limit:
+            raise ValueError(
+                f"{key}={tokens}: the model has learned {limit:,} positions; use at most that"
+            )
+
+    def accepted(self, request: Any) -> Any:
+        memory = request.memory
+        remedies = {
+            "precision=fp8": (request.precision == "fp8", "use precision=bf16"),
+            "compile=true": (request.compile.lower() == "true", "use compile=auto"),
+            "graphs=true": (request.graphs.lower() == "true", "use graphs=auto"),
+            f"optimizer={request.optimizer.name}": (
+                request.optimizer.traits.orthogonalizes,
+                "its matrices are not known; use optimizer=adamw",
+            ),
+            f"rope={request.rope.type}": (request.rope.type != "keep", "use rope=keep"),
+            "memory.recompute=mlp": (
+                memory.recompute == "mlp",
+                "use memory.recompute=none or block",
+            ),
+        }
+        for name, unused in WHOLE_LAYERS.items():
+            is_used = getattr(memory, name) not in (None, unused)
+            remedies[f"memory.{name}"] = is_used, "leave it out"
+        refuse(*((is_wrong, f"{key}: {THEIRS}; {x}") for key, (is_wrong, x) in remedies.items()))
+        return replace(request, memory=replace(memory, **WHOLE_LAYERS))
+
+    def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
+        pkgutil.resolve_name("longctx.hf.proof:prove")(self, device, precision, seq_len, packing)
+
+    def require_proof(self) -> None:
+        """Prove the model on a CPU unless it is proven."""
+        pkgutil.resolve_name("longctx.hf.proof:require")(self)
+
+    def packs(self, device: str, precision: str, seq_len: int, is_shared: bool) -> bool:
+        try:
+            self.prove(device, precision, seq_len, packing=True)
+        except ValueError:
+            # Ranks that share a sequence split documents, so layers must not mix tokens either
+            if is_shared:
+                raise
+            self.prove(device, precision, seq_len)
+            print("each document has a sequence of its own: this model's layers would mix them")
+            return False
+        return True
+
+    def measured(self, step: Any, say: Callable[[str], None]) -> Any:
+        return pkgutil.resolve_name("longctx.hf.layer_memory:measured_layers")(step, say)
