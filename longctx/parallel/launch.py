@@ -85,7 +85,7 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
 def supervise(processes: Launched) -> int:
     """Run the ranks of devices=N as children of this process; return the exit code.
 
-    It is that of the first rank that fails, and 1 if a rank is killed: one line then names it.
+    The first rank that fails decides it. It is 1 if a rank is killed: one line then names the rank.
     """
     pids: dict[int, int] = {}  # PID → rank
 

@@ -159,7 +159,7 @@ class Meeting:
         return dist.PrefixStore(f"longctx/{attempt}", store)
 
     def _gather(self) -> None:
-        """Wait, as rank 0, for the others, and connect to those that no supervisor watches."""
+        """Wait, as rank 0, for the others; connect to them if no supervisor watches."""
         launched = self.launched
         keys = [f"here/{rank}" for rank in range(1, launched.ranks)]
         absent = missing(self.store, keys, self.seconds)
@@ -225,7 +225,7 @@ class Meeting:
 
 
 def missing(store: dist.Store, keys: Iterable[str], seconds: float) -> list[str]:
-    """Wait for `keys` of `store`; return those that are not there after so many seconds."""
+    """Wait so many seconds for `keys` of `store`; return the missing ones."""
     begun = time.monotonic()
     while absent := [key for key in keys if not store.check([key])]:
         waited = time.monotonic() - begun

@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 class Parallel:
     """The processes of one run; this one is number `rank` of `ranks`, on `device`.
 
-    Make it, decide on rank 0 what to run, `launch` it, then take it `with_mesh`, which has the
+    Make it, decide on rank 0 what to run, `launch` it, then take it `with_mesh`. The mesh has the
     named dimensions data (copies of the model), shard (slices of it) and context (parts of a
     sequence).
     """

@@ -55,7 +55,7 @@ def of_workload(workload: Workload) -> Lock:
 
 
 def fingerprint(workload: Workload, device: torch.device) -> dict[str, str]:
-    """Return sha256 of attention's results for fixed inputs, of those that are the same every time.
+    """Return sha256 of attention's reproducible results for fixed inputs.
 
     Head size, dtype, group and length choose the kernel as they do in the run.
     """
