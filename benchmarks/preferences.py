@@ -87,7 +87,7 @@ def speed(options: Options) -> Iterator[Row]:
     step = ["seq_len=512", "batch_size=1", "accumulate=1", "workers=0", "graphs=false"]
     run = training_run(step, device, settings_of(options))
     # A request would need data and weights, which no dry run opens
-    run = replace(run, config=replace(run.config, objective=ObjectiveConfig("dpo")))
+    run = replace(run, config=replace(run.config, objective=ObjectiveConfig.of("dpo")))
     room = options.gib * GIB / 100
     if device == "cuda":
         room = hardware.chip(torch.cuda.get_device_name(), options.gib * GIB).usable

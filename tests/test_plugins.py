@@ -12,7 +12,7 @@ from longctx import cli, plugins
 from longctx.attention import description, registry
 from longctx.config.doors import OPTIMIZERS
 from longctx.data import sources
-from longctx.runs import metrics_file
+from longctx.runs import metrics_file, run_folder
 from tests.processes import ROOT, finished
 
 PLUGIN = '''
@@ -159,17 +159,39 @@ def test_a_bad_plugin_is_one_line_that_names_it(name, text, message, here, refus
     refused(cli.main(["train", f"plugins=[{name}]"]), message)
 
 
-def test_a_text_that_is_missing_and_a_key_that_no_group_has_are_one_line(here, refused):
+def test_a_text_that_is_missing_is_one_line(here, refused):
     (here / "my.py").write_text(PLUGIN.replace('f"Line {number} of a poem. " * 30', "None"))
     refused(cli.main(["train", "plugins=[my.py]", *RUN]), "poem 0: its text is a NoneType")
-    (here / "new.py").write_text(
-        "from longctx.training.optimizers import OptimizerTraits, register\n"
-        "register('saw', OptimizerTraits(keys={'teeth': 3}))\n"
-    )
+
+
+KEYS = """
+from dataclasses import dataclass
+from longctx.config.doors import OptimizerConfig
+from longctx.config.fields import key
+from longctx.training.optimizers import OptimizerTraits, register
+
+@dataclass
+class SawKeys(OptimizerConfig):
+    teeth: int = key(3, "of the saw", between=(2, 9))
+
+register("saw", OptimizerTraits(keys=SawKeys))
+"""
+
+
+def test_a_plugin_has_keys_of_its_own(here, refused, capsys):
+    (here / "new.py").write_text(KEYS)
+    named = ["plugins=[new.py]", "optimizer=saw"]
     try:
-        refused(cli.main(["train", "plugins=[new.py]", "optimizer=saw"]), "its key teeth")
+        assert cli.compose("train", [*named, "optimizer.teeth=4"]).config.optimizer.teeth == 4
+        saved = run_folder.plain(cli.compose("train", named).config)["optimizer"]
+        assert saved == {"name": "saw", "teeth": 3}
+        assert "optimizer.teeth=3" in cli.help_text("train")
+        refused(cli.main(["train", *named, "optimizer.teeth=1"]), "optimizer.teeth=1: a number")
+        refused(cli.main(["train", *named, "optimizer.momentum=1"]), "not a key of optimizer=saw")
+        refused(cli.main(["train", "optimizer.teeth=4"]), "not a key of optimizer=adamw")
     finally:
         OPTIMIZERS.remove("saw")
+    assert "optimizer.teeth" not in cli.help_text("train")
 
 
 def test_a_plugin_that_changes_under_a_start_is_refused(here):

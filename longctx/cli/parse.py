@@ -133,6 +133,12 @@ def read(
 
     A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
     """
+    arguments = list(arguments)
+    # Some of the other keys may be a plugin's
+    declared = keys(schema).get("plugins")
+    for _, _, text in (x.partition("=") for x in arguments if x.startswith("plugins=")):
+        if declared is not None and len(alternatives(declared, text)) == 1:
+            plugins.load(typed("plugins", value_of(text, declared) or [], declared))
     known, takes_paths = keys(schema), bool(positional(schema))
     files, texts, paths = list[str](), dict[str, str](), list[str]()
     given: list[tuple[str, str, str]] = []

@@ -41,7 +41,7 @@ def workload_of(
         memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),
         attention=config.attention,
         lora=config.lora,
-        optimizer=config.optimizer.filled(),
+        optimizer=config.optimizer,
         validates=config.data.val_fraction != 0,
         # Sums over answers are no graph
         graphs=config.graphs.lower() if config.objective.traits.data is None else "false",

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from longctx.config.fields import Group, foreign_keys, key, positive, undeclared
+from longctx.config.fields import KEYS, Group, Key, key, keys, refuse_all, shown
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,10 +34,12 @@ class Door(Mapping[str, Description]):
         if name in self:
             raise ValueError(f"{self.key}={name}: is registered already; choose another name")
         self._descriptions[name] = description
+        KEYS.clear()  # it may have keys of its own
 
     def remove(self, name: str) -> None:
         """Forget `name`, as a test does with its own."""
         del self._descriptions[name]
+        KEYS.clear()
 
     # Names register when their package is imported: no command pays for a door that it does not ask
     def __getitem__(self, name: str) -> Description:
@@ -61,8 +63,8 @@ class OptimizerTraits(NamedTuple):
     # Bytes of fp32 state for a weight in a matrix of the blocks, and for any other weight
     matrix_bytes: int = 8
     other_bytes: int = 8
-    # Its own keys of OptimizerConfig, with their defaults
-    keys: Mapping[str, Any] = {}
+    # Its own keys, declared in a subclass of OptimizerConfig
+    keys: type[OptimizerConfig] | None = None
     # Values that memory.optimizer_state may have
     states: tuple[str, ...] = ("fp32",)
     # True if it can train the additions of LoRA
@@ -89,8 +91,8 @@ class Objective(NamedTuple):
     collate: Callable[[Any, Any], Any] | None = None
     # Metrics of the rows, besides the loss
     figures: tuple[str, ...] = ()
-    # Its own keys of ObjectiveConfig, with their defaults
-    keys: Mapping[str, Any] = {}
+    # Its own keys, declared in a subclass of ObjectiveConfig
+    keys: type[ObjectiveConfig] | None = None
     # What data.preferences is to it; None: it reads plain documents
     data: str | None = None
     # Called before the first step, with the weights that training begins with: run, data, module
@@ -149,10 +151,49 @@ Traits = TypeVar("Traits", OptimizerTraits, Objective)
 
 @dataclass
 class NamedGroup(Group, Generic[Traits]):
-    """A name from a door, and keys of which each name has some; null: the default of the name."""
+    """A name from a door. Keys that a name has alone are a subclass of its group, beside its code:
+    `keys` of its description.
+    """
 
     door: ClassVar[Door[Any]]
     name: str = ""
+
+    @classmethod
+    def of(cls, name: str, **own: Any) -> Self:
+        """Return the group with `name` and its `own` keys."""
+        return cls.kind({"name": name})(name, **own)
+
+    @classmethod
+    def usual(cls) -> Self:
+        """Return the group with the default name, and the default of each key."""
+        return cls.of(keys(cls)["name"].default)
+
+    @classmethod
+    def kind(cls, values: Mapping[str, Any]) -> type[Self]:
+        """Return the class for the name among `values`; ValueError for keys of other names."""
+        name = values.get("name", keys(cls)["name"].default)
+        kind: type[Self] = (cls.door[name].keys if name in cls.door else None) or cls
+        own = keys(kind).keys() - {"name"}
+        others = {key: values[key] for key in values if key in cls.all_keys().keys() - keys(kind)}
+        has = ", ".join(sorted(own)) or "none"
+        refuse_all(
+            f"{cls.prefix}{key}={shown(value)}: not a key of {cls.door.key}={name}; it has: {has}"
+            for key, value in others.items()
+        )
+        return kind
+
+    @classmethod
+    def all_keys(cls) -> dict[str, Key]:
+        """Return the keys of every name; the meaning of each begins with the names that have it."""
+        found, owners = dict(keys(cls)), dict[str, list[str]]()
+        for name, traits in cls.door.items():
+            for own, declared in keys(traits.keys or cls).items():
+                found.setdefault(own, declared)
+                owners.setdefault(own, []).append(name)
+        for own in found.keys() - keys(cls):
+            meaning = f"{', '.join(owners[own])}: {found[own].meaning}"
+            found[own] = found[own]._replace(meaning=meaning)
+        return found
 
     @property
     def traits(self) -> Traits:
@@ -160,32 +201,14 @@ class NamedGroup(Group, Generic[Traits]):
         traits: Traits = self.door[self.name]
         return traits
 
-    def problems(self) -> Iterator[str]:
-        """Yield a message for a key that other names have."""
-        choice = f"{self.prefix.rstrip('.')}={self.name}"
-        yield from undeclared(self.traits.keys, self, choice)
-        own = {f"{self.prefix}{key}": value for key, value in vars(self).items() if key != "name"}
-        yield from foreign_keys(own, self.traits.keys, choice)
-
-    def filled(self) -> Self:
-        """Return a copy with the defaults of its name in place of nulls."""
-        defaults = self.traits.keys.items()
-        return replace(
-            self, **{key: value for key, value in defaults if getattr(self, key) is None}
-        )
-
 
 @dataclass
 class OptimizerConfig(NamedGroup[OptimizerTraits]):
-    """Which optimizer trains, and its own keys; null: the optimizer's default."""
+    """Which optimizer trains, and its own keys."""
 
     prefix = "optimizer."
     door = OPTIMIZERS
     name: str = key("adamw", "set by optimizer=NAME", choices=OPTIMIZERS, short=True)
-    momentum: float | None = key(
-        None, "muon: share of the average of gradients that stays; null: 0.95", between=(0, 0.9999)
-    )
-    iterations: int | None = positive(None, "muon: of Newton-Schulz; null: 5", limit=99)
 
     def problems_beside(self, optimizer_state: str | None, lora_rank: int | None) -> Iterator[str]:
         """Yield a message if this optimizer cannot keep its state so, or cannot train LoRA."""
@@ -203,34 +226,8 @@ class OptimizerConfig(NamedGroup[OptimizerTraits]):
 
 @dataclass
 class ObjectiveConfig(NamedGroup[Objective]):
-    """What a step minimizes, and its own keys; null: the objective's default."""
+    """What a step minimizes, and its own keys."""
 
     prefix = "objective."
     door = OBJECTIVES
     name: str = key("cross_entropy", "set by objective=NAME", choices=OBJECTIVES, short=True)
-    z_loss: float | None = key(
-        None,
-        "cross_entropy: factor of the mean log² Σ exp(logits), whose gradient keeps logits small, "
-        "such as 1e-4; null: 0",
-        between=(0, 1),
-    )
-    beta: float | None = key(
-        None, "dpo, orpo, kto: null: 0.1; simpo: 2: how steep rewards are", above=0
-    )
-    gamma: float | None = key(
-        None,
-        "simpo: margin that a reward of the chosen answer should have; null: 1",
-        between=(0, 99),
-    )
-    desirable_weight: float | None = key(
-        None, "kto: weight of desirable answers; null: 1", between=(0, 99)
-    )
-    undesirable_weight: float | None = key(
-        None, "kto: weight of undesirable answers; null: 1", between=(0, 99)
-    )
-    reference: str | None = key(
-        None,
-        "dpo, kto: log-probabilities of the model that training began with: step: with LoRA off in "
-        "each step | cached: once for all answers | null: step with LoRA, else cached",
-        choices=("step", "cached"),
-    )

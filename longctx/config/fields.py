@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import pkgutil
 import re
 import types
 import typing
@@ -124,7 +122,8 @@ def group(schema: type, **rules: Any) -> Any:
     """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`.
     The `rules` replace those of each of its keys.
     """
-    return dataclasses.field(default_factory=schema, metadata={"key": Key(**rules), "all": rules})
+    usual = getattr(schema, "usual", schema)
+    return dataclasses.field(default_factory=usual, metadata={"key": Key(**rules), "all": rules})
 
 
 def counted(thousand: int = 1024, word: str | None = None) -> Callable[[Any], Any]:
@@ -148,9 +147,17 @@ def counted(thousand: int = 1024, word: str | None = None) -> Callable[[Any], An
     return parse
 
 
-@functools.cache
+KEYS: dict[Any, dict[str, Key]] = {}  # of each dataclass that was asked, until a name registers
+
+
 def keys(schema: Any) -> dict[str, Key]:
     """Return every key of `schema` by its dotted name, the groups themselves too."""
+    if schema not in KEYS:
+        KEYS[schema] = _keys_of(schema)
+    return KEYS[schema]
+
+
+def _keys_of(schema: Any) -> dict[str, Key]:
     hints = typing.get_type_hints(schema)
     result: dict[str, Key] = {}
     for item in dataclasses.fields(schema):
@@ -168,7 +175,9 @@ def keys(schema: Any) -> dict[str, Key]:
             optional=len(declared) < len(types_allowed) or hint is Any,
         )
         if dataclasses.is_dataclass(hint):
-            for name, inner in keys(typing.cast(type, hint)).items():
+            # Of a group whose kinds have keys of their own: those of all kinds
+            inner_keys = hint.all_keys() if hasattr(hint, "all_keys") else keys(hint)
+            for name, inner in inner_keys.items():
                 result[f"{item.name}.{name}"] = inner._replace(**item.metadata.get("all", {}))
     return result
 
@@ -215,9 +224,8 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
     ValueError has a line for each key that does not exist, or has a value of another type.
     """
-    # A group may be of several kinds, each with a key of its own
-    for name, place in getattr(schema, "kinds", {}).items():
-        schema = pkgutil.resolve_name(place) if values.get(name) else schema
+    # A group may have kinds with keys of their own
+    schema = schema.kind(values) if hasattr(schema, "kind") else schema
     known, filled, messages = keys(schema), dict[str, Any](), list[str]()
     for name, value in values.items():
         try:
@@ -333,8 +341,7 @@ def _check_together(config: Any) -> None:
 
 def _outside(config: Any, prefix: str) -> Iterator[str]:
     """Yield a message for each key of `config` that is wrong by itself."""
-    schema: Any = type(config)
-    known = keys(schema)
+    known = keys(type(config))
     for name in [item.name for item in dataclasses.fields(config)]:
         if known[name].is_group:
             yield from _outside(getattr(config, name), f"{prefix}{name}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 
@@ -21,9 +21,7 @@ from longctx.spec.model_config import GPTConfig
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
 # Every group that has a folder there
 GROUPS: dict[str, type] = {
-    name: declared.type
-    for name, declared in keys(TrainConfig).items()
-    if declared.is_group and (CONFIGS / name).is_dir()
+    name: hint for name, hint in get_type_hints(TrainConfig).items() if (CONFIGS / name).is_dir()
 }
 AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 

@@ -383,9 +383,9 @@ class TrainConfig(Group):
                 f"{setting}: data={self.data.source} has no answers that are preferred; use "
                 "data=text or data=hub"
             )
-        if "reference" in traits.keys and self.init is None:
+        if hasattr(self.objective, "reference") and self.init is None:
             yield f"{setting}: begins with trained weights, and init= names none; give init="
-        if self.objective.reference == "step" and self.lora.rank is None:
+        if getattr(self.objective, "reference", None) == "step" and self.lora.rank is None:
             yield (
                 "objective.reference=step: only LoRA can be switched off; use lora.rank=, or "
                 "objective.reference=cached"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
 from longctx.config.fields import Group, build, group, key, positive
@@ -142,11 +143,6 @@ class GPTConfig(Group):
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
 
-    # Kinds of models next to this one: the key that they alone have → their class, with its own
-    # answers to the questions below
-    kinds: ClassVar[dict[str, str]] = {
-        "transformers": "longctx.hf.transformers_config:TransformersConfig"
-    }
     # What computes it, and what reads and writes its Hugging Face folders
     implementation: ClassVar[str] = "longctx.model.gpt:GPT"
     folders: ClassVar[str] = "longctx.hf.family_folder"
@@ -154,6 +150,13 @@ class GPTConfig(Group):
     has_kernels: ClassVar[bool] = True
     # What the first lines of a run add to its name
     remark: ClassVar[str] = ""
+
+    @classmethod
+    def kind(cls, values: Mapping[str, Any]) -> type[GPTConfig]:
+        """Return the class with its own answers to the questions here, if `values` are its."""
+        place = "longctx.hf.transformers_config:TransformersConfig"
+        kind: type[GPTConfig] = resolve_name(place) if values.get("transformers") else cls
+        return kind
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any]) -> GPTConfig:

@@ -198,7 +198,7 @@ def small(run: Run) -> Run:
     )
     config = replace(run.config, init=None, seq_len_schedule=None)
     if config.objective.traits.collate is not None:
-        config = replace(config, objective=ObjectiveConfig())
+        config = replace(config, objective=ObjectiveConfig.usual())
     return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
 
 

@@ -64,7 +64,7 @@ class TrainingModule(pl.LightningModule):
     def __init__(self, run: Run, shard: Callable[[GPT], None] = lambda model: None) -> None:
         super().__init__()
         self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
-        self.objective, self.keys = run.config.objective.traits, run.config.objective.filled()
+        self.objective, self.keys = run.config.objective.traits, run.config.objective
         self.figures: Tensor | None = (
             None  # sums and counts of the objective's, since they were taken
         )

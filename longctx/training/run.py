@@ -55,7 +55,8 @@ class Run:
     def caches_reference(self) -> bool:
         """Return True if the objective's reference is computed once for all answers."""
         with_lora = self.workload.lora.rank is not None
-        return (self.config.objective.reference or ("step" if with_lora else "cached")) == "cached"
+        asked = getattr(self.config.objective, "reference", None)
+        return (asked or ("step" if with_lora else "cached")) == "cached"
 
     def logs(self, step: int) -> bool:
         """Return True if a row is logged after `step`: first, last, every few, if it validates."""

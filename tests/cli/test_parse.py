@@ -167,7 +167,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         (f"{ONE_GROUP} model.experts.groups_per_token=2", "model.experts.groups=1: 4 experts"),
         (f"{EXPERTS} model.activation=gelu_tanh", "model.activation=gelu_tanh"),
         (f"{GROUPED} model.experts.per_token=3", "model.experts.groups=2: 4 experts must make"),
-        ("objective=dpo objective.gamma=1", "objective.gamma=1.0: not a key of objective=dpo"),
+        ("objective=dpo objective.gamma=1", "objective.gamma=1: not a key of objective=dpo"),
         ("objective=dpo data=embedded", "objective=dpo: data=embedded has no answers"),
     ],
 )

@@ -76,8 +76,8 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         model=model,
         memory=replace(memory, loss_chunk=draw.choice([None, 11])),
         lora=LoraConfig(rank=4) if lora else LoraConfig(),
-        objective=ObjectiveConfig(z_loss=0.05 if model.tied else None),
-        optimizer=OptimizerConfig(optimizer),
+        objective=ObjectiveConfig.of("cross_entropy", z_loss=0.05 if model.tied else 0.0),
+        optimizer=OptimizerConfig.of(optimizer),
         strategy=StrategyConfig(draw.choice(["ddp", "fsdp"])),
         context=ContextConfig(context, method),
     )

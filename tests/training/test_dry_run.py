@@ -59,7 +59,7 @@ def test_documents_shorten_attention_and_nothing_else(small):
 
 @pytest.mark.parametrize(("name", "other"), [("dpo", REJECTED), ("kto", UNRELATED)])
 def test_dry_run_of_answers_has_pairs(small, name, other):
-    config = dataclasses.replace(small.config, objective=ObjectiveConfig(name))
+    config = dataclasses.replace(small.config, objective=ObjectiveConfig.of(name))
     run = dataclasses.replace(small, config=config)
     row = dry.RandomRows(64, 33, 10, dry.Answers(other, True))[5]
     assert row["doc_ids"].unique().tolist() == [0, other, SIDES, SIDES + other]

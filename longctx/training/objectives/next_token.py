@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from longctx.config.doors import OBJECTIVES, Objective
+from longctx.config.doors import OBJECTIVES, Objective, ObjectiveConfig
+from longctx.config.fields import key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +16,17 @@ if TYPE_CHECKING:
     from longctx.training.batches import MicroBatch
 
 LARGEST = 700.0  # the exponential of a larger number is no float
+
+
+@dataclass
+class CrossEntropyKeys(ObjectiveConfig):
+    """The keys of cross entropy."""
+
+    z_loss: float = key(
+        0.0,
+        "factor of the mean log² Σ exp(logits), whose gradient keeps logits small, such as 1e-4",
+        between=(0, 1),
+    )
 
 
 def cross_entropy(model: GPT, batch: MicroBatch, keys: Any) -> Tensor:
@@ -27,7 +40,7 @@ def cross_entropy(model: GPT, batch: MicroBatch, keys: Any) -> Tensor:
         *(batch.tokens, batch.targets, batch.mask),
         reduction="sum",
         scale=batch.weight,
-        z_loss=keys.z_loss or 0.0,  # None: the keys of another objective
+        z_loss=keys.z_loss,
     )
     return loss
 
@@ -45,5 +58,5 @@ def perplexity(loss: float) -> dict[str, float]:
 
 OBJECTIVES.register(
     "cross_entropy",
-    Objective(cross_entropy, cross_entropy_of_each, perplexity, keys={"z_loss": 0.0}),
+    Objective(cross_entropy, cross_entropy_of_each, perplexity, keys=CrossEntropyKeys),
 )

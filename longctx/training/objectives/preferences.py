@@ -21,9 +21,11 @@ the losses import them when they are computed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from longctx.config.doors import OBJECTIVES, Objective
+from longctx.config.doors import OBJECTIVES, Objective, ObjectiveConfig
+from longctx.config.fields import key
 
 if TYPE_CHECKING:
     from longctx.model import GPT
@@ -96,10 +98,49 @@ def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
     return answers.of_labels(model, batch, policy, keys.beta * ratio, away, (good, bad))
 
 
-def register(name: str, loss: Callable[..., Result], data: str, **own: Any) -> None:
-    """Register an objective of `data`, pairs or labels, with its `own` keys and their defaults."""
+@dataclass
+class OrpoKeys(ObjectiveConfig):
+    """The keys of ORPO."""
+
+    beta: float = key(0.1, "how steep rewards are; of simpo 2", above=0)
+
+
+@dataclass
+class SimpoKeys(ObjectiveConfig):
+    """The keys of SimPO."""
+
+    beta: float = key(2.0, "how steep rewards are", above=0)
+    gamma: float = key(
+        1.0, "margin that a reward of the chosen answer should have", between=(0, 99)
+    )
+
+
+@dataclass
+class DpoKeys(OrpoKeys):
+    """The keys of DPO."""
+
+    reference: str | None = key(
+        None,
+        "log-probabilities of the model that training began with: step: with LoRA off in each "
+        "step | cached: once for all answers | null: step with LoRA, else cached",
+        choices=("step", "cached"),
+    )
+
+
+@dataclass
+class KtoKeys(DpoKeys):
+    """The keys of KTO."""
+
+    desirable_weight: float = key(1.0, "weight of desirable answers", between=(0, 99))
+    undesirable_weight: float = key(1.0, "weight of undesirable answers", between=(0, 99))
+
+
+def register(
+    name: str, loss: Callable[..., Result], data: str, keys: type[ObjectiveConfig]
+) -> None:
+    """Register an objective of `data`, pairs or labels, with its own `keys`."""
     figures = OF_PAIRS if data == "pairs" else OF_LABELS
-    begin = prepare if "reference" in own else None
+    begin = prepare if issubclass(keys, DpoKeys) else None
     OBJECTIVES.register(
         name,
         Objective(
@@ -107,7 +148,7 @@ def register(name: str, loss: Callable[..., Result], data: str, **own: Any) -> N
             None,
             collate=collate,
             figures=figures,
-            keys=own,
+            keys=keys,
             data=data,
             prepare=begin,
             rate=0.05,
@@ -115,9 +156,7 @@ def register(name: str, loss: Callable[..., Result], data: str, **own: Any) -> N
     )
 
 
-register("dpo", dpo, "pairs", beta=0.1, reference=None)
-register("orpo", orpo, "pairs", beta=0.1)
-register("simpo", simpo, "pairs", beta=2.0, gamma=1.0)
-register(
-    "kto", kto, "labels", beta=0.1, reference=None, desirable_weight=1.0, undesirable_weight=1.0
-)
+register("dpo", dpo, "pairs", DpoKeys)
+register("orpo", orpo, "pairs", OrpoKeys)
+register("simpo", simpo, "pairs", SimpoKeys)
+register("kto", kto, "labels", KtoKeys)

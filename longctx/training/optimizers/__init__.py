@@ -7,9 +7,11 @@ longctx is registered here: the planner reads its description without torch, whi
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longctx.config.doors import OPTIMIZERS, OptimizerTraits
+from longctx.config.doors import OPTIMIZERS, OptimizerConfig, OptimizerTraits
+from longctx.config.fields import key, positive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,12 +23,21 @@ __all__ = ["OptimizerTraits", "build", "register"]
 
 register = OPTIMIZERS.register
 
+
+@dataclass
+class MuonKeys(OptimizerConfig):
+    """The keys of Muon."""
+
+    momentum: float = key(0.95, "share of the average of gradients that stays", between=(0, 0.9999))
+    iterations: int = positive(5, "of Newton-Schulz", limit=99)
+
+
 register("adamw", OptimizerTraits(states=("fp32", "bf16", "host")))
 register(
     "muon",
     OptimizerTraits(
         matrix_bytes=4,
-        keys={"momentum": 0.95, "iterations": 5},
+        keys=MuonKeys,
         states=("fp32", "bf16", "host"),
         lora=False,
         orthogonalizes=True,

@@ -43,8 +43,7 @@ def build(model: GPT, run: Run) -> Muon:
     """Return Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
     parts = block_matrices(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in parts]
-    config = run.workload.optimizer
-    assert config.momentum is not None and config.iterations is not None
+    config: Any = run.workload.optimizer  # MuonKeys
     return Muon(
         parts,
         run.config.weight_decay,

@@ -99,7 +99,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
 
 def ours(both: Both, name: str, packed: bool) -> tuple[float, dict[str, float], Tensor]:
     """Loss, figures, and the gradient of a weight."""
-    keys = ObjectiveConfig(name).filled()
+    keys = ObjectiveConfig.of(name)
     model, objective = both.ours("model"), keys.traits
     assert objective.data is not None
     batch = both.batch(objective.data, packed)

@@ -36,7 +36,7 @@ def test_a_certain_answer_has_finite_odds(monkeypatch):
     known = answers.LogP(logp, torch.ones(1, 2))
     monkeypatch.setattr(answers, "answers", lambda *_: known)
     monkeypatch.setattr(answers, "of_pairs", lambda *arguments: arguments[-1].sum())
-    loss: Any = preferences.orpo(None, None, ObjectiveConfig("orpo", beta=0.1))  # type: ignore[arg-type]
+    loss: Any = preferences.orpo(None, None, ObjectiveConfig.of("orpo"))  # type: ignore[arg-type]
     loss.backward()
     assert loss.isfinite()
     assert logp.grad is not None

@@ -27,7 +27,7 @@ NAMES = ["adamw", "muon"]
 
 
 def config(name: str, stored: str = "fp32", **changes: object) -> Run:
-    keys = {"lr": 1e-2, "model": ODD, "optimizer": OptimizerConfig(name)} | changes
+    keys = {"lr": 1e-2, "model": ODD, "optimizer": OptimizerConfig.of(name)} | changes
     return sample_run(TrainConfig(memory=MemoryConfig("fast", optimizer_state=stored), **keys))
 
 
