@@ -11,10 +11,12 @@ eager attention on each alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -58,6 +60,7 @@ TRIED = frozenset(
 LAYERS = 12  # that `check` computes at most
 LONG = 4096  # tokens of a window that `check` leaves out
 TOLERANCE = 1e-4
+MAMBA_TOKENS = 61_000  # of a sequence; mamba-ssm counts on in 32 bits (mamba#1015)
 
 
 class Documents:
@@ -422,6 +425,37 @@ def lengths_to_check(window: int | None, limit: int) -> list[int]:
     return [max(2, min(limit, tokens)) for tokens in (first, 37)]
 
 
+def refuse_broken_kernels(config: Any, tokens: int = 0) -> None:
+    """Raise ValueError if an installed package computes layers of `config` wrongly, without a word,
+    on this GPU or for sequences of so many `tokens`.
+    """
+    keys, kinds = config.to_dict(), getattr(config, "layer_types", None) or []
+    has_mamba = "mamba" in config.model_type or any(key.startswith("mamba") for key in keys)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    old = "linear_attention" in kinds and (0,) < version_of("fla-core") < (0, 6)
+    refuse(
+        (
+            on_hopper and old,
+            "fla-core before 0.6.0: its gradients are wrong on Hopper GPUs; "
+            "pip install 'fla-core>=0.6.0', or leave it out",
+        ),
+        (
+            has_mamba and tokens > MAMBA_TOKENS and version_of("mamba-ssm") > (0,),
+            f"mamba-ssm: its kernels overflow beyond {MAMBA_TOKENS:,} tokens, and a sequence has "
+            f"{tokens:,}; give shorter ones, or leave mamba-ssm out",
+        ),
+    )
+
+
+def version_of(package: str) -> tuple[int, ...]:
+    """Return the first two numbers of an installed version; (0,) if it is not installed."""
+    try:
+        numbers = re.findall(r"\d+", version(package))
+    except PackageNotFoundError:
+        return (0,)
+    return tuple(map(int, numbers[:2]))
+
+
 class Differences(NamedTuple):
     """Differences relative to the logits: `leak`, of the later documents if the first changes;
     `packed`, from transformers' eager attention, of which rounding explains `allowed`.
@@ -470,6 +504,7 @@ def check(model: Any) -> None:
         return logits
 
     longest = getattr(config, "max_position_embeddings", None) or LONG
+    refuse_broken_kernels(config)
     lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
     vouch(config)
     try:

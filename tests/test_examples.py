@@ -1,15 +1,24 @@
 """Recipes of examples/ have a header that tells how to run them, and train; notebooks run."""
 
 import functools
+import importlib
 import os
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Starcoder2Config
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3Config,
+    Starcoder2Config,
+)
 
 from longctx import cli
 from longctx.cli import parse
@@ -119,3 +128,31 @@ def test_a_notebook_runs(path, tmp_path):
     client = nbclient.NotebookClient(notebook, timeout=100, resources=resources)
     cache = str(tmp_path / "cache")
     client.execute(env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": cache})
+
+
+@pytest.mark.slow  # each imports transformers and trains
+@pytest.mark.parametrize("script", ["hf_trainer", "trl_sft"])
+def test_a_script_of_another_trainer_trains(script, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a rose\n" for number in range(200)))
+    path, words = EXAMPLES / "trainers" / f"{script}.py", [tmp_path / "model", text]
+    process = finished(path, words, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+def test_the_plugin_of_axolotl_registers_the_attention(monkeypatch):
+    """Axolotl is not installed: its class is replaced."""
+    keys = yaml.safe_load((EXAMPLES / "trainers" / "axolotl.yaml").read_text())
+    module, _, name = keys["plugins"][0].rpartition(".")
+    base = types.ModuleType("axolotl.integrations.base")
+    base.BasePlugin = object
+    for package in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.syspath_prepend(EXAMPLES / "trainers")
+    assert hasattr(importlib.import_module(module), name)
+    assert keys["attn_implementation"] in AttentionInterface._global_mapping

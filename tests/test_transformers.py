@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from transformers.masking_utils import create_causal_mask
 
 from benchmarks.models import documents, opened
 from benchmarks.shapes import reference, settings_of
-from longctx.transformers import BACKENDS, check
+from longctx.transformers import BACKENDS, check, refuse_broken_kernels
 from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT, finished
 
@@ -224,6 +226,27 @@ def test_packing_an_untried_model_asks_for_its_check(lengths, monkeypatch):
     with pytest.raises(ValueError, match="model_type=qwen3: packed"):
         other(TOKENS, **packed)
     other(TOKENS.expand(2, -1), attention_mask=PADDING)  # which packs nothing
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "installed", "tokens", "is_wrong"),
+    [
+        *(("qwen3_next", "fla-core", found, 64, found < "0.6") for found in ("0.5.1", "0.6.0")),
+        *(("bamba", "mamba-ssm", "2.3.2.post1", n, n > 61_000) for n in (4_096, 65_536)),
+        *(("qwen3", package, "0.1.0", 65_536, False) for package in ("fla-core", "mamba-ssm")),
+    ],
+)
+def test_broken_kernels_are_refused(kind, package, installed, tokens, is_wrong, monkeypatch):
+    def version(name: str) -> str:
+        if name != package:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("longctx.transformers.version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ValueError, match=package) if is_wrong else nullcontext():
+        refuse_broken_kernels(reference(kind).config, tokens)
 
 
 def test_the_extra_is_named_if_transformers_is_missing():

@@ -24,6 +24,7 @@ from longctx.transformers import (
     differences,
     layers_to_check,
     lengths_to_check,
+    refuse_broken_kernels,
 )
 
 WORDS = 1024  # of the vocabulary
@@ -98,6 +99,7 @@ def small_of(config: TransformersConfig, seq_len: int) -> TransformersConfig:
     A window that no sequence of `seq_len` leaves stays.
     """
     settings = empty_model(config.settings).config
+    refuse_broken_kernels(settings, seq_len)
     layers = min(layers_to_check(settings), config.layers)
     few = {key: value and 0 for key, value in vars(settings).items() if key.endswith("_token_id")}
     few["vocab_size"] = min(WORDS, config.vocab_size or WORDS)
