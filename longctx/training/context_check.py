@@ -79,7 +79,7 @@ def compare_with_one(run: Run, data: Data, parallel: Parallel) -> Differences:
     # bf16 rounds differently on each layout: it is held to the distance of one rank from fp32. Then
     # all ranks are compared in fp32 too, where smaller mistakes show, if the attention has it.
     if work.precision != "fp32":
-        precise = {"precision": "fp32", "compile": False}
+        precise: dict[str, Any] = {"precision": "fp32", "compile": False}
         config, exactly = replace(trial.config, precision="fp32"), parallel.in_fp32()
         in_fp32 = replace(trial, config=config, workload=replace(work, **precise))
         try:
