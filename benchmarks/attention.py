@@ -51,13 +51,9 @@ class Options:
 
     lengths: tuple[int, ...] = key((1024, 4096, 16384, 65536), "tokens in a row")
     head_sizes: tuple[int, ...] = key((64, 128), "head sizes")
-    masks: tuple[str, ...] = key(
-        MASKS, "documents: rows packed with some as long as those of data=embedded", choices=MASKS
-    )
+    masks: tuple[str, ...] = key(MASKS, "documents: packed as data=embedded is", choices=MASKS)
     backends: tuple[str, ...] = key(tuple(PEERS), "those that can run here", choices=PEERS)
-    reference: str = key(
-        "sdpa-flash", "ratios say how many times as fast as this one", choices=PEERS
-    )
+    reference: str = key("sdpa-flash", "ratios are to its times", choices=PEERS)
     channels: int = key(2048, "query heads × head size")
     row_tokens: int = key(16384, "batch × length, up to that length")
     window: int = key(1024, "keys of masks=window")

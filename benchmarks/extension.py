@@ -93,8 +93,6 @@ def run(options: Options, command: str) -> None:
     if "before" not in result:
         result["before"] = measure(options, model, model)
         write_json(out / "result.json", result)
-    else:
-        print("done by the command before")
     print(
         f"\n2. YaRN stretches its positions to {options.context:,} tokens; LoRA trains "
         f"{options.steps} steps of {options.seq_len:,}"

@@ -96,13 +96,13 @@ def trial(kind: str) -> str:
 
 def refusal(kind: str, packing: bool) -> str | None:
     """Return why the model of transformers is refused, or None if it is right."""
-    from longctx.hf.transformers_model import described, prove
+    from longctx.hf.transformers_model import described
 
     try:
         config = described(settings_of(kind))
         if config.parameters() > LARGEST:
             return UNBUILT + "no small model of it is known"
-        prove(config, "cpu", 256, packing)
+        config.prove("cpu", "fp32", 256, packing)
     except ValueError as error:
         return str(error)
     with tempfile.TemporaryDirectory() as folder:
