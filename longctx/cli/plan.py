@@ -14,7 +14,6 @@ from longctx.config import presets
 from longctx.config.fields import key, positive
 from longctx.config.presets import Request, with_model
 from longctx.config.train_config import TrainConfig
-from longctx.hf.families import has_family, read_model
 from longctx.runs import run_folder
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB, Chip, is_named
@@ -106,6 +105,9 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     config = request.config
     if config.init is None:
         return request
+    # Every family, which --help does not need
+    from longctx.hf.families import has_family, read_model
+
     for name in request.overrides:
         if name.partition(".")[0] == "model":
             raise ValueError(f"{name}: init={config.init} brings its own model; leave one out")
