@@ -92,7 +92,7 @@ def read(path: Path, stores: Mapping[str, Store]) -> tuple[Tables, bytes]:
 
 def table_of(run: Run, part: SourcePart, module: Any, parallel: Parallel) -> np.ndarray:
     """Return log p of all answers of `part` from the cache, or compute and cache it."""
-    key = fingerprint([part.fingerprint, part.seq_len, described(run)])
+    key = fingerprint([FILE, part.fingerprint, part.seq_len, described(run)])
     folder = part.config.cache_folder() / "references" / key
     # Rank 0 reads the cache for all: other machines may have none, or another one
     found: Tables = {}
