@@ -12,6 +12,7 @@ from longctx.attention import Backend, attention, register
 from longctx.attention.description import DESCRIPTIONS, AttentionConfig
 from longctx.attention.naive import Naive, visible
 from longctx.attention.registry import _backends, check
+from longctx.config.asked import workload_of
 from longctx.config.layout_config import ContextConfig
 from longctx.config.train_config import TrainConfig
 from longctx.evaluation.evaluate import resolve
@@ -160,8 +161,10 @@ def test_devices_do_not_share_sequences_of_a_variant():
         check_attention(TrainConfig(**chosen, context=ContextConfig(2)), GPTConfig(), "cpu")
 
 
-def test_the_lock_has_the_hash_of_a_plugin(tmp_path):
-    sizes = (torch.device("cpu"), torch.float32, 16, 1, 64)
-    first = kernel_lock.identify(AttentionConfig("alibi"), *sizes)["fingerprint"]
-    assert list(first) == ["my_alibi.py"] and len(first["my_alibi.py"]) == 64
-    assert "out" in kernel_lock.identify(AttentionConfig("naive"), *sizes)["fingerprint"]
+def test_the_lock_has_the_hash_of_a_plugin():
+    locks = {}
+    for name in ("alibi", "naive"):
+        config = TrainConfig(model=small("naive").config, attention=AttentionConfig(name))
+        locks[name] = kernel_lock.of_workload(workload_of(config, "cpu", 64))["fingerprint"]
+    assert list(locks["alibi"]) == ["my_alibi.py"] and len(locks["alibi"]["my_alibi.py"]) == 64
+    assert "out" in locks["naive"]
