@@ -199,6 +199,7 @@ def mask_of(
         source = attention_mask  # `padding_alone` gives every forward one of its own
     elif queries < keys:
         return Mask.causal(window)
+    # Without positions nobody knows where a document begins
     if source is None:
         refuse(
             (
@@ -208,6 +209,7 @@ def mask_of(
             )
         )
         return Mask.causal(window)
+    # All layers of a forward share one mask
     by_shape: dict[Any, tuple[Mask, bool]] = _masks.setdefault(source, {})
     # it may be written to in place, and an inference tensor counts no versions
     content = source.int().cpu().numpy().tobytes() if source.is_inference() else source._version

@@ -149,7 +149,7 @@ class Description:
         return 0.0
 
     def lacks(self, parts: frozenset[str]) -> str | None:
-        """Return which of these parts of `Scores` it does not have and what has them, or None."""
+        """Return the parts of `Scores` that it lacks, with a backend for them, or None."""
         missing = " and no ".join(WORDS[part] for part in sorted(parts - self.scores))
         names = " or ".join(name for name, other in DESCRIPTIONS.items() if parts <= other.scores)
         return f"it has no {missing}; use attention={names}" if missing else None

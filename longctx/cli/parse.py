@@ -71,7 +71,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     if schema is EvalConfig and "data" not in given and any(x.startswith("data.") for x in given):
-        # Its keys are those of the run's own source, if that reads files
+        # It has the keys of the run's own source, if that reads files
         folder = Path(str(given["checkpoint"])).expanduser()
         folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
         if (folder / "config.yaml").is_file():
@@ -139,6 +139,7 @@ def read(
     for _, _, text in (x.partition("=") for x in arguments if x.startswith("plugins=")):
         if declared is not None and len(alternatives(declared, text)) == 1:
             plugins.load(typed("plugins", value_of(text, declared) or [], declared))
+    # A path needs no key in commands that name no other file
     known, takes_paths = keys(schema), bool(positional(schema))
     files, texts, paths = list[str](), dict[str, str](), list[str]()
     given: list[tuple[str, str, str]] = []
@@ -153,6 +154,7 @@ def read(
             raise ValueError(not_a_key(schema, argument))
         else:
             given.append((argument, name, text))
+    # A short name means one key; the same key twice is a mistake
     full_names = full_keys(schema, [name for _, name, _ in given])
     for argument, name, text in given:
         full = full_names[name]

@@ -52,6 +52,7 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
     missing = wanted.copy()
     enough = np.maximum(1, (1 - NEARLY) * wanted).astype(np.int64)  # bytes that may be missing
     validates = np.zeros(len(texts), bool)
+    # In the order of their hashes: the same text is on the same side next to any others
     for number in np.argsort(splitmix(texts), kind="stable").tolist():
         if (missing < enough).all():
             break
@@ -59,6 +60,7 @@ def by_hash(stores: Sequence[Store], fractions: Mapping[str, float | None]) -> l
             validates[number] = True
             missing -= sizes[number]
     trained = np.where(validates[text], 0, lengths)
+    # Few long texts leave too little: the end of the longest validates, or one conversation
     is_in_one_store = (sizes > 0).sum(axis=1) == 1
     for number, (place, store) in enumerate(zip(fractions, stores, strict=True)):
         own = np.flatnonzero(owner == number)

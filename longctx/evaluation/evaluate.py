@@ -135,6 +135,7 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     config = request.config
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
+    # The run's own backend, unless the command line names one
     names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
     asked = config.attention if names_attention else None
     config = replace(config, attention=plugins.attention_of(model.run, model.file, asked))

@@ -58,6 +58,7 @@ def export(
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
+    # Servers refuse longer inputs than the folder names
     context = context or model.config.context
     if context is None:
         raise ValueError(

@@ -53,6 +53,7 @@ def prove(
 
     In fp32 the smallest mistake shows; then `precision` must give about the same.
     """
+    # A few layers of the same kinds show whatever all of them do
     small = small_of(config, seq_len)
     kind, dtype = small.settings["model_type"], dtype_of(precision)
     lengths = lengths_to_check(small.settings.get("sliding_window"), seq_len // 2)
@@ -72,6 +73,7 @@ def prove(
         # Ones and zeros would hide mistakes
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
+        # Theirs has the same weights and its own attention
         theirs = empty_model(small.settings, device, "eager")
         weights = {model.name_of(name): x for name, x in model.named_parameters()}
         theirs.load_state_dict(weights, strict=False)

@@ -74,6 +74,7 @@ def described(settings: Mapping[str, Any]) -> TransformersConfig:
     windowed = [n for n, kind in enumerate(kinds) if kind == "sliding_attention"]
     if not windowed or getattr(config, "use_sliding_window", None) is False:
         window = None
+    # A rank adds so many parameters to each target
     lora = dict.fromkeys(TARGETS, 0)
     for _, linear, target in linears_of(decoder):
         lora[target] += linear.in_features + linear.out_features

@@ -52,6 +52,7 @@ def run(
     chip.check(request.precision)
     merge = request.batch_size is None and request.accumulate is None
     steps, chosen = [], dict[str, Workload]()
+    # Each backend in the layout that a run would take, with every policy
     for backend, of_backend in requests.items():
         layouts = each_layout(of_backend, per_machine, measured)
         chosen[backend], _ = fitting.choose_layout(layouts, chip, host, merge)
@@ -60,6 +61,7 @@ def run(
         for step in fitting.policies(in_layout):
             steps.append((backend, fitting.decide(step, chip, host, merge)))
     _, first = steps[0]
+    # The answer comes first: many read no further
     fastest, reason = fitting.fastest_backend(first, list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
     schedule = schedule_of(request, answered)
@@ -79,6 +81,7 @@ def run(
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
 
+    # A policy that fits no length says none
     columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
     for backend, step in steps:

@@ -1,9 +1,9 @@
 """Peak memory of a training step, predicted: the tensors alive at each moment at which many are.
 Free of torch.
 
-The largest moment is the peak, as `torch.cuda.max_memory_allocated` counts it. What a block keeps
-is what torch.compile's partitioner saves of it (recompute=none) or what longctx.model.recompute
-does; tests compare both with the real thing.
+The largest moment is the peak, as `torch.cuda.max_memory_allocated` counts it. torch.compile's
+partitioner decides what a block keeps (recompute=none), or longctx.model.recompute does; tests
+compare both with the real thing.
 
 Letters: N tokens of a micro-batch in B rows of T; C channels, F ffn, H and Hkv heads of D, L
 layers, V words; e bytes of an activation. "Saved" is what forward leaves for backward.
