@@ -90,6 +90,11 @@ def export(
 
 def check_out(out: Path) -> None:
     """Raise ValueError unless `out` is free: not there, or an empty folder."""
+    if out.suffix == ".gguf":
+        raise ValueError(
+            f"{out}: an export is a folder; give the name of one, and make the .gguf of it by "
+            "llama.cpp's convert_hf_to_gguf.py (docs/serving.md)"
+        )
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(
             f"{out}: exists already and is not an empty folder; give the name of a new one"
