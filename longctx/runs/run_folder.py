@@ -41,7 +41,8 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
     if choices["data"] != "embedded":
         parts.append(choices["data"])
     for key, value in changed.items():
-        is_left_out = value == "auto" or (is_own and key in shape)
+        is_told = key in ("model", "attention", "data")  # above
+        is_left_out = is_told or value == "auto" or (is_own and key in shape)
         if not is_left_out and declared_as(TrainConfig, key).names:
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")

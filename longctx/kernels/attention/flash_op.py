@@ -58,19 +58,21 @@ def runs(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _major(device: torch.device) -> int:
-    """Return the generation of an NVIDIA GPU, such as 8 for sm_86; 0 for all else."""
+    """Return the generation of an NVIDIA GPU, such as 8 for sm_86; 0 for all else, and for a GPU
+    that a plan without one asks about.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     # torch.compile takes it as a constant, and warns of functools caches; asking torch each time
     # would be a tenth of an eager call
-    is_compiling = torch.compiler.is_compiling()
-    properties = torch.cuda.get_device_properties if is_compiling else _properties
-    return int(properties(device).major)
+    if torch.compiler.is_compiling():
+        return int(torch.cuda.get_device_properties(device).major)
+    return _eager_major(device)
 
 
 @functools.cache
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device)
+def _eager_major(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).major if torch.cuda.is_available() else 0
 
 
 class Kernels(NamedTuple):
