@@ -16,6 +16,8 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +67,16 @@ def _major(device: torch.device) -> int:
         return 0
     # torch.compile takes it as a constant, and warns of functools caches; asking torch each time
     # would be a tenth of an eager call
-    if torch.compiler.is_compiling():
-        return int(torch.cuda.get_device_properties(device).major)
-    return _eager_major(device)
+    is_compiling = torch.compiler.is_compiling()
+    properties = torch.cuda.get_device_properties if is_compiling else _properties
+    return int(properties(device).major)
 
 
 @functools.cache
-def _eager_major(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).major if torch.cuda.is_available() else 0
+def _properties(device: torch.device) -> Any:
+    with suppress(AssertionError, RuntimeError):  # as torch says that there is no GPU
+        return torch.cuda.get_device_properties(device)
+    return SimpleNamespace(major=0)
 
 
 class Kernels(NamedTuple):
