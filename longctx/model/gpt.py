@@ -65,9 +65,9 @@ class GPT(nn.Module):
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
         # Names of the weights that stay in fp32 if others are rounded: routers would choose other
-        # experts, and Gemma's norms, which are 1 + w, would lose w below 1/256
-        kinds = RMSNorm | Correction if config.norms == "sandwich" else Correction
-        self.exact = {f"{path}.weight" for path, x in self.named_modules() if isinstance(x, kinds)}
+        # experts
+        modules = self.named_modules()
+        self.exact = {f"{path}.weight" for path, x in modules if isinstance(x, Correction)}
         self.context = Context()  # the ranks that hold a part of each row: this one alone
         self.init_weights()
 

@@ -41,7 +41,7 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     names = {name: weight for name, weight in model.named_parameters(remove_duplicate=False)}
-    exact = {id(names[name]) for name in model.exact} if dtype is not None else set()
+    exact = {id(names[name]) for name in model.exact} if dtype == torch.bfloat16 else set()
     refuse((len(set(map(id, names.values()))) < len(names), SHARES))
     for block in model.blocks:
         for module in reversed(list(block.modules())):
