@@ -134,17 +134,18 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
     size, gradients = state.run.workload.batch_size, dict[str, Tensor]()
     groups = [sequences[i : i + size] for i in range(0, len(sequences), size)]
     batch = StepBatch([micro_batch(group) for group in groups]).to(parallel.device)
-    weights = dict(state.module.model.named_parameters())
 
     def keep(part: str) -> None:
         if part == "backward":  # the last micro-batch's has the sum
-            for name, p in weights.items():
+            # Before a backward fsdp may show whole weights, which have no gradient
+            for name, p in state.module.model.named_parameters():
                 if p.grad is not None:
                     gradients[name] = sharding.local(p.grad).clone()
 
     total = optimizer_step(state, batch, parallel, keep)
     scored = torch.tensor(float(parallel.counted_once(batch.scored)), device=parallel.device)
     loss = float(parallel.all_reduce_sum(total) / parallel.all_reduce_sum(scored).clamp(min=1))
+    weights = dict(state.module.model.named_parameters())
     slices = {name: sharding.rows(weights[name]) for name in gradients}
     return Result(loss, float(state.module.grad_norm), gradients, slices)
 
