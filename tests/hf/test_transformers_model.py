@@ -220,14 +220,12 @@ def test_code_of_a_folder_never_runs(tmp_path):
 
 @pytest.mark.slow
 def test_weights_in_fp32_stay_so_on_two_processes(tmp_path):
-    for kind in ("deepseek_v3", "minimax_m2", "ernie4_5_moe", "gemma3_text"):
+    for kind in ("deepseek_v3", "minimax_m2", "ernie4_5_moe"):
         theirs = reference(kind)
         for name, weight in theirs.state_dict().items():
-            # Rounded to 16 bits, the first lose what they differ by, the second are 1
+            # Rounded to 16 bits, they lose what they differ by
             if "correction" in name:
                 weight.normal_(10.0, 0.02)
-            elif "norm" in name and kind == "gemma3_text":
-                weight.normal_(0.0, 0.004)
             elif "gate.weight" not in name:
                 weight.copy_(weight.bfloat16())
         theirs.save_pretrained(tmp_path / kind)
