@@ -41,7 +41,6 @@ LONG = "t" * 100  # the path of a socket has at most 108 letters
         # less than a step's batch
         (with_shared_memory("size=64k"), 2, {"TMPDIR": LONG}, None),
         ([*with_shared_memory("ro,size=64k"), *STRANGER], 0, {"HOME": "."}, None),
-        (with_shared_memory("ro,size=64k"), 2, {}, "workers=2: /dev/shm"),
         ([*STRANGER, "env", "--unset=HOME"], 2, {"LONGCTX_CACHE": ""}, "HOME: "),
     ],
 )
