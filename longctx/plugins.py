@@ -120,6 +120,7 @@ def attention_of(
                 f"{file}: trained with attention={own.backend}, which a plugin brings; name it: "
                 f"{as_typed(recorded)}"
             )
+        own.validate()
         if asked is not None and asked.backend != own.backend and not own.description.exact:
             raise ValueError(
                 f"attention={asked.backend}: {file} was trained with attention={own.backend}, "

@@ -83,6 +83,7 @@ KNOWN = [
     (("longctx", "config", "model"), 3),
     (("longctx", "config", "seq_len"), None),
     (("param_groups",), {}),
+    (("longctx", "config", "attention", "options", "kernel"), {}),
 ]
 
 
