@@ -39,7 +39,7 @@ OVER: dict[str, int] = {
     "training": 1696,
     "evaluation": 554,
     "the rest": 954,
-    "tests": 3488,
+    "tests": 3490,
 }
 # The first pattern that a path of the package begins with names its part
 PARTS = {

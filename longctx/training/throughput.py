@@ -192,7 +192,7 @@ class Meter:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rank 0 takes the sums over all ranks."""
-        self.tokens_seen, self.seconds = state["tokens_seen"], state["seconds"]
+        self.tokens_seen, self.seconds = int(state["tokens_seen"]), float(state["seconds"])
         self.device_seconds = state.get("device_seconds", self.seconds * self.parallel.ranks)
         self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
         self.steps_before = self.steps
