@@ -153,10 +153,10 @@ class EarlyStopping(Callback):
         return state | {"val_rows": self.run.val_rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        # Losses of other sequences are not compared
         if state.get("val_rows") != self.run.val_rows:
-            return
-        self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
+            return  # losses of other sequences are not compared
+        self.loss = None if state["loss"] is None else float(state["loss"])
+        self.step, self.since = int(state["step"]), int(state["since"])
         self.kept = tuple(kept) if (kept := state.get("kept")) else None
 
 
@@ -228,8 +228,8 @@ class Spikes(Callback):
     def restore(self, state: dict[str, Any]) -> None:
         for name in ("losses", "norms", "dropped"):
             setattr(self, name, deque(state[name], maxlen=WINDOW))
-        self.found = self.reported = state["found"]
-        self.skipped = state["skipped"]
+        self.found = self.reported = int(state["found"])
+        self.skipped = int(state["skipped"])
 
 
 def is_outlier(value: float, before: Sequence[float]) -> bool:

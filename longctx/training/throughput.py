@@ -57,7 +57,7 @@ class Meter:
         self.window = now
         self.steps = 0
         self.steps_before = 0  # those of them before this process
-        self.counts = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
+        self.counts: list[float] = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
         self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
         # Sums and counts
         self.figures = torch.zeros(2, len(self.names), dtype=torch.float64, device=self.device)
@@ -193,12 +193,12 @@ class Meter:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rank 0 takes the sums over all ranks."""
         self.tokens_seen, self.seconds = int(state["tokens_seen"]), float(state["seconds"])
-        self.device_seconds = state.get("device_seconds", self.seconds * self.parallel.ranks)
-        self.steps, self.spent, self.waited = state["steps"], state["spent"], state["waited"]
-        self.steps_before = self.steps
+        self.device_seconds = float(state.get("device_seconds", self.seconds * self.parallel.ranks))
+        self.spent, self.waited = float(state["spent"]), float(state["waited"])
+        self.steps = self.steps_before = int(state["steps"])
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
-            self.counts = list(state["counts"])
+            self.counts = [float(n) for n, _ in zip(state["counts"], self.counts, strict=True)]
             self.loss.fill_(state["loss"])
             saved = torch.tensor(state["figures"], dtype=torch.float64)
             self.figures.copy_(saved.view_as(self.figures))
