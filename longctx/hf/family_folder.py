@@ -122,10 +122,10 @@ def _check_same(stored: dict[str, Stored], name: str, other: str) -> None:
 
 
 def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:
-    """Convert `model` to `dtype`, or that of the files; weights that a fold widens stay in fp32."""
+    """Convert `model` to `dtype`, or that of the files; exact weights stay in fp32."""
     model.to(dtype or DTYPES[text_tensors(folder)[EMBEDDING].dtype])
     for piece in read_model(folder)[0].tensors(model.config):
-        if piece.fold.widens:
+        if piece.fold.is_exact:
             weight = model.get_parameter(piece.ours)
             weight.data = weight.data.float()
 
@@ -200,8 +200,7 @@ def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator
     for name, pieces in parts.items():
         piece = pieces[0][1]
         size = common.itemsize * torch.Size(piece.shape).numel()
-        own = common if piece.fold.widens else dtype
-        own = own if piece.fold.narrows else torch.float32
+        own = torch.float32 if piece.fold.is_exact else dtype
         yield _Tensor(name, size, partial(_whole, pieces, own))
 
 

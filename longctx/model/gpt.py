@@ -62,7 +62,7 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(V, C)
         self.ropes = Ropes([block.attention.rope for block in config.blocks()])
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
-        self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps))
+        self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
         # Names of the weights that stay in fp32 if others are rounded: routers would choose other
         # experts
@@ -92,7 +92,7 @@ class GPT(nn.Module):
         }
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm) and module.weight is not None:
-                nn.init.ones_(module.weight)
+                nn.init.constant_(module.weight, 0.0 if module.plus_one else 1.0)
             elif isinstance(module, Correction):
                 nn.init.zeros_(module.weight)
             elif isinstance(module, nn.Linear | nn.Embedding) and not is_packed(module.weight):

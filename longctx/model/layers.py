@@ -59,13 +59,27 @@ def linears(part: parts.Part) -> list[Linear]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) · weight, if it has one, computed in fp32 and returned in x's dtype."""
+    """x / rms(x) · factor, if it has weights, computed in fp32 and returned in x's dtype."""
+
+    def __init__(
+        self, size: int, eps: float, has_weight: bool = True, plus_one: bool = False
+    ) -> None:
+        super().__init__(size, eps, has_weight)
+        self.plus_one = plus_one
+
+    @property
+    def factor(self) -> Any:
+        """The weight, or 1 + weight: a small weight in 16 bits is not rounded to those of 1."""
+        if not self.plus_one or self.weight is None:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1
 
     def forward(self, x: Tensor) -> Tensor:
         # a 16-bit residual stream and fp32 weights: fp32
-        own = torch.float32 if self.weight is None else self.weight.dtype
+        weight = self.factor
+        own = torch.float32 if weight is None else weight.dtype
         wide = torch.promote_types(x.dtype, own)
-        weight = None if self.weight is None else self.weight.to(wide)
+        weight = None if weight is None else weight.to(wide)
         return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
@@ -73,13 +87,13 @@ class StreamNorm(RMSNorm):
     """An RMSNorm of the residual stream; on a GPU one kernel each way."""
 
     def __init__(self, part: parts.Norm) -> None:
-        super().__init__(part.size, part.eps)
+        super().__init__(part.size, part.eps, plus_one=part.plus_one)
 
     def forward(self, x: Tensor) -> Tensor:
         if not fused(x):
             return super().forward(x)
         assert self.eps is not None
-        return rms_norm.norm(x, self.weight, self.eps)
+        return rms_norm.norm(x, self.factor, self.eps)
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the residual stream x (..., C) plus `branch`, if any, and the norm of the sum.
@@ -90,7 +104,7 @@ class StreamNorm(RMSNorm):
             x = x if branch is None else x + branch
             return x, super().forward(x)
         assert self.eps is not None
-        return rms_norm.add_and_norm(x, branch, self.weight, self.eps)
+        return rms_norm.add_and_norm(x, branch, self.factor, self.eps)
 
 
 class NoNorm(nn.Identity):
@@ -120,8 +134,8 @@ class SelfAttention(nn.Module):
         self.qkv, self.out, *gates = linears(part)
         self.gate = gates[0] if gates else None
         self.gate_activation = model.attention_gate_activation
-        eps, has_weight = model.norm_eps, model.qk_norm_weight
-        norms: list[nn.Module] = [RMSNorm(n, eps, has_weight) for n in part.norms]
+        traits = model.norm_eps, model.qk_norm_weight, model.norm_plus_one
+        norms: list[nn.Module] = [RMSNorm(n, *traits) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = model.qk_norm == "head"
         self.norms_after_rope = model.qk_norm_after_rope

@@ -51,8 +51,6 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
                     if not is_sharded(part):
                         fully_shard(part, mesh=mesh, mp_policy=precision)
                 fully_shard(module, mesh=mesh, reshard_after_forward=False)
-                if hasattr(module, "add_and_norm"):
-                    register_fsdp_forward_method(module, "add_and_norm")
         fully_shard(block, mesh=mesh, mp_policy=precision)
         # Recomputation calls a block by this method too; a layer of transformers has none
         if hasattr(block, "calling"):

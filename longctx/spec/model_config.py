@@ -88,6 +88,7 @@ class GPTConfig(Group):
         choices=("pre", "post", "sandwich"),
     )
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
+    norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
     tied: bool = key(True, "the output head is the embedding")
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
     out_bias: bool = key(False, "a bias in attention's output projection")
@@ -192,7 +193,9 @@ class GPTConfig(Group):
         """Return the parts of block `layer`, the first is 0."""
 
         def norm(name: str, folder: str, is_there: bool) -> Norm | None:
-            return Norm(name, folder, self.channels, self.norm_eps) if is_there else None
+            if not is_there:
+                return None
+            return Norm(name, folder, self.channels, self.norm_eps, self.norm_plus_one)
 
         has_before, has_after = self.norms != "post", self.norms != "pre"
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP

@@ -63,8 +63,7 @@ class Fold:
     This one changes nothing. Folding once, at load, spares a switch in every forward pass.
     """
 
-    widens = False  # the parameter is in fp32, whatever the folder is in
-    narrows = True  # and is written in the dtype of the others
+    is_exact = False  # True: the tensor is in fp32, here and in the folder
 
     def rows(self, shape: tuple[int, ...]) -> int:
         """Return the number of our rows that a tensor of this shape becomes."""
@@ -82,24 +81,7 @@ class Fold:
 class Exact(Fold):
     """In fp32, here and in the folder."""
 
-    widens = True
-    narrows = False
-
-
-class OnePlus(Fold):
-    """The folder has w for a weight of 1 + w, as Gemma's norms.
-
-    A w in bf16 comes back exactly if it is 0 or at least 2**-16 in size. A smaller one, and one in
-    fp32, comes back within 2**-24; then too, 1 + w is the same number again.
-    """
-
-    widens = True
-
-    def load(self, tensor: Any) -> Any:
-        return tensor.float() + 1
-
-    def save(self, rows: Any) -> Any:
-        return rows.float() - 1
+    is_exact = True
 
 
 @dataclass(frozen=True)
@@ -210,6 +192,7 @@ class Norm(Part):
     """An RMSNorm of the residual stream or of what a branch adds to it."""
 
     eps: float
+    plus_one: bool = False
     module = "longctx.model.layers.StreamNorm"
 
     @property
@@ -243,6 +226,7 @@ class AttentionKeys(Protocol):
     heads: int
     kv_heads: int
     norm_eps: float
+    norm_plus_one: bool
     qkv_bias: bool
     out_bias: bool
     qk_norm: str

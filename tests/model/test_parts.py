@@ -30,7 +30,7 @@ SMALL = GPTConfig(
     **{"init_std": 0.3, "qk_norm": "head", "window": 5, "window_layers": [0, 2]},
 )
 FEATURES: dict[str, dict[str, Any]] = {
-    "sandwich": {"norms": "sandwich"},
+    "sandwich": {"norms": "sandwich", "norm_plus_one": True},
     "two ropes": {"window_rope_theta": 300.0, "rope_theta": 40000.0},
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": True},
@@ -75,7 +75,7 @@ def make(changes: dict[str, Any], attention: str = "flash", memory: str = "fast"
     return model
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
+def rms(x: Tensor, weight: Tensor | int) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + SMALL.norm_eps).sqrt() * weight
 
 
@@ -91,7 +91,9 @@ def rotated(x: Tensor, positions: Tensor, theta: float, size: int) -> Tensor:
 
 def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
     """Return the logits (T, V) of one sequence, from the weights of `model` by name."""
-    c, w = model.config, {name: p for name, p in model.named_parameters()}
+    c = model.config
+    one = c.norm_plus_one
+    w = {name: p + 1 if one and "norm" in name else p for name, p in model.named_parameters()}
     T, D = len(tokens), c.head_size
     place = torch.arange(T)
     positions = place - (documents[:, None] > documents).sum(1)
@@ -104,8 +106,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (
             t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)
         )
-        one = torch.ones(())
-        weights = [of.get(f"attention.{s}_norm.weight", one) for s in ("q", "k")]
+        weights = [of.get(f"attention.{s}_norm.weight", 1) for s in ("q", "k")]
         if c.qk_norm != "none" and not c.qk_norm_after_rope:
             q, k = (rms(t, weight) for t, weight in zip((q, k), weights, strict=True))
         q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))

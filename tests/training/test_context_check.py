@@ -94,7 +94,7 @@ PARTS = {
     **{"model.sinks": True, "model.query_growth": "[0.5,20]", "model.rotary_share": 0.5},
     **{"model.multipliers.embedding": 3, "model.multipliers.residual": 0.4},
     **{"model.multipliers.logits": 0.2, "model.multipliers.logit_softcap": 5},
-    **{"model.norms": "sandwich", "model.attention_gate": "channel"},
+    **{"model.norms": "sandwich", "model.norm_plus_one": True, "model.attention_gate": "channel"},
     **{"model.qk_norm": "head", "model.qk_norm_after_rope": True},
 }
 EXPERTS = {
@@ -116,6 +116,9 @@ PASSING: dict[int, dict[str, dict[str, Any]]] = {
         "the same, recomputed": SHARED | PARTS | {"memory": "balanced"},
         "the same by all-gather": SHARED | PARTS | {"context.method": "allgather"},
         "the same in slices": PARTS | {"strategy": "fsdp", "memory": "long"},
+        "Gemma's norms in slices": SHARED
+        | {"model.norms": "sandwich", "model.norm_plus_one": True, "memory": "balanced"}
+        | {"strategy": "fsdp", "precision": "bf16"},
         "experts in slices": EXPERTS | {"strategy": "fsdp", "precision": "bf16"},
         "experts that are balanced": SHARED
         | {"model.experts.count": 4, "model.experts.balance": 0.01},

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import Family, TwoRopes, register, windowed_layers
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Interleaved, OnePlus, Piece
+from longctx.spec.parts import Interleaved, Piece
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
@@ -109,7 +109,7 @@ class Gemma3Text(TwoRopes):
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     }
-    fixed = {"norms": "sandwich", "qk_norm": "head"}
+    fixed = {"norms": "sandwich", "norm_plus_one": True, "qk_norm": "head"}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
     full_every = "sliding_window_pattern"
     numbers = {"final_logit_softcapping": ("multipliers.logit_softcap", None)}
@@ -159,10 +159,6 @@ class Gemma3Text(TwoRopes):
         keys = super().write(config, context)
         del keys["hidden_act"]  # it has a name of its own
         return keys
-
-    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
-        for piece in super().tensors(config):
-            yield piece._replace(fold=OnePlus()) if "norm" in piece.theirs else piece
 
 
 @register
