@@ -336,7 +336,7 @@ def try_caps(options: Options, command: str) -> None:
 
     def measured(point_of_cap: tuple[Case, int, Workload]) -> Row | None:
         case, cap, step = point_of_cap
-        gib = hardware.CHIPS[CARDS[cap]].memory / GIB - OF_CUDA
+        gib = hardware.cards()[CARDS[cap]].memory / GIB - OF_CUDA
         with room.reserved(gib * GIB + CONTEXT):
             if time.monotonic() > end:
                 print(f"left out: {case.name} under {cap} GB; give more minutes=", flush=True)

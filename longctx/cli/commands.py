@@ -44,7 +44,6 @@ from longctx.parallel.launch import (
     supervise,
 )
 from longctx.runs import run_folder
-from longctx.spec import hardware
 
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
@@ -248,8 +247,7 @@ def _train(argv: list[str]) -> int:
     processes = _launched(request.config)
     if processes.are_to_start:
         return supervise(processes)
-    # The length "max" is found by processes of their own
-    _begin(processes, request.config, uses_gpu=request.config.seq_len != "max")
+    join(processes)
     with libraries():
         from longctx.evaluation import passkey as passkey  # registers its callback
         from longctx.training.life_cycle import train
@@ -281,14 +279,6 @@ def check_paths(config: TrainConfig) -> None:
     tokenizer = None if config.resume and config.init else config.data.tokenizer
     preferences = config.objective.traits.data
     check_files(replace(config.data, preferences=preferences, tokenizer=tokenizer))
-
-
-def _begin(processes: Launched, config: TrainConfig | EvalConfig, uses_gpu: bool = True) -> None:
-    """Join the other ranks, and start CUDA's driver while torch is imported."""
-    if processes.ranks > 1:
-        join(processes)
-    if config.device != "cpu" and uses_gpu:
-        hardware.start_gpu(processes.local_rank)
 
 
 def _launched(config: TrainConfig | EvalConfig) -> Launched:
@@ -339,7 +329,7 @@ def _evaluate(argv: list[str]) -> int:
     processes = _launched(config)
     if processes.are_to_start:
         return supervise(processes)
-    _begin(processes, config)
+    join(processes)
     with libraries():
         from longctx.evaluation.evaluate import evaluate
     return evaluate(request, processes)
@@ -381,11 +371,9 @@ def _chat(argv: list[str]) -> int:
 
 
 def _opened(schema: type[Sampling], argv: list[str]) -> Sampling:
-    """Return the filled `schema`, its checkpoint found; a GPU starts while torch is imported."""
+    """Return the filled `schema`, its checkpoint found."""
     config: Sampling = compose(schema, argv).config
     open_checkpoint(config)
-    if config.device != "cpu":
-        hardware.start_gpu(0)
     return config
 
 

@@ -143,7 +143,7 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
         base = replace(base, bandwidth=options.gpu_bandwidth * 1e9)
     if options.gpu != "auto" and (base.flops is None or base.bandwidth is None):
         raise ValueError(
-            f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.CHIPS)}, or "
+            f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.cards())}, or "
             "describe it by gpu_tflops=, gpu_bandwidth= and gpu_memory="
         )
     if not base.memory:

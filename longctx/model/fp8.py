@@ -8,15 +8,14 @@ stay in fp32, whatever is not a product of a block in bf16. In eval mode a layer
 which is how a trained model is used.
 
 Backward takes the input's transposed copy in FP8, and makes the weight's transposed copy
-anew. Inside `weights_quantized` both copies of a weight are made once for all micro-batches.
+anew.
 
 Shapes: N tokens, I and O channels of a layer's input and output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -102,34 +101,28 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        w_rows: Tensor | None,
-        w_columns: Tensor | None,
-        w_scale: Tensor | None,
         gated: str,
         trains: bool,
         with_output: bool,
     ) -> Tensor:
-        dtype, x8 = x.dtype, None
+        x8 = w8 = None
         if with_output:
             trained_as_is = trains and not gated
             x8 = quantized(swiglu.swiglu(x, gated) if gated else x, VALUES, columns=trained_as_is)
-            if w_rows is None:
-                w_rows, _, w_scale = quantized(weight, VALUES, columns=False)
+            w8 = quantized(weight, VALUES, columns=False)
         # torch.compile wants tensors only: x takes the place of a missing one
         ctx.save_for_backward(
             x if x8 is None or gated else x8.columns,
             x if x8 is None else x8.scale,
-            weight if w_columns is None else w_columns,
-            x if w_scale is None else w_scale,
+            weight,
+            x if w8 is None else w8.scale,
         )
-        ctx.has_scale, ctx.has_w_scale = x8 is not None, w_scale is not None
-        ctx.gated, ctx.has_columns, ctx.dtype = gated, w_columns is not None, dtype
+        ctx.has_scales, ctx.gated, ctx.dtype = with_output, gated, x.dtype
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        if x8 is None:
+        if x8 is None or w8 is None:
             return x.new_zeros(1).expand(len(x), len(weight))
-        assert w_rows is not None and w_scale is not None
-        b = None if bias is None else bias.to(dtype)
-        return product(x8.rows, x8.scale, w_rows, w_scale, dtype, FAST_FORWARD, b)
+        b = None if bias is None else bias.to(x.dtype)
+        return product(x8.rows, x8.scale, w8.rows, w8.scale, x.dtype, FAST_FORWARD, b)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,20 +131,19 @@ class _Product(torch.autograd.Function):
         dy8 = quantized(dy, GRADIENTS, rows=needs_dx or ctx.gated, columns=needs_dweight)
         dx = dweight = None
         if needs_dx or ctx.gated:
-            if not ctx.has_columns:
-                known = w_scale if ctx.has_w_scale else None
-                _, w, w_scale = quantized(w, VALUES, rows=False, scale=known)
+            known = w_scale if ctx.has_scales else None
+            _, w, w_scale = quantized(w, VALUES, rows=False, scale=known)
             dx = product(dy8.rows, dy8.scale, w, w_scale, ctx.dtype, FAST_BACKWARD)
         if ctx.gated:
             dx, act = swiglu.swiglu_backward(x, dx, ctx.gated)
             if needs_dweight:
-                known = x_scale if ctx.has_scale else None
+                known = x_scale if ctx.has_scales else None
                 _, x, x_scale = quantized(act, VALUES, rows=False, scale=known)
         if needs_dweight:
             dtype = ctx.dtypes[0]
             dweight = product(dy8.columns, dy8.scale, x, x_scale, dtype, FAST_BACKWARD)
         dbias = dy.sum(0, dtype=ctx.dtypes[1]) if needs_dbias else None
-        return dx, dweight, dbias, *(None,) * 6
+        return dx, dweight, dbias, None, None, None
 
 
 class Product(nn.Module):
@@ -159,10 +151,6 @@ class Product(nn.Module):
 
     It has no weights and no buffers, so a model's names stay as they are.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: Quantized | None = None  # of the weight, see `weights_quantized`
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b: x (..., I), weight (O, I), bias (O,)."""
@@ -189,10 +177,9 @@ class Product(nn.Module):
         gated: str = "",
         with_output: bool = True,
     ) -> Tensor:
-        copies = (None, None, None) if self.copies is None else self.copies
         trains = torch.is_grad_enabled() and weight.requires_grad
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y: Tensor = _Product.apply(rows, weight, bias, *copies, gated, trains, with_output)
+        y: Tensor = _Product.apply(rows, weight, bias, gated, trains, with_output)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -206,20 +193,3 @@ def convert(model: GPT, bf16_layers: Collection[int] = ()) -> GPT:
             if n not in skipped and isinstance(module, Linear | LoraLinear):
                 module.product = Product()
     return model
-
-
-@contextmanager
-def weights_quantized(model: nn.Module) -> Iterator[None]:
-    """Inside the block, which must not change them, `model` takes every weight in FP8 as it
-    was at the beginning.
-    """
-    layers = [m for m in model.modules() if isinstance(m, Linear | LoraLinear)]
-    products = {layer.product: layer.weight for layer in layers if layer.product is not linear}
-    with torch.no_grad():
-        for each, weight in products.items():
-            each.copies = quantized(weight, VALUES)
-    try:
-        yield
-    finally:
-        for each in products:
-            each.copies = None

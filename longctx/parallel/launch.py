@@ -145,6 +145,8 @@ def _follow(pids: dict[int, int], shared: Path, kill: Callable[[], object]) -> i
 
 def join(processes: Launched) -> None:
     """Have this rank end with its launcher, and on a single machine use the loopback alone."""
+    if processes.ranks == 1:
+        return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings would bury a line of ours
     if processes.nodes == 1:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -2,3 +2,4 @@
 
 from longctx.planner.plans import Plan as Plan
 from longctx.planner.plans import plan as plan
+from longctx.planner.step_time import Seconds as Seconds

@@ -176,12 +176,9 @@ def faster_backend(workload: Workload, backends: Iterable[str], chip: Chip) -> s
     """Return a line that names the fastest of `backends` if it is predicted CLEARLY_FASTER than
     the backend of `workload`, else nothing.
     """
-    own = step_time.seconds(workload, chip)
-    if own is None:
-        return ""
-    times = backend_seconds(workload, backends, chip)
+    own, times = step_time.seconds(workload, chip), backend_seconds(workload, backends, chip)
     name = min(times, key=times.__getitem__, default="")
-    if not name or own.total < CLEARLY_FASTER * times[name]:
+    if own is None or not name or own.total < CLEARLY_FASTER * times[name]:
         return ""
     share = own.total / times[name] - 1
     return f"attention={name} is predicted {share:.0%} faster on this GPU"
@@ -232,16 +229,12 @@ def choose_layout(
     chosen = min(as_fast, key=lambda number: on_host(fit[number]) > 0)
     if len(fit) == 1:
         reason = "nothing else fits"
-    elif not speeds[0]:
-        reason = "the first that fits"
     elif chosen and 0 in as_fast:
         reason = f"as fast as {name_of(fit[0])}, and needs no host memory"
     elif chosen:
         reason = f"{speeds[chosen] / speeds[0] - 1:.0%} faster than {name_of(fit[0])}"
-    elif fit[0] is not decided[0]:
-        reason = f"{name_of(decided[0])} does not fit"
     else:
-        reason = f"no other is {1 - SURE:.0%} faster"
+        reason = "the first that fits"
     return fit[chosen], reason
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from longctx.attention.description import AUTO, AttentionConfig
+from longctx.attention.description import AttentionConfig
 from longctx.config.asked import divisions, with_vocabulary, workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting, step_time
@@ -24,11 +24,6 @@ from longctx.tables import count_of, grid
 from longctx.training.schedule import drawn, schedule_of
 
 SIZES = ("GPU GiB", "host GiB", "fits")
-# What flash runs by the chip's generation
-KERNELS = {
-    "ampere": "its mma.sync kernels in 16 bits, which no such card has run",
-    "other": "its portable kernels, which no such card has run",
-}
 SPEED = ("s/step", "tokens/s", "MFU")
 
 
@@ -201,8 +196,6 @@ def without_data(request: TrainConfig, device: str) -> Workload:
     """
     if request.resume is not None:
         raise ValueError(f"resume={request.resume}: nothing is resumed here; give init= instead")
-    if request.attention.backend == AUTO:
-        raise ValueError("attention=auto: a run chooses that; here name a backend")
     if isinstance(request.seq_len, str):
         raise ValueError("seq_len=max: a run finds that on its GPU; here give a number of tokens")
     request.check_model(request.model)
@@ -225,7 +218,7 @@ def print_machine(step: Workload, chip: Chip, host: float, of_host: str) -> None
         f"of which {fitting.LEFT_FREE:.0%} stay free; host {host / GIB:,.0f} GiB{of_host}"
     )
     if chip.generation != "hopper" and chip.flops is not None:
-        print(f"predicted from its data sheet; flash runs {KERNELS[chip.generation]}")
+        print("predicted from its data sheet; flash has not run on such a card")
     if step.devices > 1:
         print(
             f"{step.devices:,} GPUs on {count_of(step.machines, 'machine')}, "

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
+from longctx.planner import block_memory
 from longctx.spec.block import BlockSpec
 from longctx.spec.parts import FP32, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
@@ -101,14 +102,10 @@ class _Step:
         self.gradient = 0 if self.added else self.e if self.sharded else FP32
         in_16_bits = self.e < FP32 and not self.added and not self.sharded
         self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
-        # In FP8 no weight has a copy that waits for backward. A step with several micro-batches may
-        # hold all of them from its beginning, as they are and transposed.
+        # In FP8 no weight has a copy that waits for backward
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        pairs = zip(self.blocks, self.in_8_bits, strict=True)
-        held = 2.0 * sum(block.weights for block, in_8_bits in pairs if in_8_bits)
-        self.held = held if workload.quantizes_once else 0.0
         self.kernels = device == "cuda" and self.e < FP32 and model.has_kernels
         self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
         # Of the layer with the largest exchange
@@ -150,13 +147,16 @@ class _Step:
 
     def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
         """Return the bytes of one block."""
-        attention = block.attention_backward(through) + self.exchanged
+        kept = list(block_memory.kept(block, through))
+        freed = sum(part.bytes for part in kept if part.until == block_memory.MLP)
+        without_input = block_memory.kept(block, through, keeps_input=False)
+        attention = block_memory.attention_backward(block, through) + self.exchanged
         return _Costs(
-            saved=block.saved(through),
-            saved_without_input=block.saved(through, keeps_input=False),
-            mlp=block.mlp_backward(through),
+            saved=sum(part.bytes for part in kept),
+            saved_without_input=sum(part.bytes for part in without_input),
+            mlp=block_memory.mlp_backward(block, through),
             attention=attention + self.backend.workspace(self.layer),
-            freed=block.freed_after_mlp(through) if self.memory.recompute == "none" else 0,
+            freed=freed if self.memory.recompute == "none" else 0,
         )
 
     def measured_costs(self, layer: MeasuredLayer) -> _Costs:
@@ -173,7 +173,7 @@ class _Step:
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
-        always = _sum(self.always(), {PARAMETERS: self.held})
+        always = self.always()
         gradients = FP32 * self.trained / self.slices
         embedding = self.gradient * self.V * self.C
         kept = FP32 / self.slices if self.sharded and self.gradient else self.gradient
@@ -346,7 +346,7 @@ class _Step:
         tile = min(self.memory.mlp_tile or tokens, tokens)
         scores = self.backend.forward_workspace(self.workload.layer(rows, length))
         through = self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile)
-        mlp: float = max(block.forward(through) for block in self.blocks)
+        mlp: float = max(block_memory.forward(block, through) for block in self.blocks)
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):
             copies = sum(layer.forward.intercept for layer in layers)

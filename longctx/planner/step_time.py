@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import allgather_group, kv_copies
@@ -33,7 +33,7 @@ from longctx.planner.peak_memory import (
 from longctx.spec.block import BlockSpec
 from longctx.spec.hardware import Chip
 from longctx.spec.parts import FP32
-from longctx.spec.step import Seconds, Workload
+from longctx.spec.step import Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
 PRODUCTS = 0.68  # share of the peak of a large product, times C / (C + SMALL) for narrow ones
@@ -49,6 +49,19 @@ IMBALANCE = 1.02  # pairs of the busiest rank to the mean, if sequences are deal
 # choose an algorithm (its tuning.cc, ring, simple protocol)
 HOP, HOP_OUTSIDE = 3.4e-6, 14e-6
 BEHIND = 0.8  # share of computing time that hides communication
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
+
+    parts: dict[str, float]
+    tokens: int
+    mfu: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
 
 
 def seconds(workload: Workload, chip: Chip) -> Seconds | None:
@@ -82,7 +95,6 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
     # weights are read for their scale and for each copy
     of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
-    of_weights /= workload.accumulate if workload.quantizes_once else 1
     moved += workload.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
     per_micro = {
         "attention": attention_seconds(workload, chip),

@@ -5,8 +5,9 @@ torch.
 from __future__ import annotations
 
 import ctypes
+import functools
+import json
 import os
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,6 @@ SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
 NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
-NO_LONGEST = "seq_len=max: finds what fits a GPU, and this run is on a CPU; give a number of tokens"
-CONTROL = Path("/dev/nvidiactl")  # NVIDIA's driver on Linux has it
 ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
 OWN_GROUPS = Path("/proc/self/cgroup")  # a line number:controllers:path for each of this process
@@ -32,10 +31,6 @@ CONTROL_GROUPS = {
     "memory": (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 COPY_SHARE = 0.5  # of free host memory: limit of the copy from which a checkpoint is written
-# A run is refused if its predicted memory is so many times the available memory. On GPUs
-# predictions are within a tenth for training, and rougher for evaluation; on a CPU naive attention
-# took 6.1 GiB of 8.4 predicted.
-CLEARLY = {"cuda": 1.3, "cpu": 2.0}
 
 
 @dataclass(frozen=True)
@@ -66,82 +61,22 @@ class Chip:
             raise ValueError(without_fp8(self.name))
 
 
-def card(
-    flops: float,
-    bandwidth: float,
-    link: float,
-    gib: float,
-    generation: str = "other",
-    fp8: bool = True,
-    bf16: bool = True,
-) -> Chip:
-    """Return a GPU by its data sheet. `link` is NVLink or Infinity Fabric if it has them, else PCI
-    Express; `gib` the usual memory, as CUDA reports it: less than the label says.
+@functools.cache
+def cards() -> dict[str, Chip]:
+    """Read cards.json: words of the device's name → its figures, the most specific name first.
+
+    They are from the vendors' data sheets; of GeForce and RTX PRO from NVIDIA's white papers on
+    GA102, AD102 and Blackwell, which give products with fp32 sums; of the A10G from AWS, which has
+    half the products of an A10. GPUs without bf16 run in fp32, without tensor cores: their products
+    are twice the fp32 ones, of which step_time takes half. Only H100 and H200 have run what is
+    predicted. `gib` is the usual memory as CUDA reports it, `link` NVLink or Infinity Fabric if the
+    card has them, else PCI Express.
     """
-    memory, link = gib * GIB, REACHED * link
-    return Chip("", memory, flops, bandwidth, link, generation=generation, fp8=fp8, bf16=bf16)
-
-
-def geforce(series: int, processors: int, ghz: float, bandwidth: float, gib: float) -> Chip:
-    """Return a GeForce of a `series`, such as 30. Each of its multiprocessors does 512 operations
-    of 16-bit products with fp32 sums a clock: half of what a GA100's or AD102's of other cards do.
-    """
-    link = 64e9 if series == 50 else 32e9
-    flops = 512e9 * processors * ghz
-    return card(flops, bandwidth, link, gib, "ampere", fp8=series > 30)
-
-
-# Words of the device's name → its figures, the most specific name first. From the vendors' data
-# sheets; of GeForce and RTX PRO from NVIDIA's white papers on GA102, AD102 and Blackwell, which
-# give products with fp32 sums; of the A10G from AWS, which has half the products of an A10. GPUs
-# without bf16 run in fp32, without tensor cores: their products are twice the fp32 ones, of which
-# step_time takes half. Only H100 and H200 have run what is predicted.
-CHIPS = {
-    "H200 NVL": card(835e12, 4.8e12, 450e9, 139.8, "hopper"),
-    "H200": card(989e12, 4.8e12, 450e9, 139.8, "hopper"),
-    "GH200": card(989e12, 4.0e12, 450e9, 94.5, "hopper"),
-    "H100 NVL": card(835e12, 3.9e12, 300e9, 93.1, "hopper"),
-    "H100 PCIe": card(756e12, 2.0e12, 64e9, 79.1, "hopper"),
-    "H100": card(989e12, 3.35e12, 450e9, 79.1, "hopper"),
-    "H800": card(989e12, 3.35e12, 200e9, 79.1, "hopper"),
-    "H20": card(148e12, 4.0e12, 450e9, 95.6, "hopper"),
-    "B200": card(2250e12, 8.0e12, 900e9, 178.3),
-    "A100 40GB": card(312e12, 1.555e12, 300e9, 39.4, "ampere", fp8=False),
-    "A100": card(312e12, 2.0e12, 300e9, 79.1, "ampere", fp8=False),
-    "L40S": card(362e12, 0.864e12, 32e9, 44.4, "ampere"),
-    "L4": card(121e12, 0.3e12, 32e9, 22.0, "ampere"),
-    "A10G": card(70e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
-    "A10": card(125e12, 0.6e12, 32e9, 22.0, "ampere", fp8=False),
-    "A6000": card(154.8e12, 0.768e12, 32e9, 47.5, "ampere", fp8=False),
-    "RTX 6000 Ada": card(364.2e12, 0.96e12, 32e9, 47.4, "ampere"),
-    "RTX 3060 Ti": geforce(30, 38, 1.665, 448e9, 7.7),
-    "RTX 3060": geforce(30, 28, 1.777, 360e9, 11.6),
-    "RTX 3070 Ti": geforce(30, 48, 1.77, 608e9, 7.7),
-    "RTX 3070": geforce(30, 46, 1.725, 448e9, 7.7),
-    "RTX 3080 Ti": geforce(30, 80, 1.665, 912e9, 11.6),
-    "RTX 3080": geforce(30, 68, 1.71, 760e9, 9.7),
-    "RTX 3090 Ti": geforce(30, 84, 1.86, 1008e9, 23.7),
-    "RTX 3090": card(71e12, 0.936e12, 32e9, 23.7, "ampere", fp8=False),
-    "RTX 4060 Ti": geforce(40, 34, 2.535, 288e9, 7.7),
-    "RTX 4060": geforce(40, 24, 2.46, 272e9, 7.7),
-    "RTX 4070 Ti SUPER": geforce(40, 66, 2.61, 672e9, 15.5),
-    "RTX 4070 Ti": geforce(40, 60, 2.61, 504e9, 11.6),
-    "RTX 4070 SUPER": geforce(40, 56, 2.475, 504e9, 11.6),
-    "RTX 4070": geforce(40, 46, 2.475, 504e9, 11.6),
-    "RTX 4080 SUPER": geforce(40, 80, 2.55, 736e9, 15.5),
-    "RTX 4080": geforce(40, 76, 2.505, 716.8e9, 15.5),
-    "RTX 4090": card(165e12, 1.008e12, 32e9, 23.5, "ampere"),
-    "RTX 5060 Ti": geforce(50, 36, 2.572, 448e9, 15.5),
-    "RTX 5060": geforce(50, 30, 2.497, 448e9, 7.7),
-    "RTX 5070 Ti": geforce(50, 70, 2.452, 896e9, 15.5),
-    "RTX 5070": geforce(50, 48, 2.512, 672e9, 11.6),
-    "RTX 5080": geforce(50, 84, 2.617, 960e9, 15.5),
-    "RTX 5090": card(209.5e12, 1.792e12, 64e9, 31.4, "ampere"),
-    "RTX PRO 6000": card(503.8e12, 1.792e12, 64e9, 95.0, "ampere"),
-    "MI300X": card(1307e12, 5.3e12, 448e9, 191.7, fp8=False),
-    "V100": card(2 * 15.7e12, 0.9e12, 150e9, 31.7, fp8=False, bf16=False),
-    "T4": card(2 * 8.1e12, 0.32e12, 16e9, 14.6, fp8=False, bf16=False),
-}
+    rows = json.loads(Path(__file__).with_name("cards.json").read_text())
+    return {
+        name: Chip("", row.pop("gib") * GIB, link=REACHED * row.pop("link"), **row)
+        for name, row in rows.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -181,7 +116,7 @@ def chip(name: str, memory: float | None = None) -> Chip:
     """
     unknown = Chip("", 0.0, None, None, REACHED * SLOWEST)
     # The most specific name comes first
-    known = next((CHIPS[of] for of in CHIPS if is_named(name, of)), unknown)
+    known = next((card for of, card in cards().items() if is_named(name, of)), unknown)
     if any(is_named(name, word) for word in OTHERS):
         known = replace(known, flops=None, bandwidth=None)
     return replace(known, name=name, memory=known.memory if memory is None else memory)
@@ -211,26 +146,6 @@ def here() -> Chip | None:
         or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
     )
     return None if has_failed else chip(name.value.decode(), float(size.value))
-
-
-def start_gpu(number: int) -> None:
-    """Start GPU `number` of this machine and make torch's context on it, in the background.
-
-    CUDA's driver does that without Python, so torch is imported meanwhile: 0.3 s of 4.4 on an H100.
-    """
-    if not CONTROL.exists():
-        return
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, before the context
-
-    def start() -> None:
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        with suppress(OSError):
-            driver = ctypes.CDLL("libcuda.so.1")  # releases the interpreter in every call
-            if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), number):
-                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-
-    # no daemon: a process that ends meanwhile waits, since a driver half started can crash its exit
-    threading.Thread(target=start, name="start GPU").start()
 
 
 def cores() -> int:

@@ -233,17 +233,6 @@ class Workload:
         return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
 
     @property
-    def quantizes_once(self) -> bool:
-        """Return True if a step makes one FP8 copy of each weight for all of its micro-batches.
-
-        Not if ranks gather weights, if memory is short, or with CUDA graphs: a graph would go on
-        reading the copies of its first step.
-        """
-        if not self.fp8_layers or self.accumulate == 1 or self.sharing.shards_weights:
-            return False
-        return self.memory.recompute == "none" and not self.captured
-
-    @property
     def data_ranks(self) -> int:
         """Count the groups of devices with sequences of their own."""
         return self.devices // self.context
@@ -252,19 +241,6 @@ class Workload:
     def tokens_per_step(self) -> int:
         """Count the tokens of an optimizer step over all devices, padding included."""
         return self.rows_per_step * self.seq_len
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Predicted time of one optimizer step by part, and its model FLOPs' share of the peak."""
-
-    parts: dict[str, float]
-    tokens: int
-    mfu: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
 
 
 def precision_of(precision: str, device: str) -> str:

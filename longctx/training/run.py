@@ -10,8 +10,9 @@ from longctx.config.asked import workload_of
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig, default_val_every
 from longctx.data import Data
+from longctx.planner import Seconds
 from longctx.runs import run_folder
-from longctx.spec.step import Seconds, Workload
+from longctx.spec.step import Workload
 from longctx.training.schedule import Schedule, schedule_of
 
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from longctx.model import fp8
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
@@ -42,9 +40,8 @@ def optimizer_step(
     parts, weight = state.parts, parallel.loss_weight(batch.scored)
     batch.weigh(weight)
     total = torch.zeros((), device=parallel.device)
-    once = state.run.workload.quantizes_once
     # Around all micro-batches, so that weights are cast once
-    with parallel.autocast(), fp8.weights_quantized(state.module) if once else nullcontext():
+    with parallel.autocast():
         for micro in batch.micro:
             first, last = micro is batch.micro[0], micro is batch.micro[-1]
             total += parts.forward_backward(micro, first, last, mark) / weight

@@ -1,7 +1,5 @@
 """A mistake is one line, a wrong key or a missing path before torch is imported."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -164,13 +162,3 @@ def test_keys_that_no_tracker_reads_are_said(words, unread, monkeypatch, capsys)
     monkeypatch.setattr(TrackerTraits, "problems", lambda *_: iter(()))
     (warning,) = [*cli.compose("train", words.split()).config.warnings()] or [""]
     assert (unread in warning) if unread else not warning
-
-
-@pytest.mark.gpu
-def test_a_gpu_started_in_the_background_has_the_context_that_torch_uses():
-    code = (
-        "import threading; from longctx.spec import hardware; hardware.start_gpu(0);"
-        "[t.join() for t in threading.enumerate() if t is not threading.main_thread()];"
-        "import torch; assert torch._C._cuda_hasPrimaryContext(0); torch.ones(1, device='cuda')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

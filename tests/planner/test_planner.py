@@ -310,11 +310,8 @@ def test_ddp_keeps_all_gradients_all_the_time():
     assert at_loss(shared, GRADIENTS) == 4 * config.model.parameters()
 
 
-def test_fp8_holds_weights_for_micro_batches():
+def test_fp8_takes_less_and_is_faster():
     fp8 = one_b("memory=fast", "precision=fp8", seq_len=16384, batch_size=1, accumulate=1)
-    matrices = 16 * (2048 * 3072 + 2048 * 2048 + 3 * 2048 * 8192)
-    held = at_loss(replace(fp8, accumulate=2), PARAMETERS) - at_loss(fp8, PARAMETERS)
-    assert held == 2 * matrices
     mixed = replace(fp8, bf16_layers=(0, -1))
     bf16 = replace(fp8, precision="bf16")
     peaks = [predict(work).peak for work in (fp8, mixed, bf16)]

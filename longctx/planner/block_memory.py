@@ -1,0 +1,113 @@
+"""Bytes of a transformer block: saved by its forward, alive in its backward. Torch-free.
+
+Letters as in spec/parts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from longctx.spec.block import BlockSpec
+from longctx.spec.parts import FP32, Pass
+
+MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
+
+
+class Kept(NamedTuple):
+    """Bytes that forward leaves for backward, and the half of it that frees them."""
+
+    bytes: float
+    until: str  # MLP | ATTENTION
+
+
+def kept(block: BlockSpec, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
+    """Yield what the block saves for backward, and until which half of it."""
+    e, C = p.activation, block.mlp.size
+    if p.recompute == "block":
+        if keeps_input:
+            yield Kept(e * C * p.tokens, ATTENTION)
+        yield Kept(block.attention.saved_output(p), ATTENTION)
+        return
+    # A product saves its input: without a norm the stream itself, or its copy in FP8
+    reads_stream = block.attention_norm is None
+    if not (reads_stream and p.fp8_input and p.recompute == "none"):
+        yield Kept(e * C * p.tokens, ATTENTION)
+    if block.attention_norm is not None:
+        yield Kept(block.attention_norm.saved(p), ATTENTION)
+    elif p.fp8_input:
+        yield Kept(p.fp8_input * C * p.tokens, ATTENTION)
+    yield Kept(block.attention.saved(p), ATTENTION)
+    if p.recompute == "none":
+        yield from kept_after(block, p)
+
+
+def kept_after(block: BlockSpec, p: Pass) -> Iterator[Kept]:
+    """Yield what the half after attention saves; one that recomputes makes it again by tile."""
+    e, C, N = p.activation, block.mlp.size, p.tokens
+    # The stream after attention, and copies of the weights before it
+    yield Kept(e * C * N + p.weight_copy * block.attention.weights_after, ATTENTION)
+    # Attention's output in FP8; the gate
+    yield Kept(p.fp8_input * block.attention.query_size * N, MLP)
+    yield Kept(block.attention.saved_gate(p) * N, MLP)
+    # The input of the MLP, and 1 / rms
+    yield Kept((p.fp8_input or e) * C * N, MLP)
+    yield Kept(0 if block.mlp_norm is None else FP32 * N, ATTENTION)
+    yield Kept(block.mlp.saved(p), MLP)
+    if block.attention_out_norm is not None:  # its input is attention's projection
+        # and the stream after it is saved too, by the next norm
+        stream = 0 if block.mlp_norm is None else e * C * N
+        yield Kept(FP32 * N + stream, ATTENTION)
+    if block.mlp_out_norm is not None:
+        yield Kept(e * C * N, MLP)
+        yield Kept(FP32 * N, ATTENTION)
+
+
+def mlp_backward(block: BlockSpec, p: Pass) -> float:
+    """Return the bytes that the backward of the part after attention takes, at its peak."""
+    e, C, q = p.activation, block.mlp.size, block.attention.query_size
+    again = p.recompute != "none"
+    n = p.tile if again else p.tokens
+    tile = p._replace(tokens=n, weight_copy=0)
+    # The gradients that come in, and of what is normalized or scaled; in FP8, transposed
+    scaled = (block.mlp_out_norm is not None) + (block.branch_scale != 1)
+    needed: float = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
+    needed += block.mlp.backward(p._replace(tokens=n))
+    if not again:
+        return needed
+    # What recompute=none keeps is made again of a tile, and the output
+    needed += sum(part.bytes for part in kept_after(block, tile)) + e * C * n
+    needed += (e * C + FP32) * n if block.attention.gate_size else 0  # the gate's input
+    needed += p.weight_copy * weights_after(block)
+    if n < p.tokens:
+        # Attention's output has its gradient for all tokens, the last tile's is there too.
+        needed += e * q * p.tokens + e * (C + q) * n + p.gradient * weights_after(block)
+    return needed
+
+
+def attention_backward(block: BlockSpec, p: Pass) -> int:
+    """Return the bytes of attention's backward next to what its kernel takes."""
+    e, C = p.activation, block.mlp.size
+    q, kv = block.attention.query_size, block.attention.key_size
+    # Residual; do, dq, dk, dv; gradients of the weights after attention
+    needed = e * (C + 2 * q + 2 * kv) * p.tokens + p.gradient * weights_after(block)
+    needed += p.unpacked * block.attention.linears[0].weights
+    if p.recompute == "block":
+        needed += e * (q + 2 * kv) * p.tokens
+        # With one tile the norm, and q and k before rotation too
+        needed += e * (C + q + kv) * p.tokens if p.tile == p.tokens else 0
+    elif block.attention.model.sinks:  # the gradient of the output before they scale it
+        needed += e * q * p.tokens
+    return needed
+
+
+def forward(block: BlockSpec, p: Pass) -> int:
+    """Return the bytes of a forward without gradients; p.tile tokens at a time in the MLP."""
+    C, q = block.mlp.size, block.attention.query_size
+    in_tile = 2 * C if block.mlp_out_norm is None else 3 * C
+    return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + block.mlp.forward(p)
+
+
+def weights_after(block: BlockSpec) -> int:
+    """Count the weights of the linear layers after attention, where recompute=mlp begins."""
+    return block.weights - block.attention.linears[0].weights
