@@ -36,9 +36,7 @@ from longctx import cli, files
 from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
 from longctx.evaluation import facts, passkey
-from longctx.evaluation.results import grids, heat_map
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import ScoredDocument
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
 
@@ -152,8 +150,7 @@ def texts(options: Options, model: str, split: str, tokens: int) -> np.ndarray:
     config = replace(config, documents=options.documents)
     assert options.seq_len is not None
     documents = load(config, options.seq_len).documents(split)
-    found = (ScoredDocument(*one[:3]) for one in documents)
-    filler = passkey.filler_of(found, Tokenizer.load(model), tokens)
+    filler = passkey.filler_of(documents, Tokenizer.load(model), tokens)
     passkey.check_filler("lengths", filler, [tokens // 2])
     return np.resize(filler, max(len(filler), tokens))
 
@@ -300,6 +297,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False)
     left.grid(alpha=0.3)
     for axes, when in zip(maps, WHEN, strict=True):
-        (grid,) = grids({"kinds": {"passkey": result[when]["passkeys"]}})
-        heat_map(axes, grid._replace(title=f"pass keys found (%), {when}"))
+        keys = result[when]["passkeys"]
+        axes.imshow(np.transpose(keys["accuracy"]), cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(keys["lengths"])), map(short, keys["lengths"]))
+        axes.set_yticks(range(len(keys["depths"])), [f"{depth:.0%}" for depth in keys["depths"]])
+        axes.set(xlabel="tokens", ylabel="depth", title=f"pass keys found, {when}")
     save_figure(figure, path)

@@ -52,7 +52,7 @@ class PasskeyConfig:
 
 @dataclass
 class RulerConfig(Group):
-    """RULER's 13 tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
+    """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
 
     prefix = "ruler."
     enabled: bool = key(False, "set by ruler=true", short=True)
@@ -64,41 +64,38 @@ class RulerConfig(Group):
         distinct=True,
     )
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
-    tasks: list[str] | None = key(None, "null: all 13", choices=RULER_TASKS, distinct=True)
+    tasks: list[str] | None = key(
+        None,
+        "null: all 13, qa_1 and qa_2 if their files are given",
+        choices=RULER_TASKS,
+        distinct=True,
+    )
     seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
-    squad: str | None = key(
-        None, "JSON in SQuAD's form for qa_1; null: questions are made from your own text"
-    )
-    hotpotqa: str | None = key(
-        None, "JSON in HotpotQA's form for qa_2; null: questions are made from your own text"
-    )
+    squad: str | None = key(None, "JSON in SQuAD's form, for qa_1")
+    hotpotqa: str | None = key(None, "JSON in HotpotQA's form, for qa_2")
 
     @property
     def chosen(self) -> list[str]:
         """Return the tasks that run."""
-        return RULER_TASKS if self.tasks is None else self.tasks
+        if self.tasks is not None:
+            return self.tasks
+        return [task for task in RULER_TASKS if task not in QUESTIONS or self.file_of(task)]
 
-    @property
-    def made(self) -> list[str]:
-        """Return the tasks whose questions are made from the user's own text."""
-        return [task for task in self.chosen if task in QUESTIONS and self.file_of(task) is None]
-
-    def file_of(self, task: str) -> str | None:
-        """Return the file with the questions of `task`, qa_1 or qa_2."""
-        file: str | None = getattr(self, QUESTIONS[task])
-        return file
+    def file_of(self, task: str) -> str:
+        """Return the file with the questions of `task`, qa_1 or qa_2; "" for none."""
+        return getattr(self, QUESTIONS[task]) or ""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
         for task, name in QUESTIONS.items():
-            file = getattr(self, name)
-            if file is not None and task not in self.chosen:
+            file = self.file_of(task)
+            if file and task not in self.chosen:
                 yield (
                     f"ruler.{name}={file}: its questions are those of {task}, which is not among "
                     "ruler.tasks; leave one of them out"
                 )
-            if file is not None and not Path(file).is_file():
-                yield (f"ruler.{name}={file}: no such file")
+            if task in self.chosen and not Path(file).is_file():
+                yield f"ruler.{name}={file or 'null'}: {task} needs its file of questions"
 
 
 @dataclass
@@ -125,7 +122,7 @@ class EvalConfig(Group):
     )
     stride: int | None = positive(
         None,
-        "tokens from one window to the next; null: half of seq_len, in tasks seq_len",
+        "tokens from one window to the next; null: half of seq_len",
         limit=10**12,
         parse=counted(),
     )
@@ -166,7 +163,7 @@ class EvalConfig(Group):
         compared=False,
     )
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
-    tasks_path: str | None = key(None, "folder with the YAML files of further tasks", needs="tasks")
+    tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
     fewshot: int | None = key(
         None,
         "solved examples before each question of a task; null: as the task says",
@@ -213,9 +210,9 @@ class EvalConfig(Group):
             yield (f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each")
         if not chosen:
             return
-        unused: dict[str, Any] = {"contexts": self.contexts}
+        unused: dict[str, Any] = {"contexts": self.contexts, "stride": self.stride}
         if not self.tasks:
-            unused |= {"stride": self.stride, "batch_size": self.batch_size}
+            unused |= {"batch_size": self.batch_size}
         if self.ruler.enabled:  # each device answers texts of its own
             unused |= {"compile": self.compile or None}
             unused |= {"context": None if self.context.degree == 1 else self.context.degree}

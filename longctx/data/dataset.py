@@ -63,6 +63,12 @@ class EncodedDocument(NamedTuple):
     scored: np.ndarray | None = None
     is_rejected: bool = False
 
+    @property
+    def targets(self) -> int:
+        """The number of tokens that are predicted: never the first."""
+        marks = np.ones(len(self.ids), bool) if self.scored is None else self.scored
+        return int(np.count_nonzero(marks[1:]))
+
 
 @dataclass(eq=False)
 class SourcePart:

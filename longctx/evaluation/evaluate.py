@@ -10,12 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +23,18 @@ from longctx import files, plugins
 from longctx.attention import kernels_run
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
-from longctx.config.asked import divisions, with_vocabulary, workload_of
+from longctx.config.asked import divisions, workload_of
 from longctx.config.eval_config import SHORTEST, TOKENS_PER_BATCH, EvalConfig, default_lengths
 from longctx.config.fields import keys, refuse
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
+from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import passkey, results, ruler
 from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import ScoredDocument, stride_of
+from longctx.evaluation.score import OnBatch, Progress, Scorer
 from longctx.parallel.devices import (
     able_backends,
     check_attention,
@@ -45,7 +45,7 @@ from longctx.parallel.devices import (
 )
 from longctx.parallel.launch import Launched
 from longctx.parallel.mesh import Layout, Parallel, parallel_of
-from longctx.planner import plans
+from longctx.planner.plans import plan
 from longctx.runs import evaluations
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
@@ -54,8 +54,7 @@ from longctx.spec.step import precision_of
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """One evaluation, ready to run."""
 
     config: EvalConfig
@@ -76,14 +75,7 @@ class Setup:
             return f"{self.config.split} split of the run's data"
         return asdict(self.config.data)
 
-    @property
-    def sizes(self) -> str:
-        """The sizes that decide the memory, as keys."""
-        if self.config.passkey.enabled or self.config.ruler.enabled:
-            return f"lengths={self.lengths}"
-        return f"seq_len={self.context} batch_size={self.batch_size}"
-
-    def documents(self) -> Iterator[ScoredDocument]:
+    def documents(self) -> Iterator[EncodedDocument]:
         """Return the documents to score or to make texts of."""
         return documents_of(self.model, self.config, self.own_split)
 
@@ -135,30 +127,21 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     config = request.config
     assert config.checkpoint is not None
     model = open_model(config.checkpoint)
+    own_split = model.run is not None and not request.names_data
     # The run's own backend, unless the command line names one
     names_attention = any(name.partition(".")[0] == "attention" for name in request.overrides)
     asked = config.attention if names_attention else None
     config = replace(config, attention=plugins.attention_of(model.run, model.file, asked))
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
-    no_documents = "a Hugging Face folder has no documents of its own"
+    problem = f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own"
     refuse(
         (
             model.run is None and not request.names_data and not has_texts,
-            f"checkpoint={config.checkpoint}: {no_documents}; add data=text data.path=...",
-        ),
-        (
-            model.run is None and "split" in request.overrides,
-            f"split={config.split}: {no_documents} to split; leave it out",
+            f"{problem}; add data=text data.path=...",
         ),
         (
             config.compile and not model.model.has_kernels,
             "compile=true: transformers computes this model; leave compile out",
-        ),
-        (
-            config.ruler.enabled
-            and not ruler.takes_text(config.ruler)
-            and (request.names_data or config.documents is not None),
-            "ruler.tasks: none of them is made of text; leave data and documents out",
         ),
     )
     precision, seq_len = precision_of(config.precision, device), config.seq_len or model.seq_len
@@ -170,22 +153,20 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     tokens = TOKENS_PER_BATCH[device] * int(config.context.degree)
     batch_size = config.batch_size or max(1, tokens // seq_len)
     lengths = text_lengths(config, seq_len)
-    model.model.check_length(max(seq_len, *lengths), "seq_len")
+    longest = max(seq_len, *lengths)
+    model.model.check_length(longest, "seq_len")
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
     folders = (results_folder, *results_folder.parents)
     files.check_writable(next(folder for folder in folders if folder.exists()))
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
-    if (longest := max(seq_len, *lengths)) > model.seq_len:
-        origin = "the run trained at" if model.run else "the model is made for"
-        key = next((k for k in ("passkey", "ruler") if getattr(config, k).lengths), None)
+    if longest > model.seq_len:
         print(
-            f"warning: {f'{key}.lengths' if key else 'seq_len'}={longest:,} is "
-            f"{longest / model.seq_len:,.1f} times the {model.seq_len:,} tokens per sequence that "
-            f"{origin}, so it has never seen the positions beyond them"
+            f"warning: {longest:,} tokens are {longest / model.seq_len:,.1f} times the "
+            f"{model.seq_len:,} that the model was trained at or is made for, so it has never seen "
+            "the positions beyond them"
         )
-    own_split = model.run is not None and not request.names_data
     settings = device, precision, seq_len, batch_size, lengths, strategy, packs
     return Setup(config, own_split, model, *settings)
 
@@ -194,16 +175,16 @@ def fastest_attention(
     config: EvalConfig, model: GPTConfig, device: str, machine: Machine, seq_len: int
 ) -> AttentionConfig:
     """Return the backend of attention=auto: that of training at the same length."""
-    able = able_backends(config, model, device)
     training = TrainConfig(precision=config.precision, attention=config.attention)
+    able = able_backends(config, model, device)
     step = replace(
-        with_vocabulary(workload_of(training, device, seq_len, model), tokens=1),
+        workload_of(training, device, seq_len, model),
         divisions=tuple(divisions(training, model)),
         backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
         merges=True,
+        trains=False,
     )
-    chip = machine.gpu if device == "cuda" else None
-    return plans.with_backend(step, chip, machine.host_memory, print).attention
+    return plan(step, machine).step.attention
 
 
 def text_lengths(config: EvalConfig, context: int) -> list[int]:
@@ -280,7 +261,8 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     config, is_gpu = setup.config, setup.device == "cuda"
     contexts = default_lengths(setup.context) if config.contexts is None else config.contexts
     sizes = setup.context, config.stride, setup.batch_size
-    result = perplexity(scorer, setup.documents(), *sizes, progress=True, contexts=contexts)
+    with Progress("tokens") as progress:
+        result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
     if contexts and not result.contexts.tokens:
         print(
             f"no document has more than {max(contexts):,} tokens, so no tokens to compare "
@@ -291,7 +273,7 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
         "precision": setup.precision,
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         "devices": config.devices,
-        "tokens_per_second": result.tokens_per_second,
+        "tokens_per_second": progress.units_per_second,
         "memory_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_gpu else None,
         **result.content(),
     }
@@ -302,25 +284,38 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
 
 def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Hide keys in documents and ask for them; ValueError if the documents are too short."""
-    keys, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
-    tokenizer, depths = model.tokenizer, keys.depths or passkey.DEPTHS
-    filler = passkey.filler_of(setup.documents(), tokenizer, 4 * longest)
-    texts = tokenizer, filler, setup.lengths, depths, keys.samples, keys.kinds
-    cells = passkey.recall(scorer, *texts, progress=True)
+    asked, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
+    depths = sorted(asked.depths or passkey.DEPTHS)
+    filler = passkey.filler_of(setup.documents(), model.tokenizer, 4 * longest)
+    texts = model.tokenizer, filler, setup.lengths, depths, asked.samples, asked.kinds
+    total = len(setup.lengths) * len(depths) * asked.samples * len(asked.kinds)
+    with Progress("texts", total) as progress:
+        recalls = passkey.recall(scorer, *texts, on_batch=progress.count)
+    grids = {
+        kind: {
+            "lengths": setup.lengths,
+            "depths": depths,
+            "accuracy": recalled.right.mean(-1).round(6).tolist(),
+            "logprob": recalled.logp.mean(-1).round(6).tolist(),
+        }
+        for kind, recalled in recalls.items()
+    }
     stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
-    return stem, {"filler": setup.source, **passkey.content(cells)}
+    return stem, {"filler": setup.source, "samples": asked.samples, "kinds": grids}
 
 
 def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     """Answer RULER's tasks; ValueError if the documents are too few or a length too short."""
     config, model, lengths, text = setup.config, setup.model, setup.lengths, None
     longest = max(lengths)
-    if ruler.takes_text(config.ruler):
+    if any(ruler.TASKS[task].essay for task in config.ruler.chosen):
         ids = passkey.filler_of(setup.documents(), model.tokenizer, 2 * longest)
         passkey.check_filler("ruler.lengths", ids, lengths)
         text = model.tokenizer.decode(ids)
     texts = ruler.Texts(config.ruler, model.tokenizer, text or "")
-    answers = list(answered(scorer, texts, lengths))
+    total = len(lengths) * len(config.ruler.chosen) * config.ruler.samples
+    with Progress("texts", total) as progress:
+        answers = list(answered(scorer, texts, lengths, progress.count))
     scores: dict[str, list[float]] = {}
     for (task, _), rows in groupby(answers, lambda row: (row["task"], row["length"])):
         scores.setdefault(task, []).append(round(fmean(row["score"] for row in rows), 6))
@@ -328,7 +323,6 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         "samples": config.ruler.samples,
         "seed": config.ruler.seed,
         "text": None if text is None else setup.source,
-        "made": config.ruler.made,
         "ruler": {"lengths": lengths, "scores": scores},
         "answers": answers,
     }
@@ -336,28 +330,27 @@ def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
 
 
 def answered(
-    scorer: Scorer, texts: ruler.Texts, lengths: Sequence[int]
+    scorer: Scorer, texts: ruler.Texts, lengths: Sequence[int], on_batch: OnBatch
 ) -> Iterator[dict[str, Any]]:
     """Yield every sample of every length and task with the model's answer and its score."""
     # Made before the first is asked for: a length may be too short for a task
     pairs = {(n, task): texts.samples(task, n) for n in lengths for task in texts.config.chosen}
     together, ends = TOKENS_TOGETHER[scorer.device.type], sorted(texts.tokenizer.end_tokens)
-    with Progress("texts", len(pairs) * texts.config.samples) as line:
-        for (length, task), samples in pairs.items():
-            while batch := list(islice(samples, scorer.sequences_together(together, length))):
-                prompts = [ids for _, ids in batch]
-                answers = scorer.answers(prompts, ruler.TASKS[task].answer, ends, length)
-                for (sample, ids), tokens in zip(batch, answers, strict=True):
-                    answer = texts.tokenizer.decode(tokens)
-                    yield {
-                        "task": task,
-                        "length": length,
-                        "tokens": len(ids),  # of the prompt
-                        "outputs": sample.outputs,
-                        "answer": answer,
-                        "score": ruler.score(task, answer, sample.outputs),
-                    }
-                line.count(len(batch))
+    for (length, task), samples in pairs.items():
+        while batch := list(islice(samples, scorer.sequences_together(together, length))):
+            prompts = [ids for _, ids in batch]
+            answers = scorer.answers(prompts, ruler.TASKS[task].answer, ends, length)
+            for (sample, ids), tokens in zip(batch, answers, strict=True):
+                answer = texts.tokenizer.decode(tokens)
+                yield {
+                    "task": task,
+                    "length": length,
+                    "tokens": len(ids),  # of the prompt
+                    "outputs": sample.outputs,
+                    "answer": answer,
+                    "score": ruler.score(task, answer, sample.outputs),
+                }
+            on_batch(len(batch))
 
 
 def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -365,24 +358,15 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     from longctx.evaluation.harness import Harness, evaluate_tasks  # lm-eval is an optional extra
 
     config, model, context = setup.config, setup.model, setup.context
-    stride, tokenizer = stride_of(config.stride or context, context), model.tokenizer
-    sizes = context, stride, setup.batch_size
-    template = template_of(config, model)
-    harness = Harness(scorer, tokenizer, *sizes, tokenizer.end_tokens, template)
+    templated = has_template(model.folder) if config.chat_template is None else config.chat_template
+    print(f"tasks: chat_template={str(templated).lower()}")
+    template = Template(model.folder) if templated else None
+    harness = Harness(scorer, model.tokenizer, context, setup.batch_size, template)
     folder = None if config.tasks_path is None else Path(config.tasks_path)
     limits = config.documents, config.fewshot
     content = evaluate_tasks(harness, config.tasks, model.folder, folder, *limits)
-    about = {"context": context, "stride": stride, "documents": config.documents}
-    about["chat_template"] = template is not None
+    about = {"context": context, "documents": config.documents, "chat_template": templated}
     return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
-
-
-def template_of(config: EvalConfig, model: TrainedModel) -> Template | None:
-    """Return the chat template that writes the prompts of tasks, and print which it is."""
-    wanted = has_template(model.folder) if config.chat_template is None else config.chat_template
-    folder = f"the chat template of {model.folder}" if wanted else "no chat template"
-    print(f"tasks: prompts are written by {folder} (chat_template={str(wanted).lower()})")
-    return Template(model.folder) if wanted else None
 
 
 def explain(
@@ -390,13 +374,14 @@ def explain(
 ) -> str | None:
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
-        memory = "out of GPU memory" if parallel.device.type == "cuda" else "out of memory"
-        sizes = "it" if setup is None else setup.sizes
+        sizes = "it"
+        if setup is not None:
+            sizes = f"lengths={setup.lengths} batch_size={setup.batch_size}"
         flash = "attention=flash, " if config.attention.description.score_bytes else ""
-        context = "" if config.ruler.enabled else ", or a sequence (context=N)"
         return (
-            f"{memory} on process {parallel.rank}; {sizes} is too much: give smaller numbers, "
-            f"{flash}or devices that share the model (strategy=fsdp){context}"
+            f"out of memory on process {parallel.rank}; {sizes} is too much: give smaller "
+            f"numbers, {flash}or devices that share the model (strategy=fsdp) or a sequence "
+            "(context=N)"
         )
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,17 +57,12 @@ class Harness(TemplateLM):
         scorer: Scorer,
         tokenizer: Tokenizer,
         context: int,
-        stride: int,
         batch_size: int,
-        ends: Collection[int] = (),
         template: Template | None = None,
     ) -> None:
         super().__init__()
-        self.scorer, self.vocabulary = scorer, tokenizer
-        self.context, self.stride, self.batch_size = context, stride, batch_size
-        self.template = template
-        # The tokens that end an answer.
-        self.ends = [tokenizer.eos_id, *sorted({*ends} - {tokenizer.eos_id})]
+        self.scorer, self.vocabulary, self.template = scorer, tokenizer, template
+        self.context, self.batch_size = context, batch_size
 
     @property
     def eot_token_id(self) -> int:
@@ -133,14 +128,8 @@ class Harness(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return ln p of whole texts; every token is scored once, in the windows of HFLM."""
-        texts = [
-            np.array(
-                [self.prefix_token_id, *self.vocabulary.encode(request.args[0])], dtype=np.int64
-            )
-            for request in requests
-        ]
-        sums = [0.0] * len(texts)
-        windows = chain.from_iterable(starmap(self._rolling, enumerate(texts)))
+        sums = [0.0] * len(requests)
+        windows = chain.from_iterable(starmap(self._rolling, enumerate(requests)))
         for window, nats in losses(self.scorer, windows, self.context, self.batch_size):
             sums[window.owner] -= float(nats.sum())
         return sums
@@ -157,7 +146,7 @@ class Harness(TemplateLM):
                 generated = self.scorer.answers(
                     [question.prompt for question in batch],
                     max_tokens,
-                    self.ends,
+                    sorted(self.vocabulary.end_tokens),
                     self.context,
                     lambda row, tokens, batch=batch: self._text(batch[row], tokens)[1],  # type: ignore[misc]
                 )
@@ -189,9 +178,10 @@ class Harness(TemplateLM):
         ends = [index for stop in question.until if stop and (index := text.find(stop)) >= 0]
         return (text[: min(ends)], True) if ends else (text, False)
 
-    def _rolling(self, owner: int, ids: np.ndarray) -> Iterator[Window]:
-        """Yield windows that advance by `stride` tokens; the last one has the full context, too."""
-        for _, end, first in spans(len(ids), self.context, self.stride):
+    def _rolling(self, owner: int, request: Any) -> Iterator[Window]:
+        """Yield windows that do not overlap; the last one has the full context, too."""
+        ids = np.array([self.prefix_token_id, *self.vocabulary.encode(request.args[0])], np.int64)
+        for _, end, first in spans(len(ids), self.context, self.context):
             begin = max(0, end - self.context)
             yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
 
@@ -234,8 +224,11 @@ def evaluate_tasks(
     settings |= {"log_samples": False, "bootstrap_iters": 1000}
     if lm.template is not None:
         settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    if task_folder is not None and not task_folder.is_dir():
+        raise ValueError(f"tasks_path={task_folder}: no such folder; give one with YAML files")
+    own = {} if task_folder is None else {"include_path": str(task_folder)}
     try:
-        manager = _manager(tasks, task_folder, metadata)
+        manager = TaskManager(**own, include_defaults=task_folder is None, metadata=metadata)
         results = simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
     except Exception as error:  # anything from a task's code, its data set or the network
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error
@@ -246,20 +239,3 @@ def evaluate_tasks(
     text = json.dumps(chosen, default=lambda x: x.item() if hasattr(x, "item") else str(x))
     plain: dict[str, Any] = json.loads(text)
     return plain
-
-
-def _manager(tasks: Sequence[str], folder: Path | None, metadata: dict[str, Any]) -> Any:
-    """Return lm-eval's index of tasks.
-
-    lm-eval's own 14,000 take seconds to read, so they are left out if all `tasks` are in `folder`.
-    """
-    make: Callable[..., Any] = TaskManager
-    if folder is not None:
-        if not folder.is_dir():
-            raise ValueError(
-                f"tasks_path={folder}: no such folder; give one with the YAML files of tasks"
-            )
-        manager = make(include_path=str(folder), include_defaults=False, metadata=metadata)
-        if set(tasks) <= set(manager.all_tasks):
-            return manager
-    return make(include_path=None if folder is None else str(folder), metadata=metadata)

@@ -1,9 +1,9 @@
 """The model under evaluation with its tokenizer, and the documents that it is scored on.
 
 The model is that of a run, one of its checkpoints, or a Hugging Face folder. Documents are scored
-uncut, in the model's tokens: those of the run's own split or of any other source. Bytes and words
-are counted in the text of the target tokens. Of conversations the answers are scored, as in the
-val_loss of a run that learns them.
+uncut, in the model's tokens: those of the run's own split or of any other source. Bytes are counted
+in the text of the target tokens. Of conversations the answers are scored, as in the val_loss of a
+run that learns them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longctx.attention.description import AttentionConfig
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.data import DataConfig, Tokenizer, load, read_documents
-from longctx.evaluation.windows import ScoredDocument
+from longctx.data.dataset import EncodedDocument
 from longctx.hf import model_folder
 from longctx.model import GPT
 from longctx.model.gpt import build
@@ -161,7 +161,7 @@ def round_matrices(model: GPT, dtype: torch.dtype) -> None:
 
 def documents_of(
     model: TrainedModel, config: EvalConfig, own_split: bool
-) -> Iterator[ScoredDocument]:
+) -> Iterator[EncodedDocument]:
     """Return the documents of `config`: of the run's own split, or of data=; at most its limit."""
     if model.run is None or not own_split:
         return of_source(config.data, model.tokenizer, config.documents)
@@ -171,7 +171,7 @@ def documents_of(
 
 def of_run(
     folder: Path, run: dict[str, Any], split: str, fingerprint: str, limit: int | None = None
-) -> Iterator[ScoredDocument]:
+) -> Iterator[EncodedDocument]:
     """Yield the first `limit` documents of `split` of a run's data, without the answers that it was
     to avoid; ValueError if there are none.
 
@@ -192,13 +192,13 @@ def of_run(
             file=sys.stderr,
         )
     wanted = (document for document in data.documents(split) if not document.is_rejected)
-    for name, ids, n_bytes, scored, _ in islice(wanted, limit):
-        yield counted(data.tokenizer, name, ids, n_bytes, scored)
+    for document in islice(wanted, limit):
+        yield counted(data.tokenizer, document)
 
 
 def of_source(
     config: DataConfig, tokenizer: Tokenizer, limit: int | None = None
-) -> Iterator[ScoredDocument]:
+) -> Iterator[EncodedDocument]:
     """Yield the first `limit` documents of files or a data set, without caching anything.
 
     Of conversations, written by the chat template of the model's folder, or of data.tokenizer, the
@@ -222,20 +222,17 @@ def of_source(
             if len(ids) < tokenizer.shortest if scored is None else not scored[1:].any():
                 empty += 1
                 continue
-            yield counted(tokenizer, name, ids.astype(np.int64), len(text.encode()), scored)
+            document = EncodedDocument(name, ids.astype(np.int64), len(text.encode()), scored)
+            yield counted(tokenizer, document)
     if empty:
-        left_out = "1 document is" if empty == 1 else f"{empty:,} documents are"
-        print(f"data: {left_out} left out, without a token to score", file=sys.stderr)
+        print(f"data: documents without a token to score: {empty:,}, left out", file=sys.stderr)
 
 
-def counted(
-    tokenizer: Tokenizer, name: str, ids: np.ndarray, n_bytes: int, scored: np.ndarray | None
-) -> ScoredDocument:
-    """Return a document of `n_bytes` with the bytes and words of its target tokens."""
+def counted(tokenizer: Tokenizer, document: EncodedDocument) -> EncodedDocument:
+    """Return a document with the bytes of its target tokens alone."""
+    ids, scored = document.ids, document.scored
     if scored is None:
-        ended = ids[-1] == tokenizer.eos_id
-        n_words = len(tokenizer.decode(ids[1:-1] if ended else ids[1:]).split())
-        return ScoredDocument(name, ids, n_bytes - tokenizer.n_bytes(int(ids[0])), n_words)
+        return document._replace(n_bytes=document.n_bytes - tokenizer.n_bytes(int(ids[0])))
     # The text of a conversation has special tokens between its target tokens.
     text = tokenizer.decode(ids[1:][scored[1:]], special=False)
-    return ScoredDocument(name, ids, len(text.encode()), len(text.split()), scored)
+    return document._replace(n_bytes=len(text.encode()))

@@ -9,10 +9,8 @@ likely one; greedy decoding would then give the same answer. The hidden sentence
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
+from collections.abc import Iterable, Sequence
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +20,7 @@ from longctx.config.eval_config import KINDS
 from longctx.data import Data, Tokenizer
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import facts
-from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import ScoredDocument
+from longctx.evaluation.score import OnBatch, Scorer
 from longctx.parallel.devices import dtype_of
 from longctx.runs.metrics import FACTS_FOUND
 from longctx.training.callbacks import Callback, Parts, register
@@ -35,33 +32,13 @@ DEPTHS_IN_TRAINING = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOKENS_TOGETHER = {"cuda": 65536, "cpu": 8192}
 
 
-@dataclass
-class Cell:
-    """The texts of one kind, length and depth: right answers, and Σ ln p of all answers."""
+class Recall(NamedTuple):
+    """The texts of one kind, each (lengths, depths, samples): True if the answer is right, and ln p
+    of the whole answer.
+    """
 
-    kind: str
-    length: int
-    depth: float
-    samples: int = 0
-    right: int = 0
-    nats: float = 0.0
-
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.samples
-
-    @property
-    def logprob(self) -> float:
-        """Mean ln p of a whole answer."""
-        return self.nats / self.samples
-
-
-class KeyText(NamedTuple):
-    """Tokens (length,) int64; the last `answer` of them are the answer."""
-
-    cell: Cell
-    ids: np.ndarray
-    answer: int
+    right: np.ndarray
+    logp: np.ndarray
 
 
 def recall(
@@ -73,28 +50,32 @@ def recall(
     samples: int = 10,
     kinds: Sequence[str] = KINDS,
     together: int | None = None,
-    progress: bool = False,
-) -> list[Cell]:
+    on_batch: OnBatch = lambda texts: None,
+) -> dict[str, Recall]:
     """Score `samples` texts of each kind, length and depth, made of the tokens `filler`.
 
     The same arguments give the same texts. A forward takes at most `together` tokens per device, by
     default TOKENS_TOGETHER, and one text at least. Raises ValueError as `check_texts` does.
     """
     check_texts(tokenizer, filler, lengths, kinds)
-    cells = [Cell(kind, length, depth) for kind in kinds for length in lengths for depth in depths]
+    shape = len(lengths), len(depths), samples
+    recalls = {kind: Recall(np.zeros(shape, bool), np.zeros(shape)) for kind in kinds}
     tokens = together or TOKENS_TOGETHER[scorer.device.type]
-    line = Progress("texts", len(cells) * samples, progress)
-    with in_eval_mode(scorer.model), line:
-        texts = _texts(cells, tokenizer, filler, samples)
-        for length, texts_of_length in groupby(texts, lambda text: len(text.ids)):
-            while batch := list(islice(texts_of_length, scorer.sequences_together(tokens, length))):
-                found = scorer.known([text.ids for text in batch], [text.answer for text in batch])
-                for text, (nats, is_right) in zip(batch, found, strict=True):
-                    text.cell.samples += 1
-                    text.cell.right += is_right
-                    text.cell.nats += nats
-                line.count(len(batch))
-    return cells
+    with in_eval_mode(scorer.model):
+        for (kind, recalled), (n, length) in product(recalls.items(), enumerate(lengths)):
+            positions = product(enumerate(depths), range(samples))
+            while batch := list(islice(positions, scorer.sequences_together(tokens, length))):
+                texts = [
+                    sample(kind, tokenizer, filler, length, depth, number)
+                    for (_, depth), number in batch
+                ]
+                for ((d, _), number), (logp, is_right) in zip(
+                    batch, scorer.known(*zip(*texts, strict=True)), strict=True
+                ):
+                    recalled.right[n, d, number] = is_right
+                    recalled.logp[n, d, number] = logp
+                on_batch(len(batch))
+    return recalls
 
 
 def check_texts(
@@ -102,8 +83,8 @@ def check_texts(
 ) -> None:
     """Raise ValueError if the longest text lacks filler, or the shortest has no room for a key."""
     check_filler("passkey.lengths", filler, lengths)
-    for _ in _texts([Cell(kind, min(lengths), 0.0) for kind in kinds], tokenizer, filler, 1):
-        pass
+    for kind in kinds:
+        sample(kind, tokenizer, filler, min(lengths), 0.0, 0)
 
 
 def check_filler(key: str, filler: np.ndarray, lengths: Sequence[int]) -> None:
@@ -117,7 +98,7 @@ def check_filler(key: str, filler: np.ndarray, lengths: Sequence[int]) -> None:
 
 
 def filler_of(
-    documents: Iterable[ScoredDocument | EncodedDocument], tokenizer: Tokenizer, tokens: int
+    documents: Iterable[EncodedDocument], tokenizer: Tokenizer, tokens: int
 ) -> np.ndarray:
     """Return at least `tokens` tokens of `documents`, or all of them, without special tokens."""
     special = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None]
@@ -166,34 +147,16 @@ def text(
     return np.asarray(body, dtype=np.int64), len(question_answer) - same
 
 
-def _texts(
-    cells: Sequence[Cell], tokenizer: Tokenizer, filler: np.ndarray, samples: int
-) -> Iterator[KeyText]:
-    for cell in cells:
-        for number in range(samples):
-            # The same texts at every depth.
-            rng = random.Random(f"measure {cell.kind} {cell.length} {number}")
-            hidden = facts.draw(cell.kind, rng)
-            first = rng.randrange(len(filler))
-            rotated = np.resize(np.roll(filler, -first), max(len(filler), cell.length))
-            others = [rng.random() for _ in hidden.others]
-            yield KeyText(cell, *text(hidden, tokenizer, rotated, cell.length, cell.depth, others))
-
-
-def content(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Return the JSON: for each kind lengths, depths, and numbers as [length][depth]."""
-    kinds = {}
-    for kind in dict.fromkeys(cell.kind for cell in cells):
-        grid = {(cell.length, cell.depth): cell for cell in cells if cell.kind == kind}
-        lengths, depths = (sorted(set(values)) for values in zip(*grid, strict=True))
-        rows = [[grid[length, depth] for depth in depths] for length in lengths]
-        kinds[kind] = {
-            "lengths": lengths,
-            "depths": depths,
-            "accuracy": [[round(cell.accuracy, 6) for cell in row] for row in rows],
-            "logprob": [[round(cell.logprob, 6) for cell in row] for row in rows],
-        }
-    return {"samples": cells[0].samples, "kinds": kinds}
+def sample(
+    kind: str, tokenizer: Tokenizer, filler: np.ndarray, length: int, depth: float, number: int
+) -> tuple[np.ndarray, int]:
+    """Return text `number` of a kind and length, which asks for the same key at every depth."""
+    rng = random.Random(f"measure {kind} {length} {number}")
+    hidden = facts.draw(kind, rng)
+    first = rng.randrange(len(filler))
+    rotated = np.resize(np.roll(filler, -first), max(len(filler), length))
+    others = [rng.random() for _ in hidden.others]
+    return text(hidden, tokenizer, rotated, length, depth, others)
 
 
 class PassKeys(Callback):
@@ -221,11 +184,12 @@ class PassKeys(Callback):
         scorer = Scorer(self.model, dtype_of(workload.precision))
         texts = self.data.tokenizer, unseen_tokens(self.data, lengths), lengths, depths
         with torch.compiler.set_stance("force_eager"):
-            cells = recall(scorer, *texts, config.samples, config.kinds, together)
-        right: Counter[str] = Counter()
-        for cell in cells:
-            right[f"{FACTS_FOUND}/{cell.kind}/{cell.length}"] += cell.right
-        row |= {key: count / (len(depths) * config.samples) for key, count in right.items()}
+            recalls = recall(scorer, *texts, config.samples, config.kinds, together)
+        row |= {
+            f"{FACTS_FOUND}/{kind}/{length}": float(right.mean())
+            for kind, recalled in recalls.items()
+            for length, right in zip(lengths, recalled.right, strict=True)
+        }
 
 
 def unseen_tokens(data: Data, lengths: Sequence[int]) -> np.ndarray:

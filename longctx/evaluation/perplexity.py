@@ -4,12 +4,11 @@ allows (see `windows`).
 Sums of nats are added up, never means of windows. Targets are all tokens of a document but the
 first; of a conversation, the tokens that the run learns. With nats = Σ -ln p(token | context):
 
-    perplexity       exp(nats / target tokens)
-    word perplexity  exp(nats / words), PG-19's convention (arXiv 1911.05507)
-    bits per byte    nats / ln 2 / bytes
+    perplexity     exp(nats / target tokens)
+    bits per byte  nats / ln 2 / bytes
 
-Words, which white space separates, and UTF-8 bytes are those of the target tokens' text. A token
-that ends the text has no bytes and is scored like any other.
+Bytes are those of the target tokens' text in UTF-8. A token that ends the text has no bytes and is
+scored like any other.
 
 The value of a longer context (`Contexts`): the same tokens scored with 1,024, 2,048, … tokens
 before them. Documents longer than the longest context are cut into stretches of that many tokens.
@@ -24,13 +23,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from longctx.evaluation.score import Progress, Scorer
-from longctx.evaluation.windows import ScoredDocument, Window, losses, sliding, stride_of, window_of
+from longctx.data.dataset import EncodedDocument
+from longctx.evaluation.score import OnBatch, Scorer
+from longctx.evaluation.windows import Window, losses, sliding, stride_of, window_of
 from longctx.training.positions import Filled, bucket_sums, error_of_ratio, mean_losses
 
 
@@ -42,28 +41,21 @@ class Score:
     tokens: int = 0
     n_bytes: int = 0
     nats: float = 0.0
-    n_words: int = 0
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean nats per token; nan if nothing was scored, inf if no float holds it."""
-        return _exp(self.nats, self.tokens)
-
-    @property
-    def word_perplexity(self) -> float:
-        """exp of the mean nats per word; nan if there are no words."""
-        return _exp(self.nats, self.n_words if self.tokens else 0)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Mean bits per byte; nan if there are no bytes."""
-        return self.nats / math.log(2) / self.n_bytes if self.n_bytes and self.tokens else math.nan
 
     def row(self) -> dict[str, Any]:
-        """Return the score as it is in the JSON."""
-        counts = {"tokens": self.tokens, "bytes": self.n_bytes, "words": self.n_words}
-        names = "nats", "perplexity", "word_perplexity", "bits_per_byte"
-        return {"name": self.name, **counts, **{name: getattr(self, name) for name in names}}
+        """Return the score as it is in the JSON: nan if nothing was scored, inf if no float holds
+        the perplexity.
+        """
+        mean = self.nats / self.tokens if self.tokens else math.nan
+        has_bytes = self.n_bytes and self.tokens
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "bytes": self.n_bytes,
+            "nats": self.nats,
+            "perplexity": math.inf if mean > 700 else math.exp(mean),
+            "bits_per_byte": self.nats / math.log(2) / self.n_bytes if has_bytes else math.nan,
+        }
 
 
 @dataclass
@@ -75,7 +67,7 @@ class Contexts:
     documents: int = 0  # longer than the longest
     nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
-    def windows(self, owner: int, document: ScoredDocument) -> Iterator[Window]:
+    def windows(self, owner: int, document: EncodedDocument) -> Iterator[Window]:
         """Yield every stretch of a document at every length."""
         limit, tokens = self.lengths[-1], len(document.ids)
         # So a target has at least half of the shortest context before it
@@ -84,14 +76,14 @@ class Contexts:
         for end in range(limit, tokens, limit):
             for length in self.lengths:
                 window = window_of(owner, document, end - length, end, length - targets, length)
-                if window.targets:
+                if window.is_target.any():
                     yield window
 
     def add(self, window: Window, nats: np.ndarray) -> None:
         """Take in the losses of one of `windows`."""
         self.nats[window.context] += math.fsum(nats)
         if window.context == self.lengths[0]:
-            self.tokens += window.targets
+            self.tokens += int(window.is_target.sum())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per length; none if no document is longer than the longest."""
@@ -119,7 +111,6 @@ class Perplexity:
     windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
     positions: list[list[float]] = field(default_factory=list)  # `bucket_sums` of each document
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
-    tokens_per_second: float | None = None  # through the model, after the first batch
 
     @property
     def total(self) -> Score:
@@ -130,7 +121,6 @@ class Perplexity:
             sum(score.tokens for score in scored),
             sum(score.n_bytes for score in scored),
             math.fsum(score.nats for score in scored),
-            sum(score.n_words for score in scored),
         )
 
     @property
@@ -157,12 +147,12 @@ class Perplexity:
 
 def perplexity(
     scorer: Scorer,
-    documents: Iterable[ScoredDocument],
+    documents: Iterable[EncodedDocument],
     context: int,
     stride: int | None = None,
     batch_size: int = 1,
-    progress: bool = False,
     contexts: Sequence[int] = (),
+    on_batch: OnBatch = lambda tokens: None,
 ) -> Perplexity:
     """Score `documents` in windows of `context` tokens that advance by `stride`, half by default.
 
@@ -177,21 +167,20 @@ def perplexity(
             f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
         )
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
-    line = Progress("tokens", visible=progress)
     # A generator: texts larger than the memory are read a few batches ahead.
     windows = _windows(documents, result)
-    with line:
-        for window, nats in losses(scorer, windows, context, batch_size, line.count):
-            # Windows of `contexts` score tokens a second time, which must not count in the sums.
-            if window.context:
-                result.contexts.add(window, nats)
-                continue
-            result.windows.append((math.fsum(nats), window.targets))
-            result.documents[window.owner].nats += result.windows[-1][0]
-            # Loss by position needs every token before a token: the first window alone has them.
-            if window.begin == 0:
-                result.positions.append(bucket_sums(nats[: leading(window)]))
-    result.tokens_per_second = line.units_per_second
+    for window, nats in losses(scorer, windows, context, batch_size, on_batch):
+        # Windows of `contexts` score tokens a second time, which must not count in the sums.
+        if window.context:
+            result.contexts.add(window, nats)
+            continue
+        result.windows.append((math.fsum(nats), int(window.is_target.sum())))
+        result.documents[window.owner].nats += result.windows[-1][0]
+        # Loss by position needs every token before a token: the first window alone has them, up to
+        # the first token that is no target.
+        if window.begin == 0:
+            gaps = np.flatnonzero(~window.is_target)
+            result.positions.append(bucket_sums(nats[: gaps[0]] if len(gaps) else nats))
     if not result.total.tokens:
         raise ValueError(
             "documents: none has 2 tokens or more, so there is nothing to score; give others"
@@ -199,24 +188,10 @@ def perplexity(
     return result
 
 
-def _windows(documents: Iterable[ScoredDocument], result: Perplexity) -> Iterator[Window]:
+def _windows(documents: Iterable[EncodedDocument], result: Perplexity) -> Iterator[Window]:
     """Yield the windows of all documents, and enter those in `result` as they are read."""
     for owner, document in enumerate(documents):
-        score = Score(document.name, document.targets, document.n_bytes, 0.0, document.n_words)
-        result.documents.append(score)
-        windows = sliding(owner, document, result.context, result.stride)
+        result.documents.append(Score(document.name, document.targets, document.n_bytes))
+        yield from sliding(owner, document, result.context, result.stride)
         if result.contexts.lengths:
-            windows = chain(windows, result.contexts.windows(owner, document))
-        yield from windows
-
-
-def leading(window: Window) -> int:
-    """Return the number of targets before the first token that is none."""
-    if window.scored is None or window.scored[1:].all():
-        return window.length
-    return int(np.argmin(window.scored[1:]))
-
-
-def _exp(nats: float, count: int) -> float:
-    mean = nats / count if count else math.nan
-    return math.exp(mean) if not mean > 700 else math.inf
+            yield from result.contexts.windows(owner, document)

@@ -1,10 +1,10 @@
 """RULER: finding, following and counting in texts of every length (arXiv 2404.06654).
 
 Prompts, numbers of needles, chains and words, and the tokens of an answer are those of
-https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded, so the essays are the
-user's own documents; docs/evaluation.md lists every difference. A task makes a text of any size in
-a unit of its own: words of the essay, lines, words of a list, documents. Equal seeds make equal
-texts, and every size of a text asks the same question.
+https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded: the essays are the user's
+own documents, and so are the files of questions; docs/evaluation.md lists every difference. A task
+makes a text of any size in a unit of its own: words of the essay, lines, words of a list,
+documents. Equal seeds make equal texts, and every size of a text asks the same question.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ from typing import Any, NamedTuple
 from longctx import untrusted
 from longctx.config.eval_config import QUESTIONS, RulerConfig
 from longctx.data import Tokenizer
-from longctx.evaluation.facts import CITIES
 
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 # A list a line. RULER draws from a package; these words are equal on every machine.
-ADJECTIVES, NOUNS, FIRST_NAMES, LAST_NAMES = map(
-    str.split, Path(__file__).with_suffix(".txt").read_text().splitlines()
-)
+ADJECTIVES, NOUNS = map(str.split, Path(__file__).with_suffix(".txt").read_text().splitlines())
 WORDS = sorted({*ADJECTIVES, *NOUNS})
 PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]  # amber-harbor
-PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
 # Of needles in an essay: RULER's niah.py has round(linspace(0, 100, 40))
 DEPTHS = [round(100 * step / 39) / 100 for step in range(40)]
 HOPS = 4  # of a chain of variables
@@ -41,8 +37,6 @@ EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below
 PIECE = 32  # characters of a text without spaces that count as a word
 SENTENCE = 40  # words without an end that count as a sentence
-PASSAGE = 600  # characters of a passage, about those of a paragraph of SQuAD
-FACTS = 10  # people in the facts of a made question, at most
 PROBES = 12  # texts that are made to find the size of a length
 
 
@@ -54,7 +48,6 @@ class Sample(NamedTuple):
 
 
 Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
-Asked = tuple[list[str], str, list[str]]  # documents, a question about them, and right answers
 
 
 class FileQuestion(NamedTuple):
@@ -84,19 +77,13 @@ class Texts:
     def __init__(self, config: RulerConfig, tokenizer: Tokenizer, text: str) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.essay = essay_words(text)
-        # The essay's sentences, in groups of PASSAGE characters or a little more.
-        self.passages: list[list[str]] = [[]]
-        for sentence in sentences(self.essay):
-            if sum(map(len, self.passages[-1])) >= PASSAGE:
-                self.passages.append([])
-            self.passages[-1].append(sentence)
         # Lines of noise in the solved example of vt: 5, or as many as EXAMPLE_TOKENS hold.
         longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
         fits = takewhile(lambda text: len(tokenizer.encode_prompt(text)) <= EXAMPLE_TOKENS, longer)
         self.example_size = HOPS + 1 + sum(1 for _ in fits)
-        files = {task: config.file_of(task) for task in QUESTIONS if task in config.chosen}
-        # Questions of each task with a file, and all of its documents.
-        self.files = {task: read_questions(task, file) for task, file in files.items() if file}
+        # Questions of each task that asks them, and all documents of its file.
+        asked = [task for task in QUESTIONS if task in config.chosen]
+        self.files = {task: read_questions(task, config.file_of(task)) for task in asked}
 
     def sample(self, task: str, length: int, number: int, size: int) -> Encoded:
         """Make sample `number`, which asks the same at every size."""
@@ -289,22 +276,10 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
 
-def spread(values: Sequence[Any], number: int, rng: random.Random) -> list[Any]:
-    """Return all of `values` as often as they fit into `number`, and a sample for the rest."""
-    repeats, rest = divmod(number, len(values))
-    return [*values] * repeats + rng.sample(values, rest)
-
-
 def questions(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
-    """Ask about `size` documents: those of a file, or passages of the user's text with facts."""
-    ask = from_file if task in texts.files else from_facts
-    documents, query, answers = ask(task, texts, size, rng)
-    shown = (f"Document {n}:\n{document}" for n, document in enumerate(documents, start=1))
-    return Sample(PROMPTS["qa"].format(context="\n\n".join(shown), query=query), answers)
-
-
-def from_file(task: str, texts: Texts, size: int, rng: random.Random) -> Asked:
-    """Take the documents that answer a question, then others of its article, then any."""
+    """Ask about `size` documents: those that answer a question of a file, then others of its
+    article, then any.
+    """
     known_questions, documents = texts.files[task]
     query, answers, needed, near = rng.choice(known_questions)
     others = [document for document in near if document not in needed]
@@ -312,31 +287,14 @@ def from_file(task: str, texts: Texts, size: int, rng: random.Random) -> Asked:
     missing = size - len(needed) - len(others)
     if missing > 0:
         known = {*needed, *others}
-        far = [document for document in documents if document not in known]
-        others += spread(far or sorted(known), missing, rng)
+        far = [document for document in documents if document not in known] or sorted(known)
+        repeats, rest = divmod(missing, len(far))
+        others += [*far * repeats, *rng.sample(far, rest)]
     shown = [*needed, *others][:size]
     rng.shuffle(shown)
-    return shown, query, answers
-
-
-def from_facts(task: str, texts: Texts, size: int, rng: random.Random) -> Asked:
-    """qa_1, as SQuAD: the town in which a person was born. qa_2, as HotpotQA: that town's mayor.
-    Other passages have facts about other people.
-    """
-    people, mayors, towns = (rng.sample(names, FACTS) for names in (PEOPLE, PEOPLE, CITIES))
-    passages = spread(texts.passages, size, rng)
-    rng.shuffle(passages)
-    documents = [list(passage) for passage in passages]
-    number = min(FACTS, size // TASKS[task].smallest)
-    named = list(zip(people, towns, mayors, strict=True))[:number]
-    facts = [f"{person} was born in {town}." for person, town, _ in named]
-    query, answer = f"Where was {people[0]} born?", towns[0]
-    if task == "qa_2":
-        facts += [f"The mayor of {town} is {mayor}." for _, town, mayor in named]
-        query, answer = f"Who is the mayor of the city where {people[0]} was born?", mayors[0]
-    for fact, document in zip(facts, rng.sample(documents, len(facts)), strict=True):
-        document.insert(rng.randint(0, len(document)), fact)
-    return [" ".join(document) for document in documents], query, [answer]
+    numbered_documents = (f"Document {n}:\n{text}" for n, text in enumerate(shown, start=1))
+    context = "\n\n".join(numbered_documents)
+    return Sample(PROMPTS["qa"].format(context=context, query=query), answers)
 
 
 TASKS = {
@@ -354,11 +312,6 @@ TASKS = {
     "qa_1": RulerTask(partial(questions, "qa_1"), 32, 1),
     "qa_2": RulerTask(partial(questions, "qa_2"), 32, 2),
 }
-
-
-def takes_text(config: RulerConfig) -> bool:
-    """Return True if a task that runs is made of the user's own text."""
-    return bool(config.made) or any(TASKS[task].essay for task in config.chosen)
 
 
 def read_questions(task: str, path: str) -> tuple[list[FileQuestion], list[str]]:

@@ -33,6 +33,7 @@ from longctx.parallel.mesh import Parallel
 # Rank 0 may load a data set between two batches. A lost process ends the others all the same.
 PATIENCE = timedelta(days=7)
 HasEnded = Callable[[int, list[int]], bool]  # True if the new tokens of a sequence end it
+OnBatch = Callable[[int], None]  # gets the units of each batch that is done
 
 
 class Generation(NamedTuple):
@@ -259,13 +260,11 @@ class Progress(Bar):
     `total`: all units, if known.
     """
 
-    def __init__(self, unit: str, total: int | None = None, visible: bool = True) -> None:
+    def __init__(self, unit: str, total: int | None = None) -> None:
+        columns = (*Bar.get_default_columns(), TimeElapsedColumn())
+        is_shown = sys.stderr.isatty()
         super().__init__(
-            *Bar.get_default_columns(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not (visible and sys.stderr.isatty()),
+            *columns, console=Console(stderr=True), transient=True, disable=not is_shown
         )
         self.add_task(f"scoring {unit}", total=total)
         # Seconds and units done: at the start, after the first batch, after the latest one.

@@ -17,33 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longctx.data.dataset import EncodedDocument
 from longctx.data.packing import pack
 from longctx.data.sequences import IGNORED, padding_ids
-from longctx.evaluation.score import Scorer
+from longctx.evaluation.score import OnBatch, Scorer
 from longctx.model.decoder import reading
 
 # Batches that are packed together, and sequences at least: more waste less of each sequence.
 AHEAD = (4, 32)
-
-
-class ScoredDocument(NamedTuple):
-    """A document to score: token ids (tokens,), and the bytes and words of its target tokens.
-
-    Targets are all of ids[1:], or those in `scored` (tokens,) bool. Bytes are UTF-8.
-    """
-
-    name: str
-    ids: np.ndarray
-    n_bytes: int
-    n_words: int = 0
-    scored: np.ndarray | None = None
-
-    @property
-    def targets(self) -> int:
-        """The number of target tokens."""
-        if self.scored is None:
-            return max(0, len(self.ids) - 1)
-        return int(np.count_nonzero(self.scored[1:]))
 
 
 class Window(NamedTuple):
@@ -67,19 +48,10 @@ class Window(NamedTuple):
         return len(self.ids) - 1
 
     @property
-    def labels(self) -> np.ndarray:
-        """The targets (length,) of the tokens; those not scored here are IGNORED."""
-        is_target = np.arange(self.length) >= self.seen
-        if self.scored is not None:
-            is_target &= self.scored[1:]
-        return np.where(is_target, self.ids[1:], IGNORED)
-
-    @property
-    def targets(self) -> int:
-        """The number of tokens that are scored here."""
-        if self.scored is None:
-            return self.length - self.seen
-        return int(np.count_nonzero(self.scored[1 + self.seen :]))
+    def is_target(self) -> np.ndarray:
+        """Mark the tokens (length,) whose next token is scored here."""
+        is_new = np.arange(self.length) >= self.seen
+        return is_new if self.scored is None else is_new & self.scored[1:]
 
 
 def stride_of(stride: int | None, context: int) -> int:
@@ -102,16 +74,16 @@ def spans(tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, in
         begin, first = begin + stride, end + 1
 
 
-def sliding(owner: int, document: ScoredDocument, context: int, stride: int) -> Iterator[Window]:
+def sliding(owner: int, document: EncodedDocument, context: int, stride: int) -> Iterator[Window]:
     """Yield the windows that score every target token of a document once."""
     for begin, end, first in spans(len(document.ids), context, stride):
         window = window_of(owner, document, begin, end, first - begin - 1)
-        if window.targets:
+        if window.is_target.any():
             yield window
 
 
 def window_of(
-    owner: int, document: ScoredDocument, begin: int, end: int, seen: int, context: int = 0
+    owner: int, document: EncodedDocument, begin: int, end: int, seen: int, context: int = 0
 ) -> Window:
     """Return the window that reads the tokens begin .. end - 1 and scores the last one at `end`."""
     scored = None if document.scored is None else document.scored[begin : end + 1]
@@ -148,9 +120,8 @@ def batches(
 def _packed(windows: list[Window], context: int, packs: bool) -> list[list[Window]]:
     """Return sequences of at most `context` tokens, in each the longest window first."""
     windows = sorted(windows, key=lambda window: -window.length)
-    if not packs:
-        return [[window] for window in windows]
-    packing = pack(np.array([window.length for window in windows], np.int64), context)
+    lengths = np.array([window.length for window in windows], np.int64)
+    packing = pack(lengths, context, together=packs)
     return [
         [windows[index] for index in packing.document[first:end].tolist()]
         for first, end in pairwise(packing.bounds.tolist())
@@ -162,7 +133,7 @@ def losses(
     windows: Iterable[Window],
     context: int,
     batch_size: int,
-    on_batch: Callable[[int], None] = lambda tokens: None,
+    on_batch: OnBatch = lambda tokens: None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
     """Yield each window with -ln p of the tokens after its `seen`, (tokens,) float64, in any order.
 
@@ -182,7 +153,7 @@ def losses(
 
 
 def _read(
-    batch: list[list[Window]], wait: Callable[[], Tensor], on_batch: Callable[[int], None]
+    batch: list[list[Window]], wait: Callable[[], Tensor], on_batch: OnBatch
 ) -> Iterator[tuple[Window, np.ndarray]]:
     for sequence, values in zip(batch, wait().double().numpy(), strict=True):  # (T,)
         start = 0
@@ -202,7 +173,8 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
         lengths = [window.length for window in sequence]
         padding = T - sum(lengths)
         tokens = [*(window.ids[:-1] for window in sequence), np.zeros(padding, np.int64)]
-        targets = [*(window.labels for window in sequence), np.full(padding, IGNORED)]
+        labels = (np.where(window.is_target, window.ids[1:], IGNORED) for window in sequence)
+        targets = [*labels, np.full(padding, IGNORED)]
         beyond = len(sequence) + padding_ids(padding).numpy()
         doc_ids = [np.arange(len(sequence)).repeat(lengths), beyond]
         rows.append([np.concatenate(parts) for parts in (tokens, targets, doc_ids)])

@@ -61,6 +61,9 @@ def plan(
     host = machine.host_memory
     if step.attention.backend == AUTO:
         step = with_backend(step, chip, host, say)
+    # An evaluation asks for a backend; a step of training need not fit
+    if not step.trains:
+        return Plan(replace(step, backends=()), predict(step), None)
     candidates = [partial(step.divided, division) for division in able_divisions(step)]
     seq_len = step.seq_len
     if step.is_longest:

@@ -20,7 +20,7 @@ class Chart(NamedTuple):
     """One panel of the workspace.
 
     `kind` is lines over tokens seen; shares: lines stacked on each other; points: a summary value
-    of each run over a value of its configuration; bars: a summary value of each run; pictures.
+    of each run over a value of its configuration; bars: a summary value of each run.
     """
 
     kind: str
@@ -39,9 +39,7 @@ FIXED: dict[str, tuple[Chart, ...]] = {
     "Loss": (),
     "Evaluation": (
         Chart("bars", "Perplexity", ("eval/perplexity",)),
-        Chart("bars", "Word perplexity", ("eval/word_perplexity",)),
         Chart("bars", "Bits per byte", ("eval/bits_per_byte",)),
-        Chart("pictures", "Pictures of eval.py", ("eval/picture",)),
     ),
 }
 
@@ -135,6 +133,4 @@ def _panel(panel: Chart) -> Any:
     if panel.kind == "points":
         axes: dict[str, Any] = {"x": wr.Config(panel.x), "y": wr.SummaryMetric(panel.y[0])}
         return wr.ScatterPlot(title=panel.title, **axes, log_x=True, log_y=panel.log)
-    if panel.kind == "bars":
-        return wr.BarPlot(title=panel.title, metrics=[wr.SummaryMetric(key) for key in panel.y])
-    return wr.MediaBrowser(title=panel.title, media_keys=list(panel.y))
+    return wr.BarPlot(title=panel.title, metrics=[wr.SummaryMetric(key) for key in panel.y])

@@ -106,15 +106,10 @@ def scores(content: Content) -> dict[str, float]:
 
 
 def ruler_rows(content: Content) -> tuple[list[int], dict[str, list[float]]]:
-    """Return the lengths, and the scores 0 to 1 at each of them, of every task and in the mean.
-
-    A task is marked if its questions are made from one's own text.
-    """
+    """Return the lengths, and the scores 0 to 1 at each of them, of every task and in the mean."""
     lengths = list(map(int, content["ruler"]["lengths"]))
-    rows = {
-        f"{task} (own text)" if task in content["made"] else task: list(map(float, scores))
-        for task, scores in content["ruler"]["scores"].items()
-    }
+    by_task = content["ruler"]["scores"].items()
+    rows = {task: list(map(float, scores)) for task, scores in by_task}
     if len(rows) > 1:
         rows["mean"] = [fmean(scores) for scores in zip(*rows.values(), strict=True)]
     return lengths, rows

@@ -165,16 +165,13 @@ def finish(copies: Sequence[Copy], exit_code: int) -> None:
         copy.wait(process, max(0.0, deadline - time.monotonic()))
 
 
-def log_evaluation(
-    config: WandbConfig, folder: Path, content: dict[str, Any], picture: Path | None
-) -> None:
-    """Send an evaluation of the run in `folder` (its JSON, its PNG) to wandb. Raises RuntimeError,
-    one line, if it failed.
+def log_evaluation(config: WandbConfig, folder: Path, content: dict[str, Any]) -> None:
+    """Send an evaluation of the run in `folder` (its JSON) to wandb. Raises RuntimeError, one
+    line, if it failed.
 
     It is a run of its own, of job type eval and in the group of the run; its files are in eval/.
     """
-    shown = None if picture is None else str(picture.absolute())
-    about = {"run": folder.name, "content": content, "picture": shown}
+    about = {"run": folder.name, "content": content}
     copy = Copy("wandb", config, folder / "eval", about)
     finish([copy], 0)
     if problem := copy.news():

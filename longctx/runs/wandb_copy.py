@@ -202,8 +202,7 @@ def send_evaluation(request: dict[str, Any], _: Commands) -> None:
     plain = {key: x for key, x in content.items() if isinstance(x, str | int | float | None)}
     about = {"name": f"{name}-eval", "group": config.group or name, "job_type": "eval"}
     run = init(config, Path(request["folder"]), request["mode"], config=plain, **about)
-    picture = request["picture"]
-    media: dict[str, Any] = {} if picture is None else {"eval/picture": wandb.Image(picture)}
+    media: dict[str, Any] = {}
     documents = content.get("documents")
     # Of tasks, "documents" is the limit that was asked for
     if isinstance(documents, list) and documents:

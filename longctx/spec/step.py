@@ -79,6 +79,7 @@ class Workload:
     graphs: str = "auto"  # as asked: auto | true | false
     machines: int = 1  # with equal numbers of devices; ranks of a sequence are neighbours
     bf16_layers: tuple[int, ...] = ()  # that stay in bf16 under precision=fp8
+    trains: bool = True  # False: an evaluation
     passkey_length: int = 0  # the longest of passkey.lengths; 0: none given
     measured: Measured = field(default_factory=dict)  # layers that transformers computes
     # Open to the planner, besides memory=auto; empty once it has decided

@@ -44,8 +44,7 @@ def test_a_run_is_scored_on_its_validation_documents(run, evaluate):
     assert " tokens/s through the model" in output
     assert [row["context"] for row in content["by_context"]] == [8, 16, 32, 64]
     assert content["by_position"][0]["first"] == 1
-    assert next(run.glob("eval/val-*.png")).stat().st_size > 1000
-    assert "seq_len=" not in output
+    assert "warning" not in output
 
 
 def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
@@ -54,7 +53,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
 
     monkeypatch.setattr("longctx.evaluation.evaluate.measure", fails)
     assert evaluation.main([f"checkpoint={run}", "device=cpu"]) == 1
-    assert "error: out of memory on process 0; seq_len=64 " in capsys.readouterr().err
+    assert "error: out of memory on process 0; lengths=[64] " in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
@@ -87,7 +86,7 @@ def test_splits_lengths_limits_and_backends(run, evaluate):
     for attention in ("naive", "flash", "auto"):
         overrides = ["seq_len=200", "stride=50", "split=train", "documents=4"]
         content, output = evaluate(*overrides, f"attention={attention}", checkpoint=file)
-        assert "seq_len=200" in output
+        assert "warning: 200 tokens" in output
         assert content["checkpoint"].endswith("step-00000003.ckpt")
         assert (content["context"], content["stride"]) == (200, 50)
         assert len(content["documents"]) == 4
@@ -106,6 +105,7 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["tasks=[a]", "contexts=[16]"], "contexts=[16]"),
     (["tasks=[a]", "passkey=true"], "tasks=[a]"),
     (["passkey=true", "stride=8"], "stride=8"),
+    (["tasks=[a]", "stride=8"], "stride=8"),
     (["strategy=best"], "strategy=best"),
     (["devices=4", "context=3"], "context=3: does not divide devices=4"),
     (["context.check=true"], "context.check=true"),
@@ -128,6 +128,7 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
     (["ruler=true", "ruler.squad=nowhere.json"], "ruler.squad=nowhere.json"),
     ([*VT, "ruler.squad={docs}/00.txt"], "ruler.squad={docs}/00.txt: "),
+    (["ruler=true", "ruler.tasks=[qa_1]"], "ruler.squad=null: "),
     ([*VT, "seq_len=256", "ruler.lengths=[512]"], "seq_len=256"),
     ([*VT, "stride=8"], "stride=8"),
     ([*VT, "batch_size=8"], "batch_size=8"),
@@ -190,7 +191,6 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     content, output = evaluate(*keys, "passkey.lengths=[600,500]")
     file = Path(output.split()[-1])
     assert file.name.startswith("passkey-step-00000003-600-naive")
-    assert file.with_suffix(".png").exists()
     assert content["filler"] == "val split of the run's data"
     assert content["kinds"]["needle"]["lengths"] == [500, 600]
     assert all(text in output for text in ("passkey: ", "600", "50%"))
@@ -201,9 +201,9 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     assert evaluation.main(["checkpoint=out", *keys, *texts]) == 0
     assert len([*Path("evaluations").glob("out-*/eval/passkey-out-600-flash.json")]) == 1
     assert not Path("out/eval").exists()
-    for checkpoint, wrong in (("out", "split=val"), (run, "passkey.lengths=[128000]")):
-        assert evaluation.main([f"checkpoint={checkpoint}", *keys, wrong]) == 2
-        assert f"error: {wrong}: " in capsys.readouterr().err
+    wrong = "passkey.lengths=[128000]"
+    assert evaluation.main([f"checkpoint={run}", *keys, wrong]) == 2
+    assert f"error: {wrong}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["run", "export", "base"])
@@ -224,22 +224,19 @@ def test_answers_to_any_file_are_scored(kind, run, tmp_path, capsys, monkeypatch
     file = Path(capsys.readouterr().out.split()[-1])
     (row,) = json.loads(file.read_text())["documents"]
     assert 1 < row["tokens"] < 30
-    assert row["words"] == 2
     without = evaluation.main([word for word in words if not word.startswith("data.tok")])
     assert without == (2 if kind == "base" else 0)
 
 
 def test_ruler_of_a_run(evaluate):
-    keys = ["ruler=true", "ruler.tasks=[niah_single_2,fwe,qa_1]", "ruler.samples=2"]
+    keys = ["ruler=true", "ruler.tasks=[niah_single_2,fwe]", "ruler.samples=2"]
     keys += ["ruler.lengths=[1500,900]"]
     content, output = evaluate(*keys)
     path = Path(output.split()[-1])
     assert path.name.startswith("ruler-step-00000003-1500-naive")
-    assert path.with_suffix(".png").exists()
-    for text in ("warning: ruler.lengths=1,500", "qa_1 (own text)", "not RULER's data", "900"):
+    for text in ("warning: 1,500 tokens", "niah_single_2", "900"):
         assert text in output
     assert content["ruler"]["lengths"] == [900, 1500]
-    assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe", "qa_1"]
-    assert content["made"] == ["qa_1"]
+    assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
     assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"

@@ -27,7 +27,7 @@ PASSKEYS = [
     "passkey.lengths=[600,501]",
     "passkey.depths=[0,1]",
 ]
-RULER = ["ruler=true", "ruler.tasks=[niah_single_2,qa_1]", "ruler.samples=3", "ruler.lengths=[900]"]
+RULER = ["ruler=true", "ruler.tasks=[niah_single_2,fwe]", "ruler.samples=3", "ruler.lengths=[900]"]
 TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=61", "batch_size=2"]
 
 

@@ -44,7 +44,7 @@ def model(tokenizer: Tokenizer) -> GPT:
 
 
 def harness(model: GPT, tokenizer: Tokenizer, context: int = 32) -> Harness:
-    return Harness(Scorer(model), tokenizer, context, context // 2, batch_size=3)
+    return Harness(Scorer(model), tokenizer, context, batch_size=3)
 
 
 def requests_of(kind: str, arguments: list[tuple]) -> list[Instance]:
@@ -129,7 +129,7 @@ def test_log_likelihoods_are_those_of_hflm(tmp_path):
     settings_file.write_text(json.dumps(saved | {"eos_token_id": [plain.eos_id, end]}))
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
     opened = open_model(str(tmp_path / "hf"))
-    ours = Harness(Scorer(model), opened.tokenizer, 64, 32, 3, opened.tokenizer.end_tokens)
+    ours = Harness(Scorer(model), opened.tokenizer, 64, 3)
     (shorter,) = ours.generate_until(requests[:1])
     assert len(shorter) < len(answers[0])
     assert [shorter + plain.decode([end])] == theirs.generate_until(requests[:1])
@@ -145,7 +145,7 @@ def test_prompts_of_a_chat_template_are_those_of_hflm(tmp_path, monkeypatch):
     folder = tmp_path / "hf"
     theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
     tokenizer = Tokenizer.load(folder)
-    ours = Harness(Scorer(model), tokenizer, 64, 32, 3, template=Template(folder))
+    ours = Harness(Scorer(model), tokenizer, 64, 3, Template(folder))
     asked, begun = {"role": "user", "content": "a rose"}, {"role": "assistant", "content": " is"}
     prompt = ours.apply_chat_template([asked])
     assert prompt == theirs.apply_chat_template([asked])
@@ -168,7 +168,7 @@ def test_texts_are_scored_in_the_windows_of_hflm(model, tokenizer, tmp_path):
     tokenizer.save(tmp_path / "tokenizer.json")
     export(model, tmp_path, tmp_path / "hf", context=32)
     theirs = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=1)
-    ours = Harness(Scorer(model), tokenizer, 32, 32, batch_size=3)
+    ours = harness(model, tokenizer)
     texts = ["", "a rose", TEXT * 9, tokenizer.decode(tokenizer.encode(TEXT * 9)[: 2 * 32 + 1])]
     requests = requests_of("loglikelihood_rolling", [(text,) for text in texts])
     want = theirs.loglikelihood_rolling(requests)

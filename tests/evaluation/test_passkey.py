@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from longctx.config.eval_config import KINDS
+from longctx.data.dataset import EncodedDocument
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation.facts import draw
-from longctx.evaluation.passkey import content, filler_of, recall, text
+from longctx.evaluation.passkey import filler_of, recall, text
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import ScoredDocument
 from longctx.model import GPT, GPTConfig
 
 
@@ -77,24 +77,23 @@ def test_a_text_has_its_length_and_key_depth(tokenizer, filler, kind, depth):
 
 def test_recall_is_right_where_the_model_sees_the_fact(tokenizer, filler):
     scorer = Scorer(Oracle(tokenizer))
-    cells = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
-    assert len(cells) == 2 * 2 * 3
-    assert all(cell.accuracy == 1 and cell.samples == 3 for cell in cells)
-    assert all(-0.1 < cell.logprob <= 0 for cell in cells)
-    assert content(cells)["samples"] == 3
-    assert content(cells)["kinds"]["needle"]["accuracy"] == [[1.0] * 3] * 2
+    recalls = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
+    assert list(recalls) == list(KINDS)
+    for recalled in recalls.values():
+        assert recalled.right.shape == (2, 3, 3)
+        assert recalled.right.all()
+        assert (recalled.logp > -0.1).all()
     blind = Scorer(Oracle(tokenizer, sight=150))
     blind = recall(blind, tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
-    assert blind[0].logprob < -10
-    grid = content(blind)["kinds"]["passkey"]
-    assert grid["accuracy"] == [[0.0, 1.0]]
-    assert grid["logprob"] == [pytest.approx([cell.logprob for cell in blind], abs=1e-6)]
+    right, logp = blind["passkey"]
+    assert right.mean(-1).tolist() == [[0.0, 1.0]]
+    assert logp[0, 0].mean() < -10
 
 
 def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=448, layers=1, channels=16, heads=2, ffn=16)).train()
-    [cell] = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
+    found = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
     assert model.training
     rng = Random("measure passkey 150 0")
     hidden = draw("passkey", rng)
@@ -102,14 +101,16 @@ def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
     ids, answer = text(hidden, tokenizer, np.roll(filler, -first), 150, 0.5, [])
     logp = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]
     expected = logp.gather(1, torch.from_numpy(ids[-answer:, None])).sum().item()
-    assert cell.logprob == pytest.approx(expected, rel=1e-5)
-    assert cell.logprob == pytest.approx(-answer * math.log(448), rel=0.2)
-    assert cell.right == int((logp.argmax(-1) == torch.from_numpy(ids[-answer:])).all())
+    assert found["passkey"].logp.item() == pytest.approx(expected, rel=1e-5)
+    assert expected == pytest.approx(-answer * math.log(448), rel=0.2)
+    assert found["passkey"].right.item() == bool(
+        (logp.argmax(-1) == torch.from_numpy(ids[-answer:])).all()
+    )
 
 
 def test_filler_is_text_alone(tokenizer):
     ids = [5, 6, 7, tokenizer.eos_id], [8, 9]
-    documents = [ScoredDocument("a", np.array(tokens), 3) for tokens in ids]
+    documents = [EncodedDocument("a", np.array(tokens), 3) for tokens in ids]
     assert filler_of(documents, tokenizer, 3).tolist() == [5, 6, 7]
     assert filler_of(documents, tokenizer, 10).tolist() == [5, 6, 7, 8, 9]
     assert len(filler_of([], tokenizer, 10)) == 0

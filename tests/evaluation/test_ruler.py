@@ -31,9 +31,32 @@ OUTPUTS = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe"
 ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
 
 
+IMPOSSIBLE = {"question": "Why?", "answers": [], "is_impossible": True}
+TOWNS = [
+    {
+        "context": f"{town} is a town.",
+        "qas": [{"question": f"What is {town}?", "answers": [{"text": "a town"}]}, IMPOSSIBLE],
+    }
+    for town in ("Bern", "Graz", "Kiel")
+]
+ELSE = {"context": "Something else.", "qas": []}
+SQUAD = {"data": [{"paragraphs": TOWNS}, {"paragraphs": [ELSE]}]}
+HOTPOT = [
+    {"question": "Who?", "answer": "Ada", "context": [["A", ["One. ", "Two."]], ["B", ["Three."]]]}
+]
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train([ESSAY], 300)
+
+
+@pytest.fixture(scope="module")
+def squad(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of questions, each answered by "a town"."""
+    file = tmp_path_factory.mktemp("questions") / "squad.json"
+    file.write_text(json.dumps(SQUAD))
+    return str(file)
 
 
 def texts_of(tokenizer: Tokenizer, **keys: Any) -> Texts:
@@ -56,10 +79,9 @@ def solved(prompt: str) -> list[str]:
     if prompt.endswith("appeared words are:"):
         words = prompt.split("coded words. ")[1].split("\nQuestion")[0].split()
         return [word for word, _ in Counter(words).most_common(4)[1:]]
-    match = re.search(r"Question: (Where was|.* where) (.+?) (was )?born\? Answer:$", prompt)
-    assert match is not None
-    town = re.findall(rf"{match[2]} was born in (\w+)\.", prompt)
-    return re.findall(rf"The mayor of {town[0]} is ([\w ]+)\.", prompt) if match[3] else town
+    (town,) = re.findall(r"Question: What is (\w+)\? Answer:$", prompt)
+    assert f"{town} is a town." in prompt
+    return ["a town"]
 
 
 class Reader(Scorer):
@@ -76,9 +98,9 @@ class Reader(Scorer):
         return [self.tokenizer.encode(f" {text.upper()}.") for text in shown]
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
-def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
-    texts = texts_of(tokenizer, tasks=[task])
+@pytest.mark.parametrize("task", [task for task in RULER_TASKS if task != "qa_2"])
+def test_texts_fill_their_length_and_can_be_answered(tokenizer, squad, task):
+    texts = texts_of(tokenizer, tasks=[task], squad=squad)
     room = LENGTH - TASKS[task].answer
     rows = list(texts.samples(task, LENGTH))
     for sample, ids in rows:
@@ -91,10 +113,10 @@ def test_texts_fill_their_length_and_can_be_answered(tokenizer, task):
     assert rows[0][0] != rows[1][0]
 
 
-def test_who_finds_everything_scores_1(tokenizer):
-    texts = texts_of(tokenizer)
-    scored = list(answered(Reader(tokenizer), texts, [2500, LENGTH]))
-    assert len(scored) == 2 * len(RULER_TASKS) * 2
+def test_who_finds_everything_scores_1(tokenizer, squad):
+    texts = texts_of(tokenizer, squad=squad)
+    scored = list(answered(Reader(tokenizer), texts, [2500, LENGTH], lambda texts: None))
+    assert len(scored) == 2 * (len(RULER_TASKS) - 1) * 2
     assert {row["score"] for row in scored} == {1.0}
 
 
@@ -118,21 +140,6 @@ def test_essays_are_cut_into_sentences_wherever_there_are_some():
     unspaced = essay_words("数" * 100 + "。" + "字" * 5)
     assert "".join(unspaced).strip() == "数" * 100 + "。" + "字" * 5
     assert inserted(["a", "b"], [0, 2, 2], ["X", "Y", "Z"]) == ["X", "a", "b", "Y", "Z"]
-
-
-IMPOSSIBLE = {"question": "Why?", "answers": [], "is_impossible": True}
-TOWNS = [
-    {
-        "context": f"{town} is a town.",
-        "qas": [{"question": f"What is {town}?", "answers": [{"text": "a town"}]}, IMPOSSIBLE],
-    }
-    for town in ("Bern", "Graz", "Kiel")
-]
-ELSE = {"context": "Something else.", "qas": []}
-SQUAD = {"data": [{"paragraphs": TOWNS}, {"paragraphs": [ELSE]}]}
-HOTPOT = [
-    {"question": "Who?", "answer": "Ada", "context": [["A", ["One. ", "Two."]], ["B", ["Three."]]]}
-]
 
 
 def test_questions_of_files(tmp_path, tokenizer):

@@ -14,9 +14,9 @@ import longctx
 from benchmarks import models
 from benchmarks.models import LENGTHS, documents, loss_alone, opened
 from benchmarks.shapes import reference, settings_of
+from longctx.data.dataset import EncodedDocument
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
-from longctx.evaluation.windows import ScoredDocument
 from longctx.hf import model_folder
 from longctx.hf.export import export, export_adapter
 from longctx.hf.families import FAMILIES, read_model
@@ -80,7 +80,7 @@ def test_layers_that_leak_are_scored_alone(tmp_path):
     theirs = reference("lfm3")
     theirs.save_pretrained(tmp_path)
     each = documents(LENGTHS)[0]
-    scored = [ScoredDocument(str(n), x[0].numpy(), 1) for n, x in enumerate(each)]
+    scored = [EncodedDocument(str(n), x[0].numpy(), 1) for n, x in enumerate(each)]
     score = perplexity(Scorer(opened(tmp_path), packs=False), scored, context=64)
     with torch.no_grad():
         expected = float(loss_alone(theirs, each))

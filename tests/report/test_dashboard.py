@@ -37,5 +37,5 @@ def test_the_workspace_is_the_plan():
         for chart, panel in zip(charts, saved[title], strict=True):
             key = chart.y[0].removesuffix(".min").removesuffix(".last")
             assert key in json.dumps(panel, default=str)
-    kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart", "Media Browser"}
+    kinds = {"Run History Line Plot", "Scatter Plot", "Bar Chart"}
     assert {panel["view_type"] for panels in saved.values() for panel in panels} == kinds

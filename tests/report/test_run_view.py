@@ -69,7 +69,7 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
     scores = {"acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5, "4096,none": -1}
     tasks = {"context": 2048, "results": {"arc": scores}}
     scores = {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
-    ruler = {"made": ["qa_1"], "ruler": {"lengths": [512, 2048], "scores": scores}}
+    ruler = {"ruler": {"lengths": [512, 2048], "scores": scores}}
     for name, other in (("passkey.json", MAPS), ("tasks.json", tasks), ("ruler.json", ruler)):
         (folder / "eval" / name).write_text(json.dumps(other))
     run = read(folder, 100)
@@ -83,7 +83,7 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
         "tasks: arc/em (strict)": "0.5000",
         "passkey: needle/64": "1.0000",
         "passkey: needle/128": "0.2500",
-        "ruler: ruler/qa_1 (own text)/2048": "0.5000",
+        "ruler: ruler/qa_1/2048": "0.5000",
         "ruler: ruler/mean/512": "0.7500",
     }
     assert {heading: cells[heading] for heading in expected} == expected
