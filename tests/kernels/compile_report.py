@@ -243,8 +243,6 @@ def of_one_dtype(target, dtype):
         yield "quantize", quantize.quantize_kernel, quantize.WARPS, aligned, tile
     tile = {"CLIPPED": True, "BLOCK": adamw_update.BLOCK}
     yield "adamw", adamw_update.adamw_kernel, adamw_update.WARPS, (), tile
-    kernel, tile = adamw_update.multi_tensor_adamw_kernel, tile | {"COLUMNS": 7}
-    yield "adamw of all", kernel, adamw_update.WARPS, (), tile | {"MOMENT": DTYPES[dtype]}
 
 
 def in_16_bits():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx.kernels.elementwise.adamw_update import adamw_, multi_tensor_adamw_, rates_of, table_of
+from longctx.kernels.elementwise.adamw_update import adamw_, rates_of
 from tests.inputs import DEVICE, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -35,38 +35,6 @@ def test_steps_are_those_of_torch(n, factor, average):
     error = (p.double() - want.detach()).abs().max()
     assert error < (1e-6 if average == torch.float32 else 5e-3)
     assert m.dtype == v.dtype == average
-
-
-@pytest.mark.parametrize("factor", [None, 0.25])
-@pytest.mark.parametrize("average", [torch.float32, torch.bfloat16])
-def test_one_launch_for_all_gives_the_bits_of_one_each(factor, average):
-    sizes = [1, 7, 1023, 1024, 2049, 5000]
-    scalar = None if factor is None else torch.tensor(factor, device=DEVICE)
-    undecayed = rates(3, weight_decay=0.0)
-    for_each = [
-        [
-            *(inputs(n, seed=0), inputs(n, seed=1), inputs(n, seed=2).to(average)),
-            inputs(n, seed=3).abs().to(average),
-            undecayed if n < 1024 else rates(3),
-        ]
-        for n in sizes
-    ]
-    for_all = [(*(x.clone() for x in tensors), rate) for *tensors, rate in for_each]
-    for p, grad, m, v, rate in for_each:
-        adamw_(p, grad, m, v, scalar, rate, BETAS, EPS)
-    places = table_of(for_all)
-    assert places is not None
-    multi_tensor_adamw_(places, scalar, BETAS, EPS)
-    for wanted, got in zip(for_each, for_all, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(wanted, got, strict=True))
-
-
-def test_one_launch_refuses_other_tensors():
-    p, grad, m, v = (inputs(65, seed=seed) for seed in range(4))
-    assert table_of([(p[:64], grad[:64], m[:64], v[:64], rates(1))]) is not None
-    assert table_of([(p[:64], grad[1:], m[:64], v[:64], rates(1))]) is None  # not aligned
-    assert table_of([(p[:32], grad[:64:2], m[:32], v[:32], rates(1))]) is None
-    assert table_of([(p[:64], grad[:64], m[:64].half(), v[:64], rates(1))]) is None
 
 
 def test_it_writes_nothing_past_the_end():

@@ -1,7 +1,6 @@
 """Launches: configs for every request, and what is kept between calls of a shape."""
 
 import gc
-import json
 import weakref
 from typing import NamedTuple
 from unittest.mock import MagicMock
@@ -103,7 +102,7 @@ def test_training_reads_what_tune_has_written(path):
     q = Query()
     assert launch_config("forward", q, 5000) == Launch(64, 32, 4, 3)
     assert launch_config("forward", q, 8192) == Launch(128, 32, 8, 2)
-    assert configs.bucket("forward", q, 9000) == 8192
+    assert configs.longest_bucket(["forward"], q, 9000) == 8192
     assert launch_config("dq", q, 5000) == Launch(64, 32, 4, 1)
     shipped = table()
     assert launch_config("dkv", q, 100) == Launch(*shipped["any"]["dkv"]["64"]["0"])
@@ -118,20 +117,6 @@ def test_a_hopper_module_gets_its_config_once(path):
     tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
     configs.configure(module, "hopper_forward", torch.device("cpu"))
     assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
-    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [1, 2, 3, 4, 5]}}}, {})
-    measured.cache_clear()
-    configs.configure.cache_clear()
-    with pytest.raises(ValueError, match="run tune again"):
-        configs.configure(module, "hopper_forward", torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    "row", [[100, 64, 4, 3], [256, 64, 4, 3], [64, 64, 5, 3], [64, 64, 4], "x", [64, 64, 4, 0]]
-)
-def test_malformed_table_is_refused(path, row):
-    path.write_text(json.dumps({"Test": {"forward": {"64": {"0": row}}}}))
-    with pytest.raises(ValueError, match="run tune again"):
-        launch_config("forward", Query(), 100)
 
 
 def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
@@ -145,5 +130,5 @@ def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
     assert measured("Test") == {}, "that one need not be there"
     measured.cache_clear()
     monkeypatch.setenv("LONGCTX_LAUNCH", str(path))
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(FileNotFoundError):
         launch_config("forward", Query(), 100)

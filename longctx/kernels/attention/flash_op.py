@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from longctx.kernels.attention import IMPLEMENTATIONS, Intervals, Saved, Scores
@@ -174,20 +173,6 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         )
 
 
-def _refuse_transforms(*tensors: Tensor) -> None:
-    """Raise NotImplementedError for tensors that torch.func differentiates: torch derives no
-    operator there, and its own error names no remedy.
-    """
-    for x in tensors if torch.is_grad_enabled() else ():
-        while _functorch.is_functorch_wrapped_tensor(x):
-            if _functorch.is_gradtrackingtensor(x):
-                raise NotImplementedError(
-                    "attention=flash has no derivative in torch.func; "
-                    "use torch.autograd, or attention=naive"
-                )
-            x = _functorch.get_unwrapped(x)
-
-
 def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
@@ -263,8 +248,6 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
     if not is_compiling and forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
     if not unobserved(q, k, v):
-        if not is_compiling:
-            _refuse_transforms(q, k, v)
         return _by_operator
     # without gradients autograd's Function would cost time for nothing
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad

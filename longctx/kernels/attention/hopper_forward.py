@@ -93,7 +93,6 @@ from longctx.kernels.attention.portable import (
 )
 from longctx.kernels.attention.relaunch import (
     Relaunch,
-    compile_side_by_side,
     first_launch,
     keep,
     stream_of,
@@ -705,7 +704,6 @@ class ForwardLaunches(NamedTuple):
 
 
 _launches: dict[Hashable, ForwardLaunches] = {}
-_compiled: set[Hashable] = set()  # by config, head size, group, type and device
 
 
 def forward(
@@ -799,14 +797,8 @@ def _first_launches(
     retries = (False, True) if dtype == gl.bfloat16 else (False,)
     pointers = [(lse, flags[retry:], flags[2:], *intervals[:2]) for retry in retries]
     constants = [constants_of(c, size, group, dtype, retry) for retry in retries]
-    calls = list(zip(pointers, constants, strict=True))
-    # compile both at the same time, the first time
-    if (key := (c, size, group, dtype, q.device)) not in _compiled:
-        arguments = [((*maps, *addresses, *scalars), fixed) for addresses, fixed in calls]
-        compile_side_by_side(forward_kernel, programs, arguments, num_warps=4)
-        _compiled.add(key)
     launches = []
-    for addresses, fixed in calls:
+    for addresses, fixed in zip(pointers, constants, strict=True):
         again = first_launch(forward_kernel, programs, maps, addresses, scalars, fixed, num_warps=4)
         assert again is not None, "Gluon has no interpreter"
         launches.append(again)

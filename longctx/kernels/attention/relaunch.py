@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -78,26 +77,6 @@ def first_launch(
     names = kernel.arg_names[len(maps) + len(pointers) + len(scalars) :]
     tail = (*scalars, *(constants[name] for name in names))
     return Relaunch(compiled, programs, maps, tail)
-
-
-def compile_side_by_side(
-    kernel: Any,
-    programs: int,
-    calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
-    num_warps: int,
-) -> None:
-    """Compile `kernel` for each of the `calls`, its arguments and constants, in threads: Triton
-    holds the interpreter's lock only part of the time.
-    """
-    device = torch.cuda.current_device()
-
-    def compiled(arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-        with torch.cuda.device(device):  # threads begin with the first
-            kernel.warmup(*arguments, grid=(programs,), **constants, num_warps=num_warps)
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for compiling in [pool.submit(compiled, *call) for call in calls]:
-            compiling.result()
 
 
 def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:

@@ -11,8 +11,6 @@ launch serves all steps. Arithmetic is fp32, however the moments are stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 1024, 8
-ALIGNED = 16  # bytes, of every tensor's address in one launch for all
 
 
 @triton.jit
@@ -34,16 +31,17 @@ def updated(x, g, m, v, shrink, rate, root, beta1, beta2, eps):
     return x, mean.to(m.dtype), square.to(v.dtype)
 
 
-@triton.jit
-def update_block(
+@triton.jit(do_not_specialize=["N"])
+def adamw_kernel(
     p, grad, m, v, factor, rates,
-    start, N, beta1, beta2, eps,
+    N, beta1, beta2, eps,
     CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update elements start : start + BLOCK of p, m and v (N,).
+    """Update BLOCK elements of p, m and v (N,).
 
     A whole block needs no mask, and is read 16 bytes at a time.
     """
+    start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
     # read on the device: a CUDA graph serves every step
     shrink, rate, root = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
@@ -74,38 +72,6 @@ def update_block(
         tl.store(v + at, square, mask=there)
 
 
-@triton.jit(do_not_specialize=["N"])
-def adamw_kernel(
-    p, grad, m, v, factor, rates,
-    N, beta1, beta2, eps,
-    CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update BLOCK elements of one tensor."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    update_block(p, grad, m, v, factor, rates, start, N, beta1, beta2, eps, CLIPPED, BLOCK)
-
-
-@triton.jit
-def multi_tensor_adamw_kernel(
-    places, owners, factor,
-    beta1, beta2, eps,
-    COLUMNS: tl.constexpr, MOMENT: tl.constexpr, CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Update BLOCK elements of one of many tensors; `places` and `owners` as in `TensorTable`."""
-    block = tl.program_id(0)
-    # a block finds its tensor by `owners`, its place in it by the first block
-    place = places + tl.load(owners + block).to(tl.int64) * COLUMNS
-    # addresses come from memory, so the compiler must be told that they are aligned
-    p = tl.multiple_of(tl.load(place).to(tl.pointer_type(tl.float32)), 16)
-    grad = tl.multiple_of(tl.load(place + 1).to(tl.pointer_type(tl.float32)), 16)
-    m = tl.multiple_of(tl.load(place + 2).to(tl.pointer_type(MOMENT)), 16)
-    v = tl.multiple_of(tl.load(place + 3).to(tl.pointer_type(MOMENT)), 16)
-    rates = tl.load(place + 4).to(tl.pointer_type(tl.float32))
-    start = (block - tl.load(place + 6)) * BLOCK
-    N = tl.load(place + 5)
-    update_block(p, grad, m, v, factor, rates, start, N, beta1, beta2, eps, CLIPPED, BLOCK)
-
-
 def rates_of(
     step: int, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> tuple[float, float, float]:
@@ -134,58 +100,3 @@ def adamw_(
             p, grad, m, v, factor, rates, p.numel(), *betas, eps,
             CLIPPED=factor is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-
-
-class TensorTable(NamedTuple):
-    """Addresses of the tensors of one launch."""
-
-    # (n, 7) int64 on the device: addresses of p, grad, m, v and rates, elements, first block.
-    places: Tensor
-    owners: Tensor  # (blocks,) int32 on the device: which tensor a block is of
-    moment: torch.dtype  # of m and v
-
-
-def table_of(
-    tensors: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]],
-) -> TensorTable | None:
-    """Return the table of tensors p, grad, m, v and rates, each as in `adamw_`; they must not move.
-
-    None if one launch cannot update them: gradients not fp32 and contiguous, moments not all fp32
-    or all bf16, or addresses that are no multiple of ALIGNED.
-    """
-    moments = {x.dtype for _, _, *both, _ in tensors for x in both}
-    if moments not in ({torch.float32}, {torch.bfloat16}) or not all(
-        grad.dtype == torch.float32
-        and all(x.is_contiguous() and x.data_ptr() % ALIGNED == 0 for x in (p, grad, m, v))
-        for p, grad, m, v, _ in tensors
-    ):
-        return None
-    # a block is of one tensor: small tensors have one each
-    blocks = torch.tensor([triton.cdiv(p.numel(), BLOCK) for p, *_ in tensors])
-    firsts = (blocks.cumsum(0) - blocks).tolist()
-    rows = [
-        [*(x.data_ptr() for x in of_one), of_one[0].numel(), first]
-        for of_one, first in zip(tensors, firsts, strict=True)
-    ]
-    owners = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), blocks)
-    device = tensors[0][0].device
-    return TensorTable(torch.tensor(rows).to(device), owners.to(device), *moments)
-
-
-def multi_tensor_adamw_(
-    places: TensorTable, factor: Tensor | None, betas: tuple[float, float], eps: float
-) -> None:
-    """Update all tensors of `places` as `adamw_` does one, to the same bits, in one launch."""
-    with torch.cuda.device_of(places.owners):
-        multi_tensor_adamw_kernel[(len(places.owners),)](
-            places.places,
-            places.owners,
-            factor,
-            *betas,
-            eps,
-            COLUMNS=places.places.shape[1],
-            MOMENT=tl.bfloat16 if places.moment == torch.bfloat16 else tl.float32,
-            CLIPPED=factor is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )

@@ -9,7 +9,6 @@ the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -174,9 +173,9 @@ class AdamW(FusedAdamW):
         return rates
 
     def captured_update(self) -> Callable[[], None] | None:
-        """Return the launch of a step that `count_step` has counted, for a CUDA graph: it updates
-        all tensors at their present addresses and reads nothing of the host. None if that is not
-        possible.
+        """Return the launches of a step that `count_step` has counted, for a CUDA graph: they
+        update all tensors at their present addresses and read nothing of the host. None if that is
+        not possible.
         """
         from longctx.kernels import adamw_update  # needs Triton
 
@@ -185,27 +184,26 @@ class AdamW(FusedAdamW):
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
             return None
         steps = {int(state["step"]) for state in self.state.values()}
-        is_plain = all(type(p.data) is Tensor and by_kernel(p) for p in trained)
+        is_plain = all(
+            type(p.data) is Tensor and by_kernel(p) and p.grad.is_contiguous() for p in trained
+        )
         if len(steps) != 1 or not is_plain:
             return None
         tensors = [
-            (p.data, p.grad, *(self.state[p][name] for name in MOMENTS), rates)
+            (*(x.view(-1) for x in (p.data, p.grad, *moments)), self.factor, rates)
             for group in self.param_groups
             for rates, _ in [self._rates[group["params"][0]]]
             for p in group["params"]
             if p.grad is not None and p.numel()
+            for moments in [[self.state[p][name] for name in MOMENTS]]
         ]
-        table = adamw_update.table_of(tensors)
-        if table is None:
-            return None
         betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # equal in all
-        update = partial(adamw_update.multi_tensor_adamw_, factor=self.factor, betas=betas, eps=eps)
-        # A capture cannot compile the kernel: a launch on one number does. A table keeps no tensor
-        # alive, so they have a name
-        *alike, rates = tensors[0]
-        spare = [(*(tensor.new_zeros(1) for tensor in alike), rates)]
-        update(adamw_update.table_of(spare))
-        return partial(update, table)
+
+        def update() -> None:
+            for each in tensors:
+                adamw_update.adamw_(*each, betas, eps)
+
+        return update
 
     def count_step(self) -> None:
         """Count one more step of all parameters; write its numbers for the kernel to read."""
