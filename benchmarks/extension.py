@@ -35,7 +35,7 @@ from benchmarks.report import machine, save_figure, short, write_json
 from longctx import cli, files
 from longctx.config.fields import key
 from longctx.data import DataConfig, Tokenizer, load
-from longctx.evaluation import facts, passkey
+from longctx.evaluation import passkey
 from longctx.evaluation.score import Scorer
 from longctx.runs import metrics_file, run_folder
 from longctx.tables import grid
@@ -204,7 +204,7 @@ def documents_of_facts(options: Options, model: str) -> Iterator[str]:
         rng = random.Random(f"train {number}")
         # Facts and questions take a third of a document, until every city has one
         size, added = length * rng.uniform(0.8, 1.0), needles.PER_FACT
-        room = int(max(size / (1 + added / needles.EVERY), size - added * len(facts.CITIES)))
+        room = int(max(size / (1 + added / needles.EVERY), size - added * len(needles.CITIES)))
         start = rng.randrange(max(1, len(text) - room))
         document = needles.hidden_in(text[start : start + room], needles.EVERY, rng)
         yield json.dumps({"text": document}) + "\n"
@@ -251,8 +251,8 @@ def read(
     One forward gives both. As in `longctx.evaluation.passkey` a key is found if each token of it is
     the likeliest.
     """
-    hidden = facts.draw("passkey", random.Random(f"{filler[:9]} {depth}"))
-    ids, answer = passkey.text(hidden, tokenizer, filler, length, depth, ())
+    key = passkey.drawn(random.Random(f"{filler[:9]} {depth}"))
+    ids, answer = passkey.text(key, tokenizer, filler, length, depth)
     tokens = torch.from_numpy(ids)[None]
     positions = torch.cat(
         [torch.arange(0, length - 1, EVERY), torch.arange(-answer, 0) + length - 1]

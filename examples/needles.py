@@ -14,11 +14,15 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
+from pathlib import Path
 
 from longctx.config.data_config import SOURCES, DataConfig
 from longctx.data.sources import Corpus, Document, Shard, Source, exact_key, register
-from longctx.evaluation import facts
+from longctx.evaluation import passkey
 
+NEEDLE_FACT = "\nThe secret number of {} is {}.\n"
+NEEDLE_QUESTION = "\nWhat is the secret number of {0}? The secret number of {0} is"
+CITIES = Path(__file__).with_name("cities.txt").read_text().split()
 DOCUMENTS = 2000  # if data.documents is null
 EVERY = 250  # characters of text per fact
 PER_FACT = 125  # characters that a fact and its question take
@@ -55,7 +59,7 @@ def documents(filler: Corpus, without: Set[bytes], count: int, length: int) -> I
         rng = random.Random(f"train {index}")  # seeded by the text, the same in every process
         # Facts and questions take a third of the document, until every city has one
         size = length * rng.uniform(0.8, 1.0)
-        room = int(max(size / (1 + PER_FACT / EVERY), size - PER_FACT * len(facts.CITIES)))
+        room = int(max(size / (1 + PER_FACT / EVERY), size - PER_FACT * len(CITIES)))
         first = rng.randrange(max(1, len(text) - room))
         yield Document(f"needles:{index}", hidden_in(text[first : first + room], EVERY, rng))
 
@@ -71,16 +75,16 @@ def hidden_in(filler: str, every: int, rng: random.Random) -> str:
     One fact is a pass key, which the end of the text asks for; the others are cities' numbers, each
     asked for once, at any distance.
     """
-    cities = rng.sample(facts.CITIES, max(1, min(len(facts.CITIES), len(filler) // every)))
+    cities = rng.sample(CITIES, max(1, min(len(CITIES), len(filler) // every)))
     events: list[tuple[float, str]] = []
     for city in cities:
-        answer = facts.number(rng)
+        answer = passkey.drawn(rng)
         of_fact, of_question = sorted((position(rng), position(rng)))
-        events.append((of_fact, facts.NEEDLE_FACT.format(city, answer)))
-        events.append((of_question, f"{facts.NEEDLE_QUESTION.format(city)} {answer}.\n"))
-    key = facts.number(rng)
-    events.append((position(rng), facts.PASSKEY_FACT.format(key)))
-    return f"{inserted(filler, sorted(events))}{facts.PASSKEY_QUESTION} {key}.\n"
+        events.append((of_fact, NEEDLE_FACT.format(city, answer)))
+        events.append((of_question, f"{NEEDLE_QUESTION.format(city)} {answer}.\n"))
+    key = passkey.drawn(rng)
+    events.append((position(rng), passkey.FACT.format(key)))
+    return f"{inserted(filler, sorted(events))}{passkey.QUESTION} {key}.\n"
 
 
 def position(rng: random.Random) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from longctx.attention.description import AttentionConfig
@@ -13,15 +12,13 @@ from longctx.config.data_config import DataConfig
 from longctx.config.fields import PLUGINS, Group, counted, group, key, positive
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
-KINDS = ("passkey", "needle")  # of pass keys: one number, or one among others
 SHORTEST = 128  # tokens of a text with pass keys
 RULER_TASKS = [
     *("niah_single_1", "niah_single_2", "niah_single_3"),
     *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery"),
-    *("vt", "cwe", "fwe", "qa_1", "qa_2"),
+    *("vt", "cwe", "fwe"),
 ]
-QUESTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}  # tasks → the keys of their files
 TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 
@@ -44,17 +41,13 @@ class PasskeyConfig:
         between=(0, 1),
         distinct=True,
     )
-    samples: int = positive(10, "texts for each length, depth and kind", limit=10**6)
-    kinds: list[str] = key(
-        list(KINDS), "passkey: one number | needle: one among others", choices=KINDS, distinct=True
-    )
+    samples: int = positive(10, "texts for each length and depth", limit=10**6)
 
 
 @dataclass
-class RulerConfig(Group):
+class RulerConfig:
     """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
 
-    prefix = "ruler."
     enabled: bool = key(False, "set by ruler=true", short=True)
     lengths: list[int] | None = key(
         None,
@@ -64,38 +57,13 @@ class RulerConfig(Group):
         distinct=True,
     )
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
-    tasks: list[str] | None = key(
-        None,
-        "null: all 13, qa_1 and qa_2 if their files are given",
-        choices=RULER_TASKS,
-        distinct=True,
-    )
+    tasks: list[str] | None = key(None, "null: all 11", choices=RULER_TASKS, distinct=True)
     seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
-    squad: str | None = key(None, "JSON in SQuAD's form, for qa_1")
-    hotpotqa: str | None = key(None, "JSON in HotpotQA's form, for qa_2")
 
     @property
     def chosen(self) -> list[str]:
         """Return the tasks that run."""
-        if self.tasks is not None:
-            return self.tasks
-        return [task for task in RULER_TASKS if task not in QUESTIONS or self.file_of(task)]
-
-    def file_of(self, task: str) -> str:
-        """Return the file with the questions of `task`, qa_1 or qa_2; "" for none."""
-        return getattr(self, QUESTIONS[task]) or ""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for keys that contradict each other."""
-        for task, name in QUESTIONS.items():
-            file = self.file_of(task)
-            if file and task not in self.chosen:
-                yield (
-                    f"ruler.{name}={file}: its questions are those of {task}, which is not among "
-                    "ruler.tasks; leave one of them out"
-                )
-            if task in self.chosen and not Path(file).is_file():
-                yield f"ruler.{name}={file or 'null'}: {task} needs its file of questions"
+        return RULER_TASKS if self.tasks is None else self.tasks
 
 
 @dataclass
@@ -150,11 +118,6 @@ class EvalConfig(Group):
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
     precision: str = key(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
-    )
-    compile: bool = key(
-        False,
-        "torch.compile of each block: takes seconds, then a third faster; for millions of tokens",
-        compared=False,
     )
     wandb: str = key(
         "disabled",
@@ -214,12 +177,10 @@ class EvalConfig(Group):
         if not self.tasks:
             unused |= {"batch_size": self.batch_size}
         if self.ruler.enabled:  # each device answers texts of its own
-            unused |= {"compile": self.compile or None}
             unused |= {"context": None if self.context.degree == 1 else self.context.degree}
         for name, value in unused.items():
             if value is not None:
-                shown = str(value).lower() if isinstance(value, bool) else value
-                yield (f"{name}={shown}: does nothing with {chosen[0]}; leave {name} out")
+                yield (f"{name}={value}: does nothing with {chosen[0]}; leave {name} out")
         for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
             if texts.enabled and texts.lengths is not None and self.seq_len is not None:
                 yield (

@@ -88,13 +88,13 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
     machine = this_machine()
     parallel = parallel_of(request.config, machine, processes)
     device = parallel.device.type
-    setup: Setup | None = None
     try:
         request = request._replace(config=replace(request.config, devices=parallel.ranks))
-        setup = resolve(request, device, machine) if parallel.is_first else None
+        decided = resolve(request, device, machine) if parallel.is_first else None
         parallel.launch()
-        scorer = build_scorer(request.config, setup, parallel)
-        if setup is None:
+        setup: Setup = next(filter(None, parallel.all_gather_objects(decided)))
+        scorer = build_scorer(setup, parallel)
+        if not parallel.is_first:
             scorer.serve()
         else:
             with within_memory(device):
@@ -108,7 +108,7 @@ def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
         parallel.fail("stopped by a signal", code=128 + signal.SIGINT)
         raise
     except Exception as error:
-        problem = explain(error, request.config, setup, parallel)
+        problem = explain(error, parallel)
         if problem is not None and parallel.is_first:
             print(f"error: {problem}", file=sys.stderr, flush=True)
         parallel.fail(problem or str(error), files.exit_code(error))
@@ -133,17 +133,9 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     asked = config.attention if names_attention else None
     config = replace(config, attention=plugins.attention_of(model.run, model.file, asked))
     has_texts = config.passkey.enabled or config.ruler.enabled or config.tasks
+    has_none = model.run is None and not request.names_data and not has_texts
     problem = f"checkpoint={config.checkpoint}: a Hugging Face folder has no documents of its own"
-    refuse(
-        (
-            model.run is None and not request.names_data and not has_texts,
-            f"{problem}; add data=text data.path=...",
-        ),
-        (
-            config.compile and not model.model.has_kernels,
-            "compile=true: transformers computes this model; leave compile out",
-        ),
-    )
+    refuse((has_none, f"{problem}; add data=text data.path=..."))
     precision, seq_len = precision_of(config.precision, device), config.seq_len or model.seq_len
     packs = model.model.packs(device, precision, seq_len, config.context.degree != 1)
     if config.attention.backend == AUTO:
@@ -158,8 +150,8 @@ def resolve(request: Request[EvalConfig], device: str, machine: Machine) -> Setu
     strategy = choose_strategy(config, model.model, machine, dtype_of(precision))
     # An hour of scoring must not end at a folder that cannot be written.
     results_folder = (model.home / evaluations.FOLDER).absolute()
-    folders = (results_folder, *results_folder.parents)
-    files.check_writable(next(folder for folder in folders if folder.exists()))
+    there = (path for path in (results_folder, *results_folder.parents) if path.exists())
+    files.check_writable(next(there))
     # A longer context is allowed: to see how a model extrapolates is a use of evaluation.
     if longest > model.seq_len:
         print(
@@ -210,24 +202,17 @@ def choose_strategy(
     return "ddp" if model.parameters() * dtype.itemsize <= room / 2 else "fsdp"
 
 
-def build_scorer(config: EvalConfig, setup: Setup | None, parallel: Parallel) -> Scorer:
+def build_scorer(setup: Setup, parallel: Parallel) -> Scorer:
     """Load this process's part of the model, as rank 0 has decided in `setup`."""
-    decided: Any = None
-    if setup is not None:
-        model, attention = setup.model, setup.config.attention
-        decided = model.file, model.model.heads, setup.precision, setup.strategy, attention
-    (file, heads, precision, strategy, attention), *_ = parallel.all_gather_objects(decided)
-    degree, dtype = int(config.context.degree), dtype_of(precision)
-    method = config.context.method_for(heads)
+    config, dtype = setup.config, dtype_of(setup.precision)
+    degree, method = int(config.context.degree), config.context.method_for(setup.model.model.heads)
     parallel = parallel.with_mesh(
-        Layout(strategy, config.devices // degree, degree, method, attention)
+        Layout(setup.strategy, config.devices // degree, degree, method, config.attention)
     )
     shard = partial(parallel.shard, cast=False)
-    built = build_model(file, attention, parallel.device, dtype, shard)
+    built = build_model(setup.model.file, config.attention, parallel.device, dtype, shard)
     built.share_rows(parallel.context)
-    if config.compile:
-        built.compile_blocks()
-    return Scorer(built, dtype, parallel, packs=setup is None or setup.packs)
+    return Scorer(built, dtype, parallel, setup.packs)
 
 
 def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -263,11 +248,6 @@ def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any
     sizes = setup.context, config.stride, setup.batch_size
     with Progress("tokens") as progress:
         result = perplexity(scorer, setup.documents(), *sizes, contexts, progress.count)
-    if contexts and not result.contexts.tokens:
-        print(
-            f"no document has more than {max(contexts):,} tokens, so no tokens to compare "
-            "contexts on; try a smaller seq_len="
-        )
     content = {
         "scored": setup.source,
         "precision": setup.precision,
@@ -287,21 +267,17 @@ def measure_passkeys(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]
     asked, model, longest = setup.config.passkey, setup.model, max(setup.lengths)
     depths = sorted(asked.depths or passkey.DEPTHS)
     filler = passkey.filler_of(setup.documents(), model.tokenizer, 4 * longest)
-    texts = model.tokenizer, filler, setup.lengths, depths, asked.samples, asked.kinds
-    total = len(setup.lengths) * len(depths) * asked.samples * len(asked.kinds)
-    with Progress("texts", total) as progress:
-        recalls = passkey.recall(scorer, *texts, on_batch=progress.count)
-    grids = {
-        kind: {
-            "lengths": setup.lengths,
-            "depths": depths,
-            "accuracy": recalled.right.mean(-1).round(6).tolist(),
-            "logprob": recalled.logp.mean(-1).round(6).tolist(),
-        }
-        for kind, recalled in recalls.items()
+    texts = model.tokenizer, filler, setup.lengths, depths, asked.samples
+    with Progress("texts", len(setup.lengths) * len(depths) * asked.samples) as progress:
+        right, logp = passkey.recall(scorer, *texts, on_batch=progress.count)
+    grid = {
+        "lengths": setup.lengths,
+        "depths": depths,
+        "accuracy": right.mean(-1).round(6).tolist(),
+        "logprob": logp.mean(-1).round(6).tolist(),
     }
     stem = evaluations.stem("passkey", model.name, longest, setup.config.attention.backend)
-    return stem, {"filler": setup.source, "samples": asked.samples, "kinds": grids}
+    return stem, {"filler": setup.source, "samples": asked.samples, "kinds": {"passkey": grid}}
 
 
 def measure_ruler(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
@@ -348,7 +324,7 @@ def answered(
                     "tokens": len(ids),  # of the prompt
                     "outputs": sample.outputs,
                     "answer": answer,
-                    "score": ruler.score(task, answer, sample.outputs),
+                    "score": ruler.score(answer, sample.outputs),
                 }
             on_batch(len(batch))
 
@@ -369,19 +345,13 @@ def measure_tasks(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     return evaluations.stem("tasks", "-".join(config.tasks), model.name, context), about | content
 
 
-def explain(
-    error: Exception, config: EvalConfig, setup: Setup | None, parallel: Parallel
-) -> str | None:
+def explain(error: Exception, parallel: Parallel) -> str | None:
     """Return this process's last words about `error`; None if it is to be raised."""
     if is_out_of_memory(error):
-        sizes = "it"
-        if setup is not None:
-            sizes = f"lengths={setup.lengths} batch_size={setup.batch_size}"
-        flash = "attention=flash, " if config.attention.description.score_bytes else ""
         return (
-            f"out of memory on process {parallel.rank}; {sizes} is too much: give smaller "
-            f"numbers, {flash}or devices that share the model (strategy=fsdp) or a sequence "
-            "(context=N)"
+            f"out of memory on process {parallel.rank}; give a smaller batch_size, seq_len or "
+            "lengths, attention=flash, or devices that share the model (strategy=fsdp) or a "
+            "sequence (context=N)"
         )
     if parallel.is_lost_connection(error):
         return f"a process of the evaluation does not answer ({str(error).splitlines()[0]})"

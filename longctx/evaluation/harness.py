@@ -20,6 +20,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from longctx.config.fields import refuse
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.score import Scorer
@@ -27,14 +28,6 @@ from longctx.evaluation.windows import Window, losses, spans
 
 LOGITS = 4096  # positions with logits at one time on a device
 ANSWER = 256  # tokens, unless a task gives another limit
-
-
-class Continuation(NamedTuple):
-    """Tokens (n + 1,) of request number `owner`; the last `scored` of them are targets."""
-
-    owner: int
-    ids: np.ndarray
-    scored: int
 
 
 class TaskPrompt(NamedTuple):
@@ -116,9 +109,15 @@ class Harness(TemplateLM):
         ValueError for a continuation that is longer than the context.
         """
         found = [(0.0, True)] * len(requests)
-        pieces = [self._piece(owner, *tokens) for owner, (_, *tokens) in enumerate(requests)]
-        for batch in self._batches(sorted(pieces, key=lambda piece: -len(piece.ids))):
-            counts = [piece.scored for piece in batch]
+        pieces = []
+        for owner, (_, before, after) in enumerate(requests):
+            problem = f"a task scores {len(after):,} tokens at once"
+            is_long = len(after) > self.context
+            refuse((is_long, f"{problem}; give seq_len={len(after)} or more"))
+            ids = np.array([*before, *after], dtype=np.int64)[-1 - self.context :]
+            pieces.append(Window(owner, 0, ids, len(ids) - 1 - len(after)))
+        for batch in self._batches(sorted(pieces, key=lambda piece: -piece.length)):
+            counts = [piece.length - piece.seen for piece in batch]
             answers = self.scorer.known([piece.ids for piece in batch], counts)
             for piece, answer in zip(batch, answers, strict=True):
                 found[piece.owner] = answer
@@ -156,16 +155,13 @@ class Harness(TemplateLM):
 
     def _question(self, owner: int, prompt: str, settings: dict[str, Any]) -> TaskPrompt:
         """Return a request for an answer; ValueError for sampling, or if the context is short."""
-        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
-            raise ValueError("a task asks for sampling; generation is greedy here")
+        is_sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
+        refuse((is_sampled, "a task asks for sampling; generation is greedy here"))
         until = settings.get("until") or []
         max_tokens = int(settings.get("max_gen_toks", settings.get("max_tokens", ANSWER)))
         room = self.context - max_tokens
-        if room < 1:
-            raise ValueError(
-                f"a task asks for {max_tokens:,} new tokens, and a text has {self.context:,} with "
-                f"its prompt; give a greater seq_len, such as seq_len={4 * max_tokens}"
-            )
+        advice = f"give a greater seq_len, such as seq_len={4 * max_tokens}"
+        refuse((room < 1, f"a task asks for {max_tokens:,} new tokens; {advice}"))
         # As HFLM: few-shot examples come first, so a prompt that is too long loses its beginning
         ids = self.tok_encode(prompt) or [self.prefix_token_id]
         return TaskPrompt(
@@ -185,20 +181,12 @@ class Harness(TemplateLM):
             begin = max(0, end - self.context)
             yield Window(owner, begin, ids[begin : end + 1], first - begin - 1)
 
-    def _piece(self, owner: int, before: list[int], after: list[int]) -> Continuation:
-        if len(after) > self.context:
-            raise ValueError(
-                f"a task scores {len(after):,} tokens at once; give seq_len={len(after)} or more"
-            )
-        ids = np.array([*before, *after], dtype=np.int64)
-        return Continuation(owner, ids[-1 - self.context :], len(after))
-
-    def _batches(self, pieces: Sequence[Continuation]) -> Iterator[Sequence[Continuation]]:
+    def _batches(self, pieces: Sequence[Window]) -> Iterator[Sequence[Window]]:
         """Yield pieces of falling length, as many as tokens and logits of a forward allow."""
         ranks = self.scorer.data_ranks
         while pieces:
-            count = max(1, self.batch_size * self.context * ranks // (len(pieces[0].ids) - 1 or 1))
-            scored = max(piece.scored for piece in pieces[:count])
+            count = max(1, self.batch_size * self.context * ranks // (pieces[0].length or 1))
+            scored = max(piece.length - piece.seen for piece in pieces[:count])
             count = max(1, min(count, LOGITS * ranks // scored))
             yield pieces[:count]
             pieces = pieces[count:]
@@ -224,11 +212,11 @@ def evaluate_tasks(
     settings |= {"log_samples": False, "bootstrap_iters": 1000}
     if lm.template is not None:
         settings |= {"apply_chat_template": True, "fewshot_as_multiturn": True}
-    if task_folder is not None and not task_folder.is_dir():
-        raise ValueError(f"tasks_path={task_folder}: no such folder; give one with YAML files")
-    own = {} if task_folder is None else {"include_path": str(task_folder)}
+    is_missing = task_folder is not None and not task_folder.is_dir()
+    refuse((is_missing, f"tasks_path={task_folder}: no such folder; give one with YAML files"))
     try:
-        manager = TaskManager(**own, include_defaults=task_folder is None, metadata=metadata)
+        own = task_folder and str(task_folder)
+        manager = TaskManager(include_path=own, include_defaults=own is None, metadata=metadata)
         results = simple_evaluate(lm, tasks=list(tasks), task_manager=manager, **settings)
     except Exception as error:  # anything from a task's code, its data set or the network
         raise ValueError(f"tasks=[{','.join(tasks)}]: {type(error).__name__}: {error}") from error

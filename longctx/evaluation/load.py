@@ -24,6 +24,7 @@ from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import refuse
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.dataset import EncodedDocument
 from longctx.hf import model_folder
@@ -65,52 +66,32 @@ class TrainedModel(NamedTuple):
         """
         if self.run:
             return self.folder
-        if self.hub is not None:
-            name = self.hub.repo.replace("/", "--")
-            return RESULTS / f"{name}-{(self.hub.revision or '')[:8]}"
-        # Models in other folders have the same name.
+        # Models in other folders have the same name, and commits of one of the Hub
         digest = hashlib.sha256(str(self.file).encode()).hexdigest()[:6]
-        return RESULTS / f"{self.file.name}-{digest}"
+        return RESULTS / f"{self.name}-{digest}"
 
 
 def open_model(checkpoint: str) -> TrainedModel:
     """Open a run, a checkpoint, a Hugging Face folder, or a model of the Hub with its commit.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and if a checkpoint has changed since it was written.
     """
     hub = hub_snapshot.model_name(checkpoint)
     path = Path(checkpoint) if hub is None else model_folder.with_weights(checkpoint, "checkpoint")
-    if not run_folder.is_hugging_face(path):
-        file, folder, run = open_run(path)
-        with opened(file, folder):
-            model = GPTConfig.of_saved(run["model"])
-            tokenizer, seq_len = Tokenizer.load(folder), int(run["seq_len"])
-        return TrainedModel(model, tokenizer, folder, file, seq_len, run)
-    model = model_folder.read_config(path)
-    model_folder.check_weights(model, path)
-    tokenizer, seq_len = Tokenizer.load(path), model.context or 1
-    return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
-
-
-def open_run(path: Path) -> tuple[Path, Path, dict[str, Any]]:
-    """Return the verified checkpoint that `path` means, its run's folder and its configuration.
-
-    A folder means its newest checkpoint. Raises ValueError naming `path` if there is none, or if it
-    has changed since it was written.
-    """
+    if run_folder.is_hugging_face(path):
+        model = model_folder.read_config(path)
+        model_folder.check_weights(model, path)
+        tokenizer, seq_len = Tokenizer.load(path), model.context or 1
+        return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
     file = run_folder.checkpoint_of(path)
     checkpoints.verify(file)
-    with opened(file):
-        config: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
     if file == path:  # or a link to one
         file = path.resolve()
     folder = file.parent.parent
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"checkpoint={path}: {folder} has no tokenizer.json; leave checkpoints in the "
-            "run's folder"
-        )
-    return file, folder, config
+    with opened(file, folder):
+        run: dict[str, Any] = checkpoints.read(file)["longctx"]["config"]
+        model, seq_len = GPTConfig.of_saved(run["model"]), int(run["seq_len"])
+        return TrainedModel(model, Tokenizer.load(folder), folder, file, seq_len, run)
 
 
 def build_model(
@@ -120,20 +101,22 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     shard: Callable[[GPT], None] = lambda model: None,
 ) -> GPT:
-    """Build the model of `file`, a checkpoint or a Hugging Face folder, as `skeleton` on `device`.
+    """Build the model of `file`, a checkpoint or a Hugging Face folder, in eval mode on `device`;
+    linear layers are in `dtype`.
 
     `shard` spreads the empty weights over ranks. Each rank then reads its rows, tensor by tensor,
     so that no process has more in memory than its rows and one tensor. Raises ValueError or
     OSError, one line, if the weights are not those of the model.
     """
-    is_hugging_face = run_folder.is_hugging_face(file)
-    checkpoint = {} if is_hugging_face else checkpoints.read(file)
-    if is_hugging_face:
+    if is_hugging_face := run_folder.is_hugging_face(file):
         config = model_folder.read_config(file)
     else:
-        with opened(file):
-            config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
-    model = skeleton(config, attention, dtype)
+        checkpoint = checkpoints.read(file)
+        config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
+    with torch.device("meta"):
+        model = build(config, attention)
+    round_matrices(model, dtype)
+    model.eval().requires_grad_(False)
     shard(model)
     model.to_empty(device=device)
     if is_hugging_face:
@@ -142,14 +125,6 @@ def build_model(
         with opened(file):
             copy_weights(model, file, checkpoint, sharding.write_rows_of)
     return model
-
-
-def skeleton(config: GPTConfig, attention: AttentionConfig, dtype: torch.dtype) -> GPT:
-    """Return a model in eval mode without memory for its weights; linear layers are in `dtype`."""
-    with torch.device("meta"):
-        model = build(config, attention)
-    round_matrices(model, dtype)
-    return model.eval().requires_grad_(False)
 
 
 def round_matrices(model: GPT, dtype: torch.dtype) -> None:
@@ -163,8 +138,9 @@ def documents_of(
     model: TrainedModel, config: EvalConfig, own_split: bool
 ) -> Iterator[EncodedDocument]:
     """Return the documents of `config`: of the run's own split, or of data=; at most its limit."""
-    if model.run is None or not own_split:
+    if not own_split:
         return of_source(config.data, model.tokenizer, config.documents)
+    assert model.run is not None
     fingerprint = checkpoints.read(model.file)["longctx"]["data"]
     return of_run(model.folder, model.run, config.split, fingerprint, config.documents)
 
@@ -180,17 +156,11 @@ def of_run(
     with opened(folder):
         config = replace(fields.build(DataConfig, run["data"]), tokenizer=str(folder))
         data = load(config, run["seq_len"])
-    if not data.count(split):
-        raise ValueError(
-            f"split={split}: the run has no such documents; use the other split or "
-            "data=text data.path=..."
-        )
+    advice = "use the other split, or data=text data.path=..."
+    refuse((not data.count(split), f"split={split}: the run has no such documents; {advice}"))
     if data.fingerprint != fingerprint:
-        print(
-            f"data: the documents are not those that {folder} began with; "
-            "it may have seen some of them",
-            file=sys.stderr,
-        )
+        problem = f"the documents are not those that {folder} began with"
+        print(f"data: {problem}; it may have seen some of them", file=sys.stderr)
     wanted = (document for document in data.documents(split) if not document.is_rejected)
     for document in islice(wanted, limit):
         yield counted(data.tokenizer, document)
@@ -204,10 +174,6 @@ def of_source(
     Of conversations, written by the chat template of the model's folder, or of data.tokenizer, the
     answers are scored. A line on stderr counts documents without a target, which are left out.
     """
-    if config.source == "mix":
-        raise ValueError(
-            "data=mix: an evaluation scores one source; name one, such as data=text data.path=..."
-        )
     if config.chat and config.tokenizer is None:
         config = replace(config, tokenizer=str(tokenizer.folder))
     texts = islice(read_documents(config), limit)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation.score import OnBatch, Scorer
 from longctx.evaluation.windows import Window, losses, sliding, stride_of, window_of
@@ -162,10 +163,8 @@ def perplexity(
     target token.
     """
     stride = stride_of(stride, context)
-    if any(not 1 <= length <= context for length in contexts):
-        raise ValueError(
-            f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
-        )
+    problem = f"contexts={list(contexts)}: a length does not fit; give 1 to seq_len={context}"
+    refuse((any(not 1 <= length <= context for length in contexts), problem))
     result = Perplexity(context, stride, contexts=Contexts(sorted(set(contexts))))
     # A generator: texts larger than the memory are read a few batches ahead.
     windows = _windows(documents, result)
@@ -181,10 +180,8 @@ def perplexity(
         if window.begin == 0:
             gaps = np.flatnonzero(~window.is_target)
             result.positions.append(bucket_sums(nats[: gaps[0]] if len(gaps) else nats))
-    if not result.total.tokens:
-        raise ValueError(
-            "documents: none has 2 tokens or more, so there is nothing to score; give others"
-        )
+    problem = "documents: none has 2 tokens or more, so there is nothing to score; give others"
+    refuse((not result.total.tokens, problem))
     return result
 
 

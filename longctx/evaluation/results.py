@@ -16,7 +16,6 @@ from typing import Any
 from longctx import files, tables
 from longctx.config.train_config import WandbConfig
 from longctx.evaluation.load import TrainedModel
-from longctx.evaluation.ruler import TASKS
 from longctx.runs import evaluations
 from longctx.runs.tracking import log_evaluation
 from longctx.runs.wandb_copy import wandb_mode
@@ -54,8 +53,6 @@ def show(content: Content) -> None:
     elif "ruler" in content:
         lengths, by_task = evaluations.ruler_rows(content)
         show_shares("RULER: score by task", lengths, by_task.items())
-        if any(TASKS[task].essay for task in content["ruler"]["scores"]):
-            print("essays are your own text, where RULER has Paul Graham's")
     else:
         for kind, grid in content["kinds"].items():
             depths = [*map(percent, grid["depths"]), "mean"]

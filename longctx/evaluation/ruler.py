@@ -1,10 +1,10 @@
 """RULER: finding, following and counting in texts of every length (arXiv 2404.06654).
 
 Prompts, numbers of needles, chains and words, and the tokens of an answer are those of
-https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded: the essays are the user's
-own documents, and so are the files of questions; docs/evaluation.md lists every difference. A task
-makes a text of any size in a unit of its own: words of the essay, lines, words of a list,
-documents. Equal seeds make equal texts, and every size of a text asks the same question.
+https://github.com/NVIDIA/RULER (synthetic.yaml). Nothing is downloaded, so the essays are the
+user's own documents, and questions about Wikipedia (qa) are left to lm-eval; docs/evaluation.md
+lists every difference. A task makes a text of any size in a unit of its own: words of the essay,
+lines, words of a list. Equal seeds make equal texts, and every size of a text asks the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, cycle, islice, pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from longctx import untrusted
-from longctx.config.eval_config import QUESTIONS, RulerConfig
+from longctx.config.eval_config import RulerConfig
+from longctx.config.fields import refuse
 from longctx.data import Tokenizer
 
 PROMPTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -37,7 +37,7 @@ EXAMPLE_TOKENS = 500  # of the solved example before a chain of variables
 SHORT = 4096  # tokens; lists of words are shorter below
 PIECE = 32  # characters of a text without spaces that count as a word
 SENTENCE = 40  # words without an end that count as a sentence
-PROBES = 12  # texts that are made to find the size of a length
+PROBES = 6  # texts that are made to find the size of a length
 
 
 class Sample(NamedTuple):
@@ -48,15 +48,6 @@ class Sample(NamedTuple):
 
 
 Encoded = tuple[Sample, list[int]]  # with the tokens of its prompt
-
-
-class FileQuestion(NamedTuple):
-    """A question of a file, with the documents that answer it and all of its article."""
-
-    text: str
-    answers: list[str]  # each of them is right
-    needed: list[str]
-    near: list[str]
 
 
 class RulerTask(NamedTuple):
@@ -70,9 +61,7 @@ class RulerTask(NamedTuple):
 
 
 class Texts:
-    """The samples of the tasks of `config`, made of `text`; ValueError for a file of questions in
-    another form.
-    """
+    """The samples of the tasks of `config`, made of `text`."""
 
     def __init__(self, config: RulerConfig, tokenizer: Tokenizer, text: str) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -81,9 +70,6 @@ class Texts:
         longer = (chain(size + 1, 3, random.Random(0)).prompt for size in count(HOPS + 1))
         fits = takewhile(lambda text: len(tokenizer.encode_prompt(text)) <= EXAMPLE_TOKENS, longer)
         self.example_size = HOPS + 1 + sum(1 for _ in fits)
-        # Questions of each task that asks them, and all documents of its file.
-        asked = [task for task in QUESTIONS if task in config.chosen]
-        self.files = {task: read_questions(task, config.file_of(task)) for task in asked}
 
     def sample(self, task: str, length: int, number: int, size: int) -> Encoded:
         """Make sample `number`, which asks the same at every size."""
@@ -94,16 +80,12 @@ class Texts:
     def samples(self, task: str, length: int) -> Iterator[Encoded]:
         """Return samples as long as `length` allows; ValueError if the smallest are longer."""
         _, answer, smallest, largest, _ = TASKS[task]
-        if task in self.files:
-            smallest = max(len(question.needed) for question in self.files[task][0])
         numbers = range(self.config.samples)
         makers = [partial(self.sample, task, length, number) for number in numbers]
         needed = answer + max(len(make(smallest)[1]) for make in makers)
-        if needed > length:
-            raise ValueError(
-                f"ruler.lengths=[{length}]: {task} needs {needed:,} tokens at least, {answer} of "
-                "them for the answer; give greater lengths, or other ruler.tasks"
-            )
+        problem = f"{task} needs {needed:,} tokens at least, {answer} of them for the answer"
+        advice = "give greater lengths, or other ruler.tasks"
+        refuse((needed > length, f"ruler.lengths=[{length}]: {problem}; {advice}"))
         return fitting(makers, length - answer, smallest, largest)
 
 
@@ -114,28 +96,16 @@ def fitting(
 
     The `smallest` fits, and tokens grow about evenly with the size.
     """
-    # `low` fits, and `high` does not: each guess interpolates between them by tokens per unit.
-    low, high = smallest, largest + 1
-    base = at_low = len(makers[0](low)[1])
-    guess = 2 * low + 8
-    per_unit = 1.0
+    base, size, per_unit = len(makers[0](smallest)[1]), 2 * smallest + 8, 1.0
     for _ in range(PROBES):
-        if high - low <= 1:
-            break
-        guess = min(guess, high - 1)
-        tokens = len(makers[0](guess)[1])
-        per_unit = max(1e-3, (tokens - base) / (guess - smallest))
-        if tokens <= limit:
-            low, at_low = guess, tokens
-        else:
-            high = guess
-        step = max(1, int((limit - at_low) / per_unit))
-        guess = low + step if low + step < high else (low + high) // 2
+        size = max(smallest + 1, min(size, largest))
+        per_unit = max(1e-3, (len(makers[0](size)[1]) - base) / (size - smallest))
+        size = smallest + int((limit - base) / per_unit)
     for make in makers:
-        # Other samples of the first one's size may be a little longer.
-        size = low
-        while len((made := make(size))[1]) > limit:
-            size = max(smallest, size - max(1, round((len(made[1]) - limit) / per_unit)))
+        # The last guess, and other samples of its size, may be a little longer.
+        own = min(size, largest)
+        while len((made := make(own))[1]) > limit:
+            own = max(smallest, own - max(1, round((len(made[1]) - limit) / per_unit)))
         yield made
 
 
@@ -276,27 +246,6 @@ def frequent_words(texts: Texts, length: int, size: int, rng: random.Random) -> 
     return Sample(PROMPTS["fwe"].format(context=" ".join(mixed)), coded[:3])
 
 
-def questions(task: str, texts: Texts, length: int, size: int, rng: random.Random) -> Sample:
-    """Ask about `size` documents: those that answer a question of a file, then others of its
-    article, then any.
-    """
-    known_questions, documents = texts.files[task]
-    query, answers, needed, near = rng.choice(known_questions)
-    others = [document for document in near if document not in needed]
-    rng.shuffle(others)
-    missing = size - len(needed) - len(others)
-    if missing > 0:
-        known = {*needed, *others}
-        far = [document for document in documents if document not in known] or sorted(known)
-        repeats, rest = divmod(missing, len(far))
-        others += [*far * repeats, *rng.sample(far, rest)]
-    shown = [*needed, *others][:size]
-    rng.shuffle(shown)
-    numbered_documents = (f"Document {n}:\n{text}" for n, text in enumerate(shown, start=1))
-    context = "\n\n".join(numbered_documents)
-    return Sample(PROMPTS["qa"].format(context=context, query=query), answers)
-
-
 TASKS = {
     "niah_single_1": needles("noise", "words", "numbers"),
     "niah_single_2": needles("essay", "words", "numbers"),
@@ -309,47 +258,13 @@ TASKS = {
     "vt": RulerTask(variables, 30, HOPS + 1),
     "cwe": RulerTask(common_words, 120, 20, len(PAIRS)),
     "fwe": RulerTask(frequent_words, 50, 60),  # of 60 the first four words are 36, 9, 4 and 2
-    "qa_1": RulerTask(partial(questions, "qa_1"), 32, 1),
-    "qa_2": RulerTask(partial(questions, "qa_2"), 32, 2),
 }
 
 
-def read_questions(task: str, path: str) -> tuple[list[FileQuestion], list[str]]:
-    """Read SQuAD (qa_1) or HotpotQA (qa_2): questions with an answer, and all documents.
-
-    Raises ValueError naming the file for any other form.
-    """
-    found: list[FileQuestion] = []
-    documents: set[str] = set()
-    # Anybody can write such a file, so its form is checked by reading it.
-    key = f"ruler.{QUESTIONS[task]}={path}"
-    errors = (LookupError, TypeError, ValueError, AttributeError)
-    with untrusted.named(key, "not in its form ({})", errors):
-        content: Any = untrusted.read_json(Path(path), 1 << 30)
-        for entry in content if task == "qa_2" else ():
-            needed = [f"{title}\n{''.join(parts)}" for title, parts in entry["context"]]
-            documents.update(needed)
-            found.append(
-                FileQuestion(str(entry["question"]), [str(entry["answer"])], needed, needed)
-            )
-        for article in content["data"] if task == "qa_1" else ():
-            near = [paragraph["context"] for paragraph in article["paragraphs"]]
-            documents.update(near)
-            for needed, paragraph in zip(near, article["paragraphs"], strict=True):
-                for entry in paragraph["qas"]:
-                    answers = [str(answer["text"]) for answer in entry["answers"]]
-                    if answers and not entry.get("is_impossible", False):
-                        found.append(FileQuestion(str(entry["question"]), answers, [needed], near))
-    if not found:
-        raise ValueError(f"{key}: no question with an answer in it")
-    return found, sorted(documents)
-
-
-def score(task: str, answer: str, outputs: Sequence[str]) -> float:
-    """Return the share of `outputs` in the answer; for a question 1 if one of them is in it.
+def score(answer: str, outputs: Sequence[str]) -> float:
+    """Return the share of `outputs` in the answer.
 
     Capitals do not matter, and control characters are ends of lines, as in RULER.
     """
     answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
-    is_found = [output.lower() in answer for output in outputs]
-    return float(any(is_found)) if task in QUESTIONS else sum(is_found) / len(is_found)
+    return sum(output.lower() in answer for output in outputs) / len(outputs)

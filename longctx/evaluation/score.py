@@ -7,7 +7,6 @@ that share a sequence get the same ones. So documents are read once, and a mista
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -93,13 +92,6 @@ class Scorer:
         """Return how many sequences of `length` tokens a forward takes, `tokens` per device."""
         return max(1, tokens * (self.ranks // self.data_ranks) // length) * self.data_ranks
 
-    def losses(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-        """Return (B, T) losses of `targets`, 0 for -100, on the device, without waiting for it.
-
-        `tokens`, `targets` and `doc_ids` (B, T) are in the memory of the CPU.
-        """
-        return self._answer(Batch(tokens, targets, doc_ids))
-
     def predictions(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -114,7 +106,7 @@ class Scorer:
             beyond = torch.arange(tokens.shape[1]) - lengths[:, None]
             doc_ids = (beyond // PADDING_PIECE + 1).clamp(min=0)
         batch = Batch(tokens, doc_ids=doc_ids, positions=positions, wanted=wanted)
-        logp, likeliest = self._answer(batch).cpu().unbind(-1)
+        logp, likeliest = self.ask(batch).cpu().unbind(-1)
         return logp, likeliest == wanted
 
     def known(self, texts: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[float, bool]]:
@@ -149,7 +141,7 @@ class Scorer:
             positions=torch.tensor([[len(ids) - 1] for ids in prompts]),
             generation=Generation(max_tokens, list(ends), length),
         )
-        tokens = self._answer(batch, has_ended).tolist()
+        tokens = self.ask(batch, has_ended).tolist()
         return [list(takewhile(lambda token: token not in ends, row)) for row in tokens]
 
     def serve(self) -> None:
@@ -162,8 +154,11 @@ class Scorer:
         if self.group is not None:
             self._share([None] * self.ranks)
 
-    def _answer(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
-        """Deal the batch to all ranks and return the answer about each of its sequences."""
+    def ask(self, batch: Batch, has_ended: HasEnded | None = None) -> Tensor:
+        """Deal the batch to all ranks and return the answer about each of its sequences, on the
+        device, without waiting for it: losses of `targets` (B, T), 0 for -100; or ln p and the
+        likeliest tokens (B, n, 2); or new tokens (B, max_tokens).
+        """
         count = len(batch.tokens)
         if self.group is not None:
             sharing = range(self.ranks // self.data_ranks)
@@ -254,24 +249,18 @@ def _padded(texts: Sequence[np.ndarray]) -> Tensor:
 
 
 class Progress(Bar):
-    """A bar on the terminal, and the speed of an evaluation.
-
-    Use it as `with Progress("tokens") as progress: progress.count(tokens)`, once per batch.
-    `total`: all units, if known.
-    """
+    """A bar on the terminal, and the speed of an evaluation; `total`: all units, if known."""
 
     def __init__(self, unit: str, total: int | None = None) -> None:
         columns = (*Bar.get_default_columns(), TimeElapsedColumn())
-        is_shown = sys.stderr.isatty()
-        super().__init__(
-            *columns, console=Console(stderr=True), transient=True, disable=not is_shown
-        )
+        console = Console(stderr=True)
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.add_task(f"scoring {unit}", total=total)
         # Seconds and units done: at the start, after the first batch, after the latest one.
         self.marks = [(time.perf_counter(), 0)]
 
     def count(self, units: int) -> None:
-        """Count the units of a batch."""
+        """Count the units of a batch; call it once for each."""
         done = self.marks[-1][1] + units
         self.marks = [*self.marks[:2], (time.perf_counter(), done)]
         self.update(self.task_ids[0], completed=done)

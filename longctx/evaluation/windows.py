@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.data.packing import pack
 from longctx.data.sequences import IGNORED, padding_ids
-from longctx.evaluation.score import OnBatch, Scorer
+from longctx.evaluation.score import Batch, OnBatch, Scorer
 from longctx.model.decoder import reading
 
 # Batches that are packed together, and sequences at least: more waste less of each sequence.
@@ -57,11 +58,8 @@ class Window(NamedTuple):
 def stride_of(stride: int | None, context: int) -> int:
     """Return the stride, by default half of the context; ValueError if it leaves tokens out."""
     stride = max(1, context // 2) if stride is None else stride
-    if not 1 <= stride <= context:
-        raise ValueError(
-            f"stride={stride}: tokens between two windows would never be scored; "
-            f"give 1 to seq_len={context}"
-        )
+    problem = f"stride={stride}: tokens between two windows would never be scored"
+    refuse((not 1 <= stride <= context, f"{problem}; give 1 to seq_len={context}"))
     return stride
 
 
@@ -182,4 +180,5 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
     # It needs one if RoPE follows the sequence's length.
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
     arrays = np.array(rows, dtype=np.int64).swapaxes(0, 1)  # (3, B, T)
-    return reading(scorer.losses(*map(torch.from_numpy, arrays[:2] if is_alone else arrays)))
+    x, y, documents = map(torch.from_numpy, arrays)
+    return reading(scorer.ask(Batch(x, y, None if is_alone else documents)))

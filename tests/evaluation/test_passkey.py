@@ -4,25 +4,22 @@ and validation with it.
 
 import math
 import re
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from longctx.config.eval_config import KINDS
 from longctx.data.dataset import EncodedDocument
 from longctx.data.tokenizer import Tokenizer, train
-from longctx.evaluation.facts import draw
-from longctx.evaluation.passkey import filler_of, recall, text
+from longctx.evaluation.passkey import FACT, QUESTION, filler_of, recall, sample, text
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    keys = "The pass key is 12345. The secret number of 67890"
+    keys = "The pass key is 12345."
     return train(["a long walk home with the old dog\n" * 40, keys], 400)
 
 
@@ -50,7 +47,7 @@ class Oracle(GPT):
                 prefix = row[: place + 1]
                 width = 1  # of the question's last words, up to " key is" or " of "
                 while width < 40 and not re.search(
-                    " key is| of ", self.tokenizer.decode(prefix[-width:])
+                    " key is", self.tokenizer.decode(prefix[-width:])
                 ):
                     width += 1
                 begins = range(max(0, place - self.sight), place + 1 - width)
@@ -59,33 +56,25 @@ class Oracle(GPT):
         return logits
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
-def test_a_text_has_its_length_and_key_depth(tokenizer, filler, kind, depth):
-    hidden = draw(kind, Random(3))
-    others = [0.1, 0.5, 0.9][: len(hidden.others)]
-    ids, answer = text(hidden, tokenizer, filler, 400, depth, others)
+def test_a_text_has_its_length_and_key_depth(tokenizer, filler, depth):
+    ids, answer = text("12345", tokenizer, filler, 400, depth)
     assert len(ids) == 400
-    assert tokenizer.decode(ids[-answer:]) == hidden.answer
-    shown = tokenizer.decode(ids)
-    assert shown.endswith(hidden.question + hidden.answer)
-    before = shown.index(hidden.fact)
-    facts = len(hidden.fact) + len(hidden.question) + sum(map(len, hidden.others))
-    assert before / (len(shown) - facts) == pytest.approx(depth, abs=0.15)
-    assert all(other in shown for other in hidden.others)
+    assert tokenizer.decode(ids[-answer:]) == " 12345"
+    shown, fact = tokenizer.decode(ids), FACT.format("12345")
+    assert shown.endswith(f"{QUESTION} 12345")
+    room = len(shown) - len(fact) - len(QUESTION)
+    assert shown.index(fact) / room == pytest.approx(depth, abs=0.15)
 
 
 def test_recall_is_right_where_the_model_sees_the_fact(tokenizer, filler):
     scorer = Scorer(Oracle(tokenizer))
-    recalls = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
-    assert list(recalls) == list(KINDS)
-    for recalled in recalls.values():
-        assert recalled.right.shape == (2, 3, 3)
-        assert recalled.right.all()
-        assert (recalled.logp > -0.1).all()
+    right, logp = recall(scorer, tokenizer, filler, [256, 300], [0.0, 0.5, 1.0], samples=3)
+    assert right.shape == (2, 3, 3)
+    assert right.all()
+    assert (logp > -0.1).all()
     blind = Scorer(Oracle(tokenizer, sight=150))
-    blind = recall(blind, tokenizer, filler, [400], [0.0, 0.95], samples=3, kinds=["passkey"])
-    right, logp = blind["passkey"]
+    right, logp = recall(blind, tokenizer, filler, [400], [0.0, 0.95], samples=3)
     assert right.mean(-1).tolist() == [[0.0, 1.0]]
     assert logp[0, 0].mean() < -10
 
@@ -93,19 +82,14 @@ def test_recall_is_right_where_the_model_sees_the_fact(tokenizer, filler):
 def test_a_model_is_scored_by_its_own_logits(tokenizer, filler):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=448, layers=1, channels=16, heads=2, ffn=16)).train()
-    found = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1, kinds=["passkey"])
+    right, logp = recall(Scorer(model), tokenizer, filler, [150], [0.5], samples=1)
     assert model.training
-    rng = Random("measure passkey 150 0")
-    hidden = draw("passkey", rng)
-    first = rng.randrange(len(filler))
-    ids, answer = text(hidden, tokenizer, np.roll(filler, -first), 150, 0.5, [])
-    logp = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]
-    expected = logp.gather(1, torch.from_numpy(ids[-answer:, None])).sum().item()
-    assert found["passkey"].logp.item() == pytest.approx(expected, rel=1e-5)
+    ids, answer = sample(tokenizer, filler, 150, 0.5, 0)
+    own = model(torch.from_numpy(ids[None, :-1])).log_softmax(-1)[0, -answer:]
+    expected = own.gather(1, torch.from_numpy(ids[-answer:, None])).sum().item()
+    assert logp.item() == pytest.approx(expected, rel=1e-5)
     assert expected == pytest.approx(-answer * math.log(448), rel=0.2)
-    assert found["passkey"].right.item() == bool(
-        (logp.argmax(-1) == torch.from_numpy(ids[-answer:])).all()
-    )
+    assert right.item() == bool((own.argmax(-1) == torch.from_numpy(ids[-answer:])).all())
 
 
 def test_filler_is_text_alone(tokenizer):

@@ -94,6 +94,6 @@ def test_perplexity_of_prose_falls_with_context(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
 def test_pass_keys_are_found_at_every_depth(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["passkey=true", "passkey.lengths=[512]", "passkey.kinds=[passkey]"]
+    words = ["passkey=true", "passkey.lengths=[512]"]
     found = results(folder, tmp_path, *words, "passkey.samples=1", "passkey.depths=[0,0.5,1]")
     assert found["kinds"]["passkey"]["accuracy"] == [[1.0, 1.0, 1.0]]
