@@ -330,7 +330,7 @@ def continued(
     """Extend `completions` by the tokens after the prompts `ids`, and yield after each step and
     once all have ended.
     """
-    decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens, config.decode)
+    decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
     ends = completions[0].ends
     for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):

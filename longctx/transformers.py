@@ -82,7 +82,7 @@ class Documents:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return attention's output (B, T, H, D), saved for recomputation if a layer keeps it."""
         self.calls += 1
-        if self.attend_and_save is None or not self.caller.saves_output:
+        if self.attend_and_save is None or not self.caller.description.has_backward:
             return self.caller(q, k, v, mask, scores)
         return self.attend_and_save(q, k, v, scores, mask, self.caller)
 

@@ -184,7 +184,6 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
         ["prompts=a.csv"],
         ["chat=true"],
         ["top_k=5", "temperature=0"],
-        ["decode=triton"],
         ["out=answers.txt"],
         ["out=b.jsonl", "prompts=b.jsonl"],
     ],

@@ -58,38 +58,16 @@ def visible(mask: Mask, Tk: int) -> Tensor:
     return ((j >= mask.first[..., None]) & (j <= mask.last[..., None]))[:, None]
 
 
-def decode_kernel(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    scores: frozenset[str] = frozenset(),
-) -> str:
-    """Return "triton" or "torch", as `name` asks; auto is triton on a GPU if it can serve.
-
-    Raises ValueError with a remedy if the kernel cannot serve such tensors here.
-    """
-    runs_triton = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if name == "auto":
-        name = "triton" if runs_triton and not scores else "torch"
-    if name == "torch":
-        return name
-    reason = None
-    if not runs_triton:
-        reason = "needs a GPU"
-    elif not HAS_TRITON:
-        reason = "triton is not installed; `pip install triton`"
-    elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        reason = f"takes fp32, bf16 and fp16, not {dtype}"
-    elif device.type == "cpu" and dtype == torch.bfloat16:
-        reason = "Triton's interpreter computes bf16 products wrongly"
-    elif scores:
-        reason = f"has no {' and no '.join(sorted(scores))}"
-    elif head_dim not in (sizes := IMPLEMENTATIONS["triton-portable"].head_sizes):
-        reason = f"takes heads of {sizes[0]} to {sizes[-1]} channels, not {head_dim}"
-    if reason is not None:
-        raise ValueError(f"decode=triton cannot run here: {reason}; use decode=torch")
-    return name
+def splits_keys(
+    device: torch.device, dtype: torch.dtype, head_dim: int, scores: frozenset[str]
+) -> bool:
+    """Return True if the kernel that splits the keys serves new tokens here."""
+    on_gpu = device.type == "cuda"
+    runs_triton = HAS_TRITON and (on_gpu or os.environ.get("TRITON_INTERPRET") == "1")
+    # Triton's interpreter computes bf16 products wrongly
+    takes = dtype in (torch.float32, torch.float16) or (dtype == torch.bfloat16 and on_gpu)
+    sizes = IMPLEMENTATIONS["triton-portable"].head_sizes
+    return runs_triton and takes and not scores and head_dim in sizes
 
 
 def by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,11 +237,6 @@ class Attention:
         self._served: set[tuple[Any, ...]] = set()
 
     @property
-    def saves_output(self) -> bool:
-        """Return True if `backward` takes the forward's out and lse and need not run it again."""
-        return self.description.has_backward
-
-    @property
     def decodes(self) -> bool:
         """Return True if `decode` computes new tokens without those before them."""
         return type(self.backend).decode is not Backend.decode
@@ -309,10 +304,10 @@ class Attention:
     ) -> tuple[Tensor, ...]:
         """Return dq, dk, dv for the gradient `do` of the `out` that an earlier call returned.
 
-        With sinks also theirs. Unless `saves_output`, it runs the forward again and needs no lse.
+        With sinks also theirs. Without a backward of its own a backend runs forward again.
         """
         sinks = scores.sinks
-        if lse is None or not self.saves_output:
+        if lse is None or not self.description.has_backward:
             # the forward again, with a graph of its own
             with torch.enable_grad():
                 inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
@@ -378,7 +373,6 @@ def attention(
     return_lse: bool = False,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    layout: Literal["bthd", "bhtd"] = "bthd",
     **options: Any,
 ) -> Any:
     """Exact softmax attention: q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → out like q.
@@ -393,14 +387,11 @@ def attention(
     `sinks` (Hq,): a logit for each query head that joins its softmax and has no value, as in
     gpt-oss; the lse then includes it. If gradients are wanted the backend's lse must have one.
     `softcap` c: scores become c · tanh(score / c) before the mask, as in Gemma 2.
-    `layout`: "bhtd" if q, k, v are (B, H, T, D), as in torch; out then is so too.
 
     Raises ValueError for wrong shapes and for requests that the backend cannot serve.
     """
-    if layout == "bhtd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # layers, which know their shapes, call `Attention` without this check
-    _check_inputs(q, k, v, layout, scale=scale, softcap=softcap)
+    _check_inputs(q, k, v, scale=scale, softcap=softcap)
     mask = Mask.of(mask)
     # calls without options share an Attention and its answers
     if options or torch.compiler.is_compiling() or backend not in _backends:
@@ -411,7 +402,6 @@ def attention(
         _check_sinks(sinks, q)
     # this is all: at most five calls to the launch
     out, lse = caller.with_lse(q, k, v, mask, Scores(scale, softcap, sinks))
-    out = out.transpose(1, 2) if layout == "bhtd" else out
     return (out, lse) if return_lse else out
 
 
@@ -481,21 +471,13 @@ def _record(backend: str, kernel: str) -> None:
 _record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str, **factors: float | None) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, **factors: float | None) -> None:
     qs, ks = q.shape, k.shape
-    if layout not in ("bthd", "bhtd"):
-        raise ValueError(f"layout={layout}: bthd, or bhtd for (B, H, T, D)")
     fit = len(qs) == 4 and len(ks) == 4 and ks == v.shape
     if not fit or qs[0] != ks[0] or qs[3] != ks[3]:
         raise ValueError(
             "attention takes q (B, Tq, Hq, D) and k, v (B, Tk, Hkv, D), "
             f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.is_meta:
-        raise ValueError("q is on the meta device, where nothing is computed; use FakeTensorMode")
-    if min(qs) < 1 or min(ks) < 1:
-        raise ValueError(
-            f"attention needs sizes of at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}"
         )
     if qs[2] % ks[2]:
         raise ValueError(
@@ -505,25 +487,19 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, layout: str, **factors: float
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.dtype not in DTYPES:
         raise ValueError(f"attention takes fp32, bf16 or fp16, got {q.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
     # A single query is a step of decoding, and a cache has more keys than queries
-    if layout == "bthd" and 1 < qs[1] < qs[2] and ks[1] <= qs[1]:
+    if 1 < qs[1] < qs[2] and ks[1] <= qs[1]:
         _warn_of_layout(tuple(qs))
     for name, factor in factors.items():
-        if isinstance(factor, Tensor):
-            raise ValueError(f"{name} is a tensor, which would get no gradient; give a number")
-        if factor is not None and not 0 < factor < float("inf"):
-            raise ValueError(f"{name}={factor} must be above 0, and finite")
+        if isinstance(factor, Tensor) or not (factor is None or 0 < factor < float("inf")):
+            raise ValueError(f"{name}={factor} must be a number above 0; a tensor gets no gradient")
 
 
 @functools.cache  # a warning for each shape
 def _warn_of_layout(shape: tuple[int, ...]) -> None:
     warnings.warn(
-        f"attention: q {shape} is read as {shape[1]} tokens of {shape[2]} heads; for torch's "
-        'order, (B, H, T, D), give layout="bhtd"',
+        f"attention: q {shape} is read as {shape[1]} tokens of {shape[2]} heads; transpose torch's "
+        "order, (B, H, T, D)",
         stacklevel=4,
     )
 
@@ -536,8 +512,6 @@ def _check_sinks(sinks: Tensor, q: Tensor) -> None:
             f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}: "
             f"give one number for each query head, ({heads},), in a floating type"
         )
-    if sinks.device != q.device:
-        raise ValueError(f"sinks are on {sinks.device}, q on {q.device}: move them to {q.device}")
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

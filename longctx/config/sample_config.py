@@ -46,11 +46,6 @@ class SampleConfig(Group):
     precision: str = key(
         "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
     )
-    decode: str = key(
-        "auto",
-        "kernel of single tokens: auto: triton on a GPU, torch on a CPU | triton | torch",
-        choices=("auto", "triton", "torch"),
-    )
     attention: str | None = key(
         None,
         "backend that computes the prompts; null: that of the run, or flash",

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Attention, Mask
-from longctx.attention.naive import by_triton, decode_kernel
+from longctx.attention.naive import by_triton, splits_keys
 from longctx.config.layout_config import POLICIES
 from longctx.model.gpt import GPT
 from longctx.model.recompute import in_tiles
@@ -73,20 +73,12 @@ class KVCache:
 class Decoder:
     """`model`, in eval mode, on `rows` texts of at most `length` tokens each, prompt included.
 
-    `decode` names the kernel of single tokens, see `decode_kernel`. `graphs`: replay a CUDA graph;
-    None: on a GPU. Weights sharded over ranks are gathered block by block, which a graph cannot do.
-    It can be used again for other prompts of the same number of rows, which replay the same graph.
-    Raises ValueError if the kernel cannot run here.
+    `graphs`: replay a CUDA graph; None: on a GPU. Weights sharded over ranks are gathered block by
+    block, which a graph cannot do. It can be used again for other prompts of the same number of
+    rows, which replay the same graph.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        rows: int,
-        length: int,
-        decode: str = "auto",
-        graphs: bool | None = None,
-    ) -> None:
+    def __init__(self, model: GPT, rows: int, length: int, graphs: bool | None = None) -> None:
         self.model = model
         weight = model.embed.weight
         self.device, kind = weight.device, weight.device.type
@@ -94,14 +86,10 @@ class Decoder:
         dtype = torch.get_autocast_dtype(kind) if self.autocasts else weight.dtype
         own: Attention = model.blocks[0].attention.attend
         self.attend = Attention("naive") if own.backend.exact else own
-        self.kernel = "torch"
-        if own.backend.exact:
-            parts = model.config.block(0).attention.required()["scores"]
-            size = model.config.head_size
-            self.kernel = decode_kernel(decode, self.device, dtype, size, parts)
-        elif decode == "triton":
-            raise ValueError(f"decode=triton: attention={own.name} decodes itself; leave it out")
-        elif not own.decodes:
+        parts = model.config.block(0).attention.required()["scores"]
+        of_tensors = self.device, dtype, model.config.head_size
+        self.splits_keys = own.backend.exact and splits_keys(*of_tensors, parts)
+        if not self.attend.decodes:
             say_slow(own.name)
         self.cache = KVCache(model.config, rows, length, dtype, self.device)
         self.dtype = dtype
@@ -202,7 +190,7 @@ class Decoder:
                 cache.write(n, slots, k[:, 0], v[:, 0])
                 q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
                 mask, scores = masks[self.windows[n]], block.attention.scores
-                if self.kernel == "triton":
+                if self.splits_keys:
                     out = by_triton(q, k, v, mask, scores)
                 else:
                     out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
@@ -246,11 +234,9 @@ def say_slow(backend: str) -> None:
     )
 
 
-def decoder_of(
-    model: GPT, rows: int, length: int, decode: str = "auto", graphs: bool | None = None
-) -> Decoder:
+def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -> Decoder:
     """Return the decoder of `model`; see `Decoder`."""
-    return (model.decoder or Decoder)(model, rows, length, decode, graphs)
+    return (model.decoder or Decoder)(model, rows, length, graphs)
 
 
 def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:

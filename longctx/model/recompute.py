@@ -109,7 +109,7 @@ class _Tape:
         attend, scores = self.blocks[i].attention.attend, self.blocks[i].attention.scores
         with self.surroundings.restored():
             q, k, v = (self.rows(t) for t in self.before(i, x))
-            if attend.saves_output:
+            if attend.description.has_backward:
                 out, lse = attend.with_lse(q, k, v, self.masks[i], scores)
             else:
                 out, lse = attend(q, k, v, self.masks[i], scores), None

@@ -264,9 +264,7 @@ class Samples(Callback):
         choose = Sampler([0], TEMPERATURE, seed=self.config.seed)
         module = self.parts.state.module
         with scoring(module, self.parts.parallel), sharding.unsharded(module.model):
-            decoder = decoder_of(
-                module.model, 1, len(prompt) + SAMPLE_TOKENS, "torch", graphs=False
-            )
+            decoder = decoder_of(module.model, 1, len(prompt) + SAMPLE_TOKENS, graphs=False)
             # On the CPU: with deterministic=true torch has no cumulative sum on a GPU
             tokens = continuations(
                 decoder, [prompt], SAMPLE_TOKENS, lambda logits: choose(logits.cpu())

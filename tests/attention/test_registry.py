@@ -41,20 +41,18 @@ CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
         (lambda: attention(q, q, q, backend="sdpa", kernle="flash"), r"options\.kernle=flash"),
         (lambda: attention(q, q, q, backend="sdpa", kernel="fastest"), "auto, flash, cudnn"),
         (lambda: attention(*[q.double()] * 3, backend="flash"), "use attention=naive"),
-        (lambda: attention(q, q[:, :, :0], q[:, :, :0]), "sizes of at least 1"),
         (lambda: attention(q[:, :, [0, 1, 0]], q, q), "3 query heads are not a multiple of 2"),
         (lambda: attention(q, q.half(), q.half()), "one dtype"),
         (lambda: attention(q.long(), q.long(), q.long()), "fp32, bf16 or fp16"),
-        (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be above 0"),
+        (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be"),
         (lambda: attention(q, q, q, softcap=float("inf")), "softcap=inf must be"),
         (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
-        (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "scale is a tensor"),
+        (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "a tensor gets no gradient"),
         (lambda: Attention("flahs"), "attention=flahs"),
         (lambda: attention(q, q, q, backend="auto"), "for runs alone; choose one of .*flash"),
         (lambda: attention(q, q, q, is_causal=True), r"mask=Mask\.causal\(\)"),
         (lambda: Attention("sdpa", {"kernel": "fastest"}), r"attention\.options\.kernel=fastest"),
         (lambda: attention(q, q, q, torch.ones(5, 5).bool()), "mask is a Tensor; give a longctx"),
-        (lambda: attention(q.to("meta"), q.to("meta"), q.to("meta")), "use FakeTensorMode"),
         (lambda: attention(q[0], q, q), "takes q"),
         (lambda: check("flash_attn", **CPU), "use attention=flash"),
         (lambda: check("flex", **CPU), "use attention=flash"),
@@ -156,23 +154,9 @@ def test_autocast_chooses_the_dtype():
         assert attention(q, q.bfloat16(), q.bfloat16(), mask=Mask.full()).dtype == torch.bfloat16
 
 
-def test_the_layout_of_torch_gives_the_same():
-    x = torch.randn(2, 7, 3, 16)  # (B, H, T, D)
-    given = x.clone().requires_grad_()
-    out, lse = attention(given, given, given, layout="bhtd", return_lse=True)
-    ours = x.transpose(1, 2).clone().requires_grad_()
-    expected, expected_lse = attention(ours, ours, ours, return_lse=True)
-    assert torch.equal(out, expected.transpose(1, 2)) and torch.equal(lse, expected_lse)
-    out.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(given.grad.transpose(1, 2), ours.grad)
-    with pytest.raises(ValueError, match="layout=thd"):
-        attention(x, x, x, layout="thd")
-
-
 def test_more_heads_than_tokens_warn_once(recwarn):
     x = torch.randn(1, 6, 19, 16)
     for _ in range(2):
         attention(x, x, x)
     attention(x[:, :1], x, x)  # a step of decoding
-    assert [str(w.message).count('layout="bhtd"') for w in recwarn] == [1]
+    assert [str(w.message).count("(B, H, T, D)") for w in recwarn] == [1]

@@ -84,8 +84,8 @@ def test_logits_are_those_of_a_forward_over_the_whole_text(decode, window, monke
     model = small(window=window, head_dim=16, layers=1).to(device)
     texts = torch.randint(71, (2, 12), generator=torch.Generator().manual_seed(1))
     starts = (7, 4)
-    decoder = Decoder(model, 2, 12, decode=decode)
-    assert decoder.kernel == decode
+    decoder = Decoder(model, 2, 12)
+    assert decoder.splits_keys == (decode == "triton")
     logits = [decoder.prefill([text[:n].tolist() for text, n in zip(texts, starts, strict=True)])]
     for more in range(3):
         tokens = torch.stack([text[n + more] for text, n in zip(texts, starts, strict=True)])
@@ -154,11 +154,10 @@ def test_the_likeliest_token_is_chosen_if_it_is_alone(how):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("decode", ["triton", "torch"])
-def test_a_graph_computes_what_single_launches_do(decode):
+def test_a_graph_computes_what_single_launches_do():
     model = small(head_dim=16, window=9).cuda()
     texts = [[token % 71 for token in text] for text in prompts()]
-    plain, graph = (Decoder(model, 3, 80, decode, graphs) for graphs in (False, True))
+    plain, graph = (Decoder(model, 3, 80, graphs) for graphs in (False, True))
     expected = greedy(plain, texts, NEW)
     assert greedy(graph, texts, NEW) == expected
     assert greedy(graph, texts, NEW) == expected  # the same graph after another prefill

@@ -46,7 +46,6 @@ from longctx.kernels.attention.portable import (
     strides_of,
     visible_tiles,
 )
-from longctx.kernels.attention.relaunch import on_device
 
 
 class AmpereConfig(NamedTuple):
@@ -467,7 +466,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     c = FORWARD[shared_memory(q.device)][D]
-    with on_device(q):
+    with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(q, k, v, out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), batch_stride(intervals.first)),
@@ -496,7 +495,7 @@ def backward(
     c, parts = BACKWARD[shared_memory(q.device)][D], split(D)
     tiles = triton.cdiv(Tq, c.BM)
     sums = torch.zeros(B * Hq * tiles * c.BM * D, dtype=torch.float32, device=q.device)
-    with on_device(q):
+    with torch.cuda.device_of(q):
         backward_kernel[(triton.cdiv(Tk, c.BN) * B * Hkv,)](
             *(q, k, v, do, lse2, delta, sums, dk, dv, *intervals, scale, scale * LOG2E.value),
             *(*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do)),

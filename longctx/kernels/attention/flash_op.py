@@ -165,14 +165,6 @@ def _backward(do: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> Gr
     return gradients
 
 
-def _refuse_tangents(*tensors: Tensor) -> None:
-    """Raise NotImplementedError for a dual tensor, whose tangent the kernels would drop."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "attention=flash has no forward-mode derivative; use attention=naive"
-        )
-
-
 def trusted(part: str, implementation: str, q: Tensor, k: Tensor) -> Callable[..., Any]:
     """Return the kernels of a pass, "forward" or "backward", self-tested for tensors like q, k."""
     run: Callable[..., Any] = getattr(kernels(implementation, q.device), part)
@@ -223,7 +215,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         *intervals, scores, implementation = others
         ctx.others = Intervals(*intervals), scores, implementation
-        # no dispatcher between this call and the kernels
+        # no call of ours between this one and the kernels
         out, lse = trusted("forward", implementation, q, k)(q, k, v, *ctx.others[:-1])
         # the intervals have no gradient and need not be saved by autograd
         ctx.save_for_backward(q, k, v, out, lse)
@@ -243,10 +235,10 @@ def forward_for(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, 
     Compilers, transforms and profilers see the operator. Raises NotImplementedError for
     derivatives that the kernels do not have.
     """
-    is_compiling = torch.compiler.is_compiling()
+    has_duals = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
     # a dual tensor's derivative would be dropped without an error
-    if not is_compiling and forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
+    if has_duals and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError("flash has no forward-mode derivative; use attention=naive")
     if not unobserved(q, k, v):
         return _by_operator
     # without gradients autograd's Function would cost time for nothing

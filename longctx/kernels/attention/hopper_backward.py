@@ -103,7 +103,7 @@ from longctx.kernels.attention.portable import (
     padded_rows,
     preprocess_into,
 )
-from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of, zero
+from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of
 
 
 class BackwardConfig(NamedTuple):
@@ -749,7 +749,7 @@ def backward(
     buffer = torch.empty(zeroed + 2 * rows, dtype=torch.float32, device=q.device)
     stream, at = stream_of(device), buffer.data_ptr()
     # sums, counter and semaphores begin at 0
-    zero(buffer, zeroed, stream)
+    buffer[:zeroed].zero_()
     # addresses in the buffer, whose parts `BackwardLaunches` lists
     end, lse2_at, dq_at = at + 4 * sums, at + 4 * zeroed, dq.data_ptr()
     delta_at = lse2_at + 4 * rows

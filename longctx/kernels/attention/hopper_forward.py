@@ -96,7 +96,6 @@ from longctx.kernels.attention.relaunch import (
     first_launch,
     keep,
     stream_of,
-    zero,
 )
 
 
@@ -735,9 +734,8 @@ def forward(
     B, Tq, Hq, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((B, Hq, Tq), dtype=torch.float32, device=q.device)
-    flags = torch.empty(launches.flags, dtype=torch.int32, device=q.device)
+    flags = torch.zeros(launches.flags, dtype=torch.int32, device=q.device)
     stream, at = stream_of(device), flags.data_ptr()
-    zero(flags, launches.flags, stream)
     mapped = (q_at, k_at, v_at, out.data_ptr()) * launches.parts
     lse_at = lse.data_ptr()
     # the second launch computes the flagged tiles again; each has a counter of its own

@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longctx.kernels.attention import Intervals, Saved, Scores
 from longctx.kernels.attention.launch import Launch, launch_config
-from longctx.kernels.attention.relaunch import Relaunch, first_launch, on_device
+from longctx.kernels.attention.relaunch import Relaunch, first_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -507,7 +507,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, Hq, Tq, dtype=torch.float32, device=q.device)
     c = launch_config("forward", q, k.shape[1])
-    with on_device(q):
+    with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(Tq, c.BM) * B * Hq,)](
             *(_operand(x, rows, tma) for x, rows in ((q, c.BM), (k, c.BN), (v, c.BN))),
             *(out, lse, intervals.first, intervals.last, scores.scale * LOG2E.value),
@@ -546,7 +546,7 @@ def backward(
             **constants,
         )
 
-    with on_device(q):
+    with torch.cuda.device_of(q):
         # a program owns keys and goes over queries: it adds up dk and dv without atomics
         c, heads = launch_config("dkv", q, Tk), B * Hkv
         tiles, l2_heads = triton.cdiv(Tk, c.BN), heads_in_l2(q, heads, 1)
@@ -565,7 +565,7 @@ def backward(
 def preprocess(do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return lse in base 2 and delta, each (B, Hq, Tq padded to a multiple of ROW) float32."""
     lse2, delta = lse.new_empty((2, *padded_rows(lse))).unbind()
-    with on_device(out):
+    with torch.cuda.device_of(out):
         preprocess_into(lse2, delta, do, dlse, out, lse)
     return lse2, delta
 

@@ -9,9 +9,6 @@ the host's time, too.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,32 +84,7 @@ def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     launches[key] = value
 
 
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Make x's GPU the current one, if it is not already."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(x.device)
-
-
 def stream_of(device: int) -> int:
     """Return the current stream of a GPU, as a launcher takes it."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
-
-
-def zero(x: Tensor, count: int, stream: int) -> None:
-    """Make the first `count` 32-bit values of x, which has 4-byte values, zero on `stream`.
-
-    torch's own takes several times as long to ask for it.
-    """
-    # in a thread that has no CUDA context yet the driver refuses; torch makes one
-    if _memset()(x.data_ptr(), 0, count, stream):
-        x[:count].zero_()
-
-
-@functools.cache
-def _memset() -> Callable[..., int]:
-    function = ctypes.CDLL("libcuda.so.1").cuMemsetD32Async
-    function.argtypes = ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
-    function.restype = ctypes.c_int
-    return function
