@@ -233,7 +233,7 @@ def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float)
     fewer tokens already filled the memory.
     """
     from benchmarks.trainers import Job
-    from longctx.hf.family_folder import architecture
+    from longctx.hf.families import write_config
     from longctx.training.dry_run import OUT_OF_MEMORY
 
     work, config = run.workload, run.config
@@ -241,7 +241,7 @@ def of_other(peer: str, run: Run, options: Options, is_full: bool, limit: float)
     given = {"lr": 1e-4, "betas": config.betas, "weight_decay": config.weight_decay}
     job = Job(
         peer=peer,
-        config=SHAPES.get(options.shape) or architecture(work.model, work.seq_len),
+        config=SHAPES.get(options.shape) or write_config(work.model, work.seq_len),
         lora=lora,
         rows=work.batch_size * work.accumulate,
         tokens=work.seq_len,

@@ -1,8 +1,7 @@
 """Models of the Hugging Face Hub by name, owner/name or owner/name@revision, as folders here.
 
-A revision is turned into its commit once, and a run records that commit. Only settings, tokenizer
-and safetensors are downloaded, into the cache of huggingface_hub (HF_HUB_CACHE, HF_HUB_OFFLINE);
-code and pickles never are. A path that exists always wins over a name.
+A revision becomes a commit once, and a run records it. Only settings, tokenizer and safetensors are
+downloaded, into the cache of huggingface_hub. A path that exists always wins over a name.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from longctx import files
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SETTINGS = ("*.json", "*.jinja")  # tokenizer.json among them
-TIMEOUT = 10.0  # seconds in which the Hub must return the commit of a revision
 
 
 class ModelName(NamedTuple):
@@ -37,78 +35,72 @@ class ModelName(NamedTuple):
 def model_name(text: str) -> ModelName | None:
     """Return the model of the Hub that `text` names, or None if it is a path.
 
-    A path exists, or does not look like owner/name. A name without a revision is a misspelt path
-    if a folder `owner` is here, or if it begins with runs/.
+    A name without a revision is a misspelt path if a folder `owner` is here, or it is runs/NAME.
     """
     match = NAME.fullmatch(text)
     if match is None or os.path.lexists(text):
         return None
-    name = ModelName(*match.groups())
-    owner = name.repo.partition("/")[0]
-    is_misspelt_path = name.revision is None and (owner == "runs" or os.path.isdir(owner))
-    return None if is_misspelt_path else name
+    owner = text.partition("/")[0]
+    is_misspelt_path = match[2] is None and (owner == "runs" or os.path.isdir(owner))
+    return None if is_misspelt_path else ModelName(*match.groups())
 
 
 def pinned(text: str, key: str) -> str:
     """Return `text`, given as `key`, with the commit that its revision means now; a path as it is.
 
-    Brings the settings and the tokenizer into the cache. Raises ValueError or OSError if there is
-    no such model, the user may not read it, or neither Hub nor cache has it.
+    Brings the settings and the tokenizer into the cache. Raises OSError if neither Hub nor cache
+    has the model.
     """
     from huggingface_hub import HfApi, constants
 
     name = model_name(text)
     if name is None:
         return text
-    from_hub = True
-    if name.revision is None or not COMMIT.fullmatch(name.revision):
+    if not COMMIT.fullmatch(name.revision or ""):
         try:
-            HfApi().model_info(name.repo, revision=name.revision, timeout=TIMEOUT)
+            HfApi().model_info(name.repo, revision=name.revision, timeout=10)
         except Exception as error:  # transports and library raise their own
-            cached = _cache(name) / "refs" / (name.revision or "main")
-            if is_refused(error) or not cached.is_file():
+            branch = _cache(name.repo) / "refs" / (name.revision or "main")
+            if is_refused(error) or not branch.is_file():
                 raise failure(f"{key}={text}", error) from error
-            from_hub = False
-            # The user asked for HF_HUB_OFFLINE, and needs no notice of it.
+            # The user asked for HF_HUB_OFFLINE, and needs no notice of it
             if not constants.HF_HUB_OFFLINE:
-                reason = f"the Hub answers {status(error)}" if status(error) else "no answer"
-                print(f"{key}={text}: {reason}; using the cache", file=sys.stderr)
-    snapshot = _download(name, text, key, SETTINGS, from_hub)
-    return f"{name.repo}@{snapshot.name}"
+                print(f"{key}={text}: {files.one_line(error)}; using the cache", file=sys.stderr)
+            return f"{name.repo}@{branch.read_text()}"
+    return f"{name.repo}@{_download(name, f'{key}={text}', SETTINGS).name}"
 
 
 def folder(text: str, key: str, weights: Iterable[str] = ()) -> Path:
-    """Return the folder that `text` means, a path or a name with its commit.
-
-    It has the settings, the tokenizer and the files `weights`; downloads the missing ones. Raises
-    as `pinned`.
+    """Return the folder that `text` means, a path or a name with its commit, with the settings and
+    the files `weights`; downloads the missing ones. Raises as `pinned`.
     """
     name = model_name(text)
     if name is None:
         return Path(text).expanduser().resolve()
-    assert name.revision is not None, "pinned before"
-    snapshot = _cache(name) / "snapshots" / name.revision
-    # Another machine than this one may have pinned it.
-    if not (snapshot / "config.json").exists():
-        _download(name, text, key, SETTINGS)
-    # Settings come first: their index names the shards.
-    missing = [file for file in weights if not (snapshot / file).exists()]
+    snapshot = _cache(name.repo) / "snapshots" / str(name.revision)
+    missing = [file for file in ("config.json", *weights) if not (snapshot / file).exists()]
     if missing:
-        _download(name, text, key, missing)
+        # Another machine than this one may have pinned it
+        _download(name, f"{key}={text}", [*SETTINGS, *missing])
     return snapshot
 
 
 def is_snapshot(path: Any, text: Any) -> bool:
     """Return True if `path` is the folder, on some machine, of `text`, a name with its commit."""
     match = NAME.fullmatch(str(text))
-    if match is None:
-        return False
-    return Path(str(path)).parts[-3:] == (_folder_name(match[1]), "snapshots", match[2])
+    return match is not None and Path(str(path)).parts[-3:] == (
+        *(_cache(match[1]).name, "snapshots", match[2]),
+    )
 
 
-def _download(
-    name: ModelName, text: str, key: str, patterns: Sequence[str], from_hub: bool = True
-) -> Path:
+def _cache(repo: str) -> Path:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
+    return cache / "--".join(["models", *repo.split("/")])
+
+
+def _download(name: ModelName, setting: str, patterns: Iterable[str]) -> Path:
     """Bring the top-level files that match `patterns` into the cache; return their folder."""
     from huggingface_hub import snapshot_download
 
@@ -118,38 +110,17 @@ def _download(
             revision=name.revision,
             allow_patterns=list(patterns),
             ignore_patterns=["*/*"],  # copies for other programs, and earlier checkpoints
-            local_files_only=not from_hub,
         )
     except Exception as error:  # transports and library raise their own
-        if files.is_full(error):
-            raise
-        raise failure(f"{key}={text}", error) from error
+        raise error if files.is_full(error) else failure(setting, error) from error
     return Path(snapshot)
-
-
-def _cache(name: ModelName) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser().resolve() / _folder_name(name.repo)
-
-
-def _folder_name(repo: str) -> str:
-    return "--".join(["models", *repo.split("/")])
 
 
 def is_refused(error: BaseException) -> bool:
     """Return True if the Hub answered no, rather than not at all or to try again later."""
-    code = status(error)
-    return code is not None and code < 500 and code not in (408, 429)
-
-
-def status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error, or its cause, is about."""
-    codes = (
-        getattr(getattr(cause, "response", None), "status_code", None)
-        for cause in files.causes(error)
-    )
-    return next((code for code in codes if code is not None), None)
+    answers = (getattr(cause, "response", None) for cause in files.causes(error))
+    code = next((answer.status_code for answer in answers if answer is not None), 500)
+    return code < 500 and code not in (408, 429)
 
 
 def failure(setting: str, error: Exception) -> Exception:

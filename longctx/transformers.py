@@ -163,15 +163,18 @@ def attend(
             f"attention_mask of shape {shape}: give (B, T), which leaves out padding; documents "
             "come from position_ids"
         )
-    if is_causal and getattr(config, "is_causal", True):
-        chunk = getattr(config, "attention_chunk_size", None)
-        if chunk is not None and k.shape[1] > chunk:
-            raise ValueError(
-                f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens"
-            )
-        mask = mask_of(config, q, k.shape[1], window, attention_mask, others)
-    else:
-        mask = full_mask(q, window, attention_mask, others)
+    chunk = getattr(config, "attention_chunk_size", None) or k.shape[1]
+    refuse(
+        (
+            not is_causal or not getattr(config, "is_causal", True),
+            "this attention is not causal, and longctx's is: use another attention",
+        ),
+        (
+            k.shape[1] > chunk,
+            f"attention_chunk_size={chunk}: longctx has no chunks; give at most {chunk} tokens",
+        ),
+    )
+    mask = mask_of(config, q, k.shape[1], window, attention_mask, others)
     out = attention(q, k, v, mask, backend=backend, scale=scaling, sinks=sinks, softcap=softcap)
     return out[..., :width].contiguous(), None
 
@@ -312,30 +315,6 @@ def text_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.compiler.disable
-def full_mask(
-    q: Tensor, window: int | None, attention_mask: Tensor | None, others: dict[str, Any]
-) -> Mask:
-    """Return the mask of attention that is not causal, such as an encoder's: all keys but padding.
-
-    Raises ValueError for windows and packed documents.
-    """
-    offsets, positions = others.get("cu_seq_lens_q"), others.get("position_ids")
-    is_own = attention_mask is None or attention_mask.shape[1] == q.shape[1]
-    if positions is not None and positions.ndim == 2 and is_own:
-        numbers = document_numbers(q.shape[0], q.shape[1], None, positions)
-        offsets = packs(numbers, attention_mask) or offsets is not None
-    only = "longctx has it for causal attention only"
-    refuse(
-        (window is not None, f"sliding_window={window}: {only}"),
-        (offsets, f"packed documents: {only}"),
-    )
-    if attention_mask is None:
-        return Mask.full()
-    first, last = (x.expand(-1, q.shape[1]) for x in text_of(attention_mask))
-    return Mask.intervals(first, last)
-
-
-@torch.compiler.disable
 def padding_alone(
     *_: Any,
     attention_mask: Tensor | None = None,
@@ -353,7 +332,6 @@ def padding_alone(
     begin, queries = sizes.get("q_offset", 0), sizes.get("q_length", 0)
     if positions is not None:
         begin, queries = positions[0], len(positions)
-    is_causal = mask_function is not masking_utils.bidirectional_mask_function
     is_changed, is_packed = traits_of(mask_function)
     if is_packed:  # of models that ask for a mask, and whose attention is not ours, too
         refuse_untried(sizes.get("config"))
@@ -364,7 +342,7 @@ def padding_alone(
             "use another attention",
         ),
         (
-            is_causal and int(begin) + queries != sizes["kv_offset"] + sizes["kv_length"],
+            int(begin) + queries != sizes["kv_offset"] + sizes["kv_length"],
             "cache_implementation: longctx cannot read a static cache, which is longer than its "
             "text; use a dynamic one",
         ),

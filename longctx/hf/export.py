@@ -7,7 +7,6 @@ only when it is complete.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.hf import model_folder
-from longctx.hf.families import family_of, multimodal, read_model
-from longctx.hf.families.family import Family
-from longctx.hf.stored import Write, warn_of_not_finite, write_json
+from longctx.hf.families import multimodal, read_model, write_config
+from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora, packed
 from longctx.model.gpt import GPT
-from longctx.model.restore import adapted_model, copy_weights
-from longctx.runs import run_folder
+from longctx.model.restore import adapted_model
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
@@ -36,7 +33,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 FUSED = ("gate_proj", "up_proj", "down_proj")  # of an expert, in transformers' tensors of all
-SHORT_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHORT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(
@@ -46,15 +44,13 @@ def export(
     context: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
-    wrapper: Path | None = None,
 ) -> None:
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
     `context` is the longest input, by default that of `model.config`. Without `dtype` each
-    weight keeps its own. Tokenizer files come from `tokenizer_folder`. `wrapper` is the multimodal
-    folder that the model takes its place in again. Raises ValueError if `out` has something in it
-    or transformers has no class for the model, OSError if it cannot be written; then nothing is
-    left behind.
+    weight keeps its own. Tokenizer files come from `tokenizer_folder`. Raises ValueError if `out`
+    has something in it or transformers has no class for the model, OSError if it cannot be
+    written; then nothing is left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
     check_out(out)
@@ -70,7 +66,7 @@ def export(
     # Refused models and tokenizers raise here, before gigabytes are written
     generation = _generation(tokenizers)
     write = model_folder.format_of(model.config).writer(
-        model, tokenizers, generation, context, dtype, shard_bytes, wrapper
+        model, tokenizers, generation, context, dtype, shard_bytes
     )
     # A reader never sees half a model: the folder is renamed to `out` when it is whole
     try:
@@ -137,83 +133,17 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
         run_adapter(model, file, config, added, seq_len, out)
         return
     if added.rank is not None:
-        model = merged(model, str(config.get("init")), added.base)
+        # What was trained and evaluated: the products are added to the run's own copy of init=
+        packed.unpack(model, model.embed.weight.dtype)
+        model = lora.merge(model)
+        precision = precision or SHORT_NAMES[model.embed.weight.dtype]
     context = max(seq_len, model.config.context or 0)
     tokenizer_folder = file.resolve().parent.parent
-    dtype = SHORT_NAMES[precision] if precision else None
-    wrapper = wrapper_of(config)
-    export(model, tokenizer_folder, out, context, dtype, int(shard_gb * 1e9), wrapper)
-    written = dtype or model.embed.weight.dtype
-    name = next(name for name, short in SHORT_NAMES.items() if short == written)
+    dtype = DTYPES[precision] if precision else None
+    export(model, tokenizer_folder, out, context, dtype, int(shard_gb * 1e9))
+    name = SHORT_NAMES[dtype or model.embed.weight.dtype]
     parameters = f"{model.config.parameters():,} parameters of {file}"
     print(f"{out}: {parameters}, {name}, for {context:,} tokens")
-
-
-def wrapper_of(config: dict[str, Any]) -> Path | None:
-    """Return the multimodal folder that a run with this `config`, or one before it, began with.
-
-    If its first weights are gone, a line on stderr names the loss.
-    """
-    if config.get("init") is None:
-        return None
-    init = str(config["init"])
-    try:
-        folder = hub_snapshot.folder(init, "init")
-        if run_folder.is_run(folder):
-            return wrapper_of(read(run_folder.checkpoint_of(folder, "init"))["longctx"]["config"])
-        return model_folder.with_weights(init, "init") if multimodal.wraps(folder) else None
-    except (OSError, ValueError):
-        family = family_of(GPTConfig.of_saved(config["model"]))
-        if family.model_type in multimodal.WRAPPERS.values():
-            lost = "what it had beside a text model is not exported"
-            print(f"warning: init={init} is gone; {lost}", file=sys.stderr)
-        return None
-
-
-def merged(model: GPT, init: str, base: str | None = None) -> GPT:
-    """Add LoRA's products to the weights of `init`, in their own dtype.
-
-    The run rounded its copy of these weights to its precision, or packed it as `base`. If they are
-    gone or have changed, that copy is merged, and a line on stderr says so.
-    """
-    try:
-        visit(model, init, check_rounded)
-    except (OSError, ValueError) as error:
-        copy = f"the run's own copy, in {base or model.embed.weight.dtype}, is merged"
-        print(f"warning: init={init}: {error}; {copy}", file=sys.stderr)
-        return lora.merge(model.float())
-    packed.unpack(model, model.embed.weight.dtype)
-    visit(model, init, put_unrounded)
-    return lora.merge(model)
-
-
-def visit(model: GPT, init: str, write: Write) -> None:
-    """Call `write` with each weight of `model`, the values that `init` has for it, and the row of
-    the first of them.
-    """
-    path = model_folder.with_weights(init, "init")
-    if run_folder.is_run(path):
-        copy_weights(model, path, read(path), lambda rows, weight: write(weight, rows[:], 0))
-    else:
-        model_folder.load_weights(model, path, write)
-
-
-def check_rounded(weight: Tensor, values: Tensor, first: int) -> None:
-    """Raise ValueError unless rows of `weight` are `values`, as the run rounded or packed them."""
-    rows = weight[first : first + len(values)]
-    if packed.is_packed(weight):
-        # A GPU may round a value in the middle of two codes otherwise
-        equal = float((rows == packed.packed(values)).float().mean()) > 0.99
-    else:
-        equal = torch.equal(rows, values.to(weight.dtype))
-    if not equal:
-        raise ValueError("its weights are not those that the run began with")
-
-
-def put_unrounded(weight: Tensor, values: Tensor, first: int) -> None:
-    """Put `values` in the place of rows of `weight`, which takes their dtype."""
-    weight.data = weight.data.to(values.dtype)
-    weight.data[first : first + len(values)] = values
 
 
 def run_adapter(
@@ -236,20 +166,20 @@ def run_adapter(
         )
     elif Path(init).is_dir():
         base = str(Path(init).resolve())
-    wrapper = wrapper_of(config)
-    family: Family | None = None
-    opened_with: dict[str, Any] | None = None
-    # Models of transformers keep their own names and positions
+    folder, opened_with = hub_snapshot.folder(init, "init"), None
+    is_wrapped = (folder / "config.json").is_file() and multimodal.wraps(folder)
+    # Models of transformers keep their positions
     if model.config.has_kernels:
-        # Its class in transformers names the layers, also if another one would do
-        family, source = read_model(hub_snapshot.folder(init, "init"))
+        source = read_model(folder)[1]
         positions = ("rope_theta", "rope_scaling", "context")
         if any(getattr(model.config, key) != getattr(source, key) for key in positions):
-            opened_with = family.write(model.config, max(seq_len, model.config.context or 0))
-            if wrapper is not None:
-                opened_with = multimodal.wrapped(wrapper, opened_with)
-    is_wrapped = wrapper is not None
-    export_adapter(model, added, base, out, opened_with, revision, is_wrapped, family)
+            if is_wrapped:
+                raise ValueError(
+                    f"adapter=true: the positions of init={init}, a multimodal model, are "
+                    "stretched; leave adapter out"
+                )
+            opened_with = write_config(model.config, max(seq_len, model.config.context or 0))
+    export_adapter(model, added, base, out, opened_with, revision, is_wrapped)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if opened_with is not None:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"
@@ -264,19 +194,18 @@ def export_adapter(
     architecture: dict[str, Any] | None = None,
     revision: str | None = None,
     in_wrapper: bool = False,
-    family: Family | None = None,
 ) -> None:
     """Write the adapter of `model` to the new folder `out` as peft reads it.
 
     `base` names the model of the frozen weights, `revision` its commit at the Hub. `architecture`
     is the config.json to open it with, if its own will not do, such as for stretched positions.
-    `in_wrapper`: the model is the text model of a multimodal one. `family` is that of `base`.
+    `in_wrapper`: the model is the text model of a multimodal one.
     """
     # Our q, k and v are one layer, theirs are three: each gets a copy of A and its rows of B
     tensors: dict[str, Tensor] = {}
     modules = model.named_modules()
     layers = {name: module for name, module in modules if isinstance(module, lora.LoraLinear)}
-    for piece in model_folder.format_of(model.config).pieces(model, family):
+    for piece in model_folder.format_of(model.config).pieces(model):
         layer = layers.get(piece.ours.removesuffix(".weight"))
         if layer is not None and piece.ours.endswith(".weight"):
             name = piece.theirs.removesuffix(".weight")

@@ -6,7 +6,7 @@ The models of `longctx.hf.families` compute in transformers what GPT computes he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longctx import files, untrusted
-from longctx.hf.families import family_of, multimodal, read_model
+from longctx import files
+from longctx.hf.families import FAMILIES, family_of, multimodal, read_model, write_config
 from longctx.hf.families.family import EMBEDDING, LM_HEAD, Family
 from longctx.hf.stored import (
     BLOCKS,
@@ -149,37 +149,21 @@ def writer(
     context: int,
     dtype: torch.dtype | None,
     shard_bytes: int,
-    wrapper: Path | None,
 ) -> Callable[[Path], None]:
     """Return a function that writes config.json and weights into a folder; refuses now."""
-    family = family_of(model.config) if wrapper is None else read_model(wrapper)[0]
-    keys = family.write(model.config, context)
+    keys = write_config(model.config, context)
+    family = FAMILIES[keys["model_type"]]
     family.check_tokenizer(tokenizers / "tokenizer.json")
     # These ids are in generation_config.json too, so readers of either agree
     keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
     keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
-    keys = keys if wrapper is None else multimodal.wrapped(wrapper, keys)
     tensors = list(_of_model(model, family, dtype))
-    if wrapper is not None:
-        tensors = list(_in_wrapper(tensors, wrapper))
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", keys)
-        for name in multimodal.PROCESSOR_FILES:
-            if wrapper is not None and (wrapper / name).is_file():
-                limit = untrusted.SETTINGS_SIZE
-                untrusted.copy_file(wrapper / name, folder / name, limit, within=wrapper)
         _write_weights(tensors, shard_bytes, folder)
 
     return write
-
-
-def architecture(config: GPTConfig, context: int) -> dict[str, Any]:
-    """Return config.json of `config` for `context` tokens.
-
-    Raises ValueError with the key that no class of transformers has next to the others.
-    """
-    return family_of(config).write(config, context)
 
 
 class _Tensor(NamedTuple):
@@ -202,19 +186,6 @@ def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator
         size = common.itemsize * torch.Size(piece.shape).numel()
         own = torch.float32 if piece.fold.is_exact else dtype
         yield _Tensor(name, size, partial(_whole, pieces, own))
-
-
-def _in_wrapper(tensors: Iterable[_Tensor], wrapper: Path) -> Iterator[_Tensor]:
-    """Yield `tensors` by their names in the multimodal folder `wrapper`, then all others there."""
-    stored = inventory(wrapper)
-    names = {multimodal.text_name(name): name for name in stored}
-    for tensor in tensors:
-        yield tensor._replace(name=names[tensor.name])
-    for name, entry in stored.items():
-        if multimodal.text_name(name) is None:
-            # An upper limit: sizes decide only where shards begin
-            size = 4 * torch.Size(entry.shape).numel()
-            yield _Tensor(name, size, partial(values_of, entry))
 
 
 def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
@@ -246,6 +217,6 @@ def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) ->
     return whole if dtype is None else whole.to(dtype)
 
 
-def pieces(model: GPT, family: Family | None) -> Iterator[Piece]:
-    """Yield every tensor of a folder of `family`, as rows of a parameter of `model`."""
-    yield from (family or family_of(model.config)).tensors(model.config)
+def pieces(model: GPT) -> Iterator[Piece]:
+    """Yield every tensor of a folder, as rows of a parameter of `model`."""
+    yield from family_of(model.config).tensors(model.config)

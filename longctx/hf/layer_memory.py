@@ -9,8 +9,8 @@ own MemTracker cannot count frozen weights, as LoRA has them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import linear_regression
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -54,8 +53,7 @@ def layers_of(step: Workload) -> list[MeasuredLayer]:
     """Return the bytes of every layer of a step."""
     # torch without CUDA has no fake tensors of a GPU: a plan takes those of a CPU
     if step.device == "cuda" and not torch.cuda.is_available():
-        with norms_in_fp32():
-            return layers_of(replace(step, device="cpu"))
+        return layers_of(replace(step, device="cpu"))
     # A layer is measured between others
     if step.model.layers == 1:
         return layers_of(replace(step, model=step.model.with_layers([0, 0])))[:1]
@@ -67,7 +65,7 @@ def layers_of(step: Workload) -> list[MeasuredLayer]:
         lora.add(model, replace(step.lora, base=None))
     if not step.attention.description.has_backward:
         # Recomputed layers save no output of such a backend
-        model.documents.attending = lambda attend: nullcontext()
+        model.documents.attending = lambda *_: nullcontext()
     chain, config, measured = model.blocks, model.whole.config, {}
     layers, types = list(chain), vars(config).get("layer_types")
     kinds = [tuple((name, x.shape) for name, x in layer.named_parameters()) for layer in layers]
@@ -129,26 +127,6 @@ def sizes(model: Any, chain: nn.ModuleList, step: Workload, tokens: int) -> tupl
     (_, (first, _), (last, forward), (end, norm), (begin, _), (_, peak)) = marks
     gradient = step.activation_bytes * step.model.channels * tokens
     return last - first, peak - (begin - gradient), norm - (end - 2 * gradient), forward - first
-
-
-@contextmanager
-def norms_in_fp32() -> Iterator[None]:
-    """Let LayerNorm compute in fp32 in this block, as autocast does on a GPU and not on a CPU.
-
-    A mode of torch's functions would miss the layers that backward computes again.
-    """
-    plain = functional.layer_norm
-
-    def in_fp32(*given: Any, **named: Any) -> Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            given = tuple(x.float() if isinstance(x, Tensor) else x for x in given)
-        return plain(*given, **named)
-
-    functional.layer_norm = in_fp32
-    try:
-        yield
-    finally:
-        functional.layer_norm = plain
 
 
 class Alive(TorchDispatchMode):

@@ -14,7 +14,7 @@ from longctx.spec.model_config import GPTConfig
 
 THEIRS = "transformers computes this model"
 # Memory policies of a layer as a whole, which it can have
-WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0}
+WHOLE_LAYERS: dict[str, Any] = {"keep_every": 1, "mlp_tile": 0, "offload": 0.0}
 
 
 @dataclass

@@ -115,7 +115,6 @@ def writer(
     context: int,
     dtype: torch.dtype | None,
     limit: int,
-    wrapper: Path | None,
 ) -> Callable[[Path], None]:
     """Return a function that writes config.json and weights into a folder, in files of about
     `limit` bytes, as transformers does.
@@ -134,7 +133,7 @@ def writer(
     return partial(whole.save_pretrained, max_shard_size=limit)
 
 
-def pieces(model: Any, family: Any) -> Iterator[Piece]:
+def pieces(model: Any) -> Iterator[Piece]:
     """Yield every tensor of a folder, as rows of a parameter of `model`."""
     for name, weight in model.named_parameters():
         yield Piece(model.name_of(name), name, 0, tuple(weight.shape))

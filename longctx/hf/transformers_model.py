@@ -1,9 +1,8 @@
 """A model that transformers computes, with our attention: what GPT has no family for.
 
 Kept: interval masks, windows, sinks, packing and every attention backend; ranks that share
-sequences; the loss in chunks; recomputation that saves attention's output, on the host if asked;
-LoRA, checkpoints, evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon,
-tiles.
+sequences; the loss in chunks; recomputation that saves attention's output; LoRA, checkpoints,
+evaluation. Lost: fused norms and SwiGLU, FP8, CUDA graphs, torch.compile, Muon, tiles, offloading.
 Times are predicted as those of a GPT of its sizes, memory from measured layers.
 """
 
@@ -301,7 +300,7 @@ class TransformersModel(GPT):
             if is_norm(module) or module is self.embed:
                 module.register_forward_hook(in_precision_of_autocast)
         if self.memory.recompute != "none":
-            recompute(self.blocks, self.documents, self.memory)
+            recompute(self.blocks, self.documents)
         self.train()
 
     @property

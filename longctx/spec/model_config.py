@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
-from longctx.config.fields import Group, build, group, key, positive
+from longctx.config.fields import Group, Key, build, group, key, positive
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
 from longctx.spec.block import BlockSpec
@@ -143,6 +143,11 @@ class GPTConfig(Group):
         limit=2**31 - 1,
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
+    source: dict[str, Any] = field(
+        default_factory=dict,
+        compare=False,
+        metadata={"key": Key("config.json of init=, which exports repeat", compared=False)},
+    )
 
     # What computes it, and what reads and writes its Hugging Face folders
     implementation: ClassVar[str] = "longctx.model.gpt:GPT"

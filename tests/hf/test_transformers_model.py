@@ -19,7 +19,7 @@ from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import Scorer
 from longctx.hf import model_folder
 from longctx.hf.export import export, export_adapter
-from longctx.hf.families import FAMILIES, read_model
+from longctx.hf.families import FAMILIES
 from longctx.hf.proof import prove
 from longctx.hf.transformers_model import TransformersModel, described
 from longctx.model import lora
@@ -279,8 +279,7 @@ def test_adapters_next_to_experts_open_whole(kind, tmp_path):
     model = lora.add(before, config).eval()
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_b)
-    family = read_model(tmp_path)[0] if is_ours else None
-    export_adapter(model, config, str(tmp_path), tmp_path / "adapter", family=family)
+    export_adapter(model, config, str(tmp_path), tmp_path / "adapter")
     adapted = PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     torch.testing.assert_close(adapted(ids).logits, model(ids), rtol=1e-3, atol=1e-4)
 

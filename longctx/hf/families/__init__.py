@@ -1,6 +1,7 @@
-"""Model families: one file each, which says how a config.json of transformers reads and writes.
+"""Model families: one file each, which says how a config.json of transformers is read.
 
-Every file of this folder is imported, so a family that registers itself is known.
+Every file of this folder is imported, so a family that registers itself is known. A model remembers
+the config.json that it was read from, and an export repeats it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from longctx import untrusted
 from longctx.hf.families import multimodal
@@ -18,6 +23,12 @@ from longctx.spec.model_config import GPTConfig
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+# What a model without a source is written as: the first that says all of it
+NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]
+NEW += ["gpt_oss"]
+# Keys of a source about its files: code, formats of weights, and who wrote it
+OF_FILES = {"auto_map", "quantization_config", "torch_dtype", "transformers_version"}
 
 
 def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
@@ -33,7 +44,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise source.error(f"model_type={model_type} is not covered yet; there are {known}")
     family = FAMILIES[model_type]
     try:
-        return family, family.read(source)
+        return family, replace(family.read(source), source=source.keys)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         # such as a number in the place of a list
         reason = f"{type(error).__name__}: {error}"
@@ -55,7 +66,61 @@ def _text_model(folder: str | Path) -> ConfigJson:
     return multimodal.text_model(ConfigJson(file, untrusted.read_settings(file)))
 
 
+def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
+    """Return config.json of `config` for `context` tokens: that of its source, with what changed.
+
+    Raises ValueError if no family would read this model from it.
+    """
+    if config.rope_scaling.get("rope_type") == "dynamic":
+        # The length from which its base starts to grow, whatever the run trained at
+        context = config.context or context
+    wanted = _comparable(config, context)
+    for family, keys in _candidates(config):
+        keys |= {"max_position_embeddings": context}
+        with suppress(ValueError):
+            found = family.read(ConfigJson(Path("config.json"), keys))
+            if _comparable(found, context) == wanted:
+                return keys
+    features = {**vars(config), "source": {}}
+    usual = vars(GPTConfig())
+    named = [f"model.{key}={x}" for key, x in features.items() if x != usual[key]]
+    raise ValueError(f"no class of transformers has all of this model: {', '.join(named)}")
+
+
+def _candidates(config: GPTConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
+    """Yield families with what they may write for `config`."""
+    if not config.source:
+        # Classes of transformers refuse other widths
+        names = NEW if config.channels % config.heads == 0 else []
+        yield from ((FAMILIES[name], FAMILIES[name].write_new(config)) for name in names)
+        return
+    family = FAMILIES[config.source["model_type"]]
+    kept = {
+        key: value
+        for key, value in config.source.items()
+        if key not in OF_FILES and not key.startswith("_")
+    }
+    kept |= {"architectures": [f"{family.class_name}ForCausalLM"], **family.changed(config)}
+    yield family, dict(kept)
+    # The run may have stretched its positions
+    yield family, kept | family.write_rope(config)
+
+
+def _comparable(config: GPTConfig, context: int) -> GPTConfig:
+    """Return `config` with one value for each of what may be said in two ways."""
+    is_usual = config.head_size * config.heads == config.channels
+    windows = [n for n in range(config.layers) if config.window_of(n) is not None]
+    has_dense = not all(map(config.has_experts, range(config.layers)))
+    return replace(
+        config,
+        context=context,
+        head_dim=None if is_usual else config.head_size,
+        window_layers=None if len(windows) in (0, config.layers) else windows,
+        ffn=config.ffn if has_dense else config.expert_ffn,
+        experts=replace(config.experts, ffn=config.expert_ffn),
+    )
+
+
 def family_of(config: GPTConfig) -> Family:
-    """The family whose class in transformers is meant for `config`."""
-    suiting = [family for family in FAMILIES.values() if family.suits(config)]
-    return max(suiting, key=lambda family: family.rank)
+    """Return the family that writes `config`; ValueError if there is none."""
+    return FAMILIES[write_config(config, config.context or 1)["model_type"]]

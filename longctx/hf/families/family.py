@@ -13,7 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from longctx.config.fields import keys
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
 from longctx.spec.block import BlockSpec
@@ -35,8 +34,6 @@ SIZES = {
 FLAGS = {"tie_word_embeddings": ("tied",)}
 # Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one
 NUMBERS = {"rms_norm_eps": ("norm_eps", 1e-6), "initializer_range": ("init_std", 0.02)}
-# Other keys of GPTConfig that every family can express
-COMMON = ("head_dim", "rope_theta", "rope_scaling")
 
 
 class Family:
@@ -45,8 +42,6 @@ class Family:
     model_type: ClassVar[str]
     # its class in transformers is <class_name>ForCausalLM
     class_name: ClassVar[str]
-    # of the families that suit a GPTConfig, the one with the highest rank writes it
-    rank: ClassVar[int]
     # values of transformers for keys that config.json lacks
     defaults: ClassVar[dict[str, Any]] = {}
     # rope_parameters of transformers, if config.json has none
@@ -69,30 +64,15 @@ class Family:
     covered: ClassVar[dict[str, tuple[Any, ...]]] = {}
     # keys of config.json that its class in transformers ignores
     harmless: ClassVar[tuple[str, ...]] = ()
-    # False: its class in transformers knows head_dim only if it is given
-    states_head_dim: ClassVar[bool] = True
     # words of our tensors' names → this family's, replaced in this order; tensors of one name are
     # joined by rows
     names: ClassVar[dict[str, str]] = {}
-    # other keys of GPTConfig that it can express, beside COMMON; the rest must have their defaults
-    features: ClassVar[tuple[str, ...]] = ()
-
-    def suits(self, config: GPTConfig) -> bool:
-        """Return True if `config` has this family's fixed values, and experts if the family has."""
-        has_experts = "experts.count" not in self.sizes.values() or config.experts.count is not None
-        fixed = self.fixed.items()
-        return has_experts and all(attrgetter(key)(config) == value for key, value in fixed)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        """Return the keys of GPTConfig in `features` but for windows, as config.json says them."""
+        """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
+        them.
+        """
         return {}
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        """Return the keys of config.json that this family has and others may not have."""
-        return {}
-
-    def check_features(self, config: GPTConfig) -> None:
-        """Raise ValueError for values of `features` that do not go together in this family."""
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         """Return the layers with a window if config.json has no layer_types."""
@@ -154,7 +134,7 @@ class Family:
                 for key, (ours, missing) in (NUMBERS | self.numbers).items()
             },
             "rope_theta": theta,
-            "rotary_share": source.rotary_share("rotary_share" in self.features),
+            "rotary_share": source.rotary_share("partial_rotary_factor" in self.keys),
         }
         for key, names in (FLAGS | self.flags).items():
             values |= dict.fromkeys(names, source.flag(key))
@@ -184,80 +164,59 @@ class Family:
 
     def read_keys(self) -> set[str]:
         """Return the keys of config.json that this family reads and not all do."""
-        window = {"sliding_window"} if "window" in self.features else set()
         every = {self.full_every} if isinstance(self.full_every, str) else set()
-        own = *self.keys, *self.flags, *self.sizes, *self.numbers, *self.aliases
-        return {*own} | window | every
+        return {*self.keys, *self.flags, *self.sizes, *self.numbers, *self.aliases} | every
 
     def read_windowed(self, source: ConfigJson, layers: int) -> list[int]:
         """Return the layers that have a window."""
         used = "use_sliding_window" not in self.keys or source.flag("use_sliding_window")
-        used = used and "window" in self.features and source.get("sliding_window") is not None
+        used = used and "sliding_window" in self.keys and source.get("sliding_window") is not None
         kinds = source.layer_types(layers, sliding=used)
         if used and kinds is None:
             return list(self.default_windowed(source, layers))
         return [n for n, kind in enumerate(kinds or ()) if kind == WINDOWED]
 
-    def check(self, config: GPTConfig) -> None:
-        """Raise ValueError naming the first key of `config` that this family cannot express."""
-        default = GPTConfig()
-        free = {*COMMON, *self.features, *SIZES.values(), *self.sizes.values()}
-        free |= {ours for ours, _ in (NUMBERS | self.numbers).values()}
-        for names in (FLAGS | self.flags).values():
-            free |= {*names}
-            for name in names:
-                if attrgetter(name)(config) != attrgetter(names[0])(config):
-                    raise self.cannot(config, name)
-        for name, declared in keys(GPTConfig).items():
-            if name not in free and not declared.is_group:
-                wanted = self.fixed.get(name, attrgetter(name)(default))
-                if attrgetter(name)(config) != wanted:
-                    raise self.cannot(config, name)
-        self.check_features(config)
+    def changed(self, config: GPTConfig) -> dict[str, Any]:
+        """Return keys of config.json that a run may change, beside its positions."""
+        return {"vocab_size": config.vocab_size}
 
-    def cannot(self, config: GPTConfig, key: str) -> ValueError:
-        """Return the error for a key of `config` that this family cannot express."""
-        value = attrgetter(key)(config)
-        shown = str(value).lower() if isinstance(value, bool) else value
-        return ValueError(
-            f"model.{key}={shown}: no class of transformers has it beside the model's other keys "
-            f"({self.model_type})"
-        )
-
-    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
-        """Return config.json of `config` for `context` tokens; ValueError if it cannot say that."""
-        self.check(config)
-        if config.rope_scaling.get("rope_type") == "dynamic":
-            # The length from which its base starts to grow, whatever the run trained at
-            context = config.context or context
+    def write_new(self, config: GPTConfig) -> dict[str, Any]:
+        """Return config.json of a model that has no source, as far as the tables can say it."""
+        tables = FLAGS | self.flags | NUMBERS | self.numbers
+        # The first entry of a key in the tables is its key of GPTConfig
+        own = SIZES | self.sizes | {key: names[0] for key, names in tables.items()}
         # Experts without a width of their own have that of the dense layers
         config = replace(config, experts=replace(config.experts, ffn=config.expert_ffn))
-        # The first entry of a key in the tables is its key of GPTConfig
-        tables = FLAGS | self.flags | NUMBERS | self.numbers
-        own = SIZES | self.sizes | {key: names[0] for key, names in tables.items()}
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
-        if self.states_head_dim or config.head_dim is not None:
-            values["head_dim"] = config.head_size
+        if config.experts.count is not None and "experts.ffn" not in self.sizes.values():
+            values["intermediate_size"] = config.expert_ffn
         if "use_sliding_window" in self.keys:
             values["use_sliding_window"] = config.window is not None
-        if "window" in self.features:
+        if "sliding_window" in self.keys:
             values["sliding_window"] = config.window
-        if "window_layers" in self.features:
-            windowed = windowed_layers(config)
-            values["layer_types"] = [
-                WINDOWED if n in windowed else FULL for n in range(config.layers)
-            ]
+        if "layer_types" in self.keys:
+            windows = map(config.window_of, range(config.layers))
+            values["layer_types"] = [WINDOWED if window else FULL for window in windows]
         return {
             "architectures": [f"{self.class_name}ForCausalLM"],
             "model_type": self.model_type,
             **values,
+            "head_dim": config.head_size,
             "hidden_act": "silu",
-            "max_position_embeddings": context,
             "attention_dropout": 0.0,
             "use_cache": True,
-            **write_rope(config),
-            **self.write_features(config),
+            **self.changed(config),
+            **self.write_rope(config),
         }
+
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        """Return RoPE as transformers 5 names it (rope_parameters), and as older tools do."""
+        base: dict[str, Any] = {"rope_theta": config.rope_theta}
+        if config.rotary_share != 1:
+            base["partial_rotary_factor"] = config.rotary_share
+        scaling = dict(config.rope_scaling) or {"rope_type": "default"}
+        older = scaling if config.rope_scaling else None
+        return {"rope_parameters": scaling | base, **base, "rope_scaling": older}
 
 
 FAMILIES: dict[str, Family] = {}
@@ -268,21 +227,6 @@ def register(family: type[Family]) -> type[Family]:
     assert family.model_type not in FAMILIES
     FAMILIES[family.model_type] = family()
     return family
-
-
-def write_rope(config: GPTConfig) -> dict[str, Any]:
-    """Return RoPE as transformers 5 names it (rope_parameters), and as tools of older ones do."""
-    base: dict[str, Any] = {"rope_theta": config.rope_theta}
-    if config.rotary_share != 1:
-        base["partial_rotary_factor"] = config.rotary_share
-    scaling = dict(config.rope_scaling) or {"rope_type": "default"}
-    older = {"rope_scaling": scaling} if config.rope_scaling else {}
-    return {"rope_parameters": scaling | base, **base, **older}
-
-
-def windowed_layers(config: GPTConfig) -> list[int]:
-    """Return the layers of `config` that have a window."""
-    return [n for n in range(config.layers) if config.window_of(n) is not None]
 
 
 class TwoRopes(Family):
@@ -312,8 +256,8 @@ class TwoRopes(Family):
                 raise source.error(f"{shown} is not covered yet; only the base may be its own")
         return config
 
-    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
-        keys = super().write(config, context)
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        keys = super().write_rope(config)
         full = windowed = keys["rope_parameters"]
         if config.window_rope_theta is not None:
             windowed = {"rope_type": "default", "rope_theta": config.window_rope_theta}

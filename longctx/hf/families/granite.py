@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, register, windowed_layers
+from longctx.hf.families.family import Family, register
 from longctx.hf.families.llama import BIASES
-from longctx.spec.model_config import GPTConfig, Multipliers
 
 
 @register
@@ -20,7 +19,6 @@ class Granite(Family):
 
     model_type = "granite"
     class_name = "Granite"
-    rank = 5
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
     flags = BIASES
     numbers = {
@@ -29,24 +27,9 @@ class Granite(Family):
         "residual_multiplier": ("multipliers.residual", 1.0),
     }
     keys: ClassVar[tuple[str, ...]] = ("logits_scaling",)
-    features: ClassVar[tuple[str, ...]] = ("multipliers.logits",)
-    states_head_dim = False
-
-    def suits(self, config: GPTConfig) -> bool:
-        is_plain = config.norms == "pre" and config.qk_norm == "none"
-        has_factors = config.multipliers != Multipliers() or config.attention_scale is not None
-        return is_plain and has_factors
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        scale = config.attention_scale
-        return {
-            "attention_multiplier": config.head_size**-0.5 if scale is None else scale,
-            # 15 digits, so that 1 / (1 / x) is x again
-            "logits_scaling": float(f"{1 / config.multipliers.logits:.15g}"),
-        }
 
 
 @register
@@ -55,7 +38,6 @@ class GraniteSWA(Granite):
 
     model_type = "granite_swa"
     class_name = "GraniteSWA"
-    rank = 7
     defaults = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 8192,
@@ -64,14 +46,7 @@ class GraniteSWA(Granite):
         "sliding_window": 128,
     }
     fixed = {"sinks": True}
-    keys = (*Granite.keys, "layer_rope_theta")
-    features = (
-        *Granite.features,
-        *("window", "window_layers", "window_rope_theta", "nope_layers"),
-    )
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.sinks and config.experts.count is None
+    keys = (*Granite.keys, "layer_rope_theta", "sliding_window")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         features = super().read_features(source, layers)
@@ -96,19 +71,3 @@ class GraniteSWA(Granite):
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return [n for n in range(layers) if n % 4]
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.window_rope_theta is not None and config.rope_scaling:
-            raise self.cannot(config, "window_rope_theta")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        windowed, own = windowed_layers(config), config.window_rope_theta
-        thetas = [own if own and n in windowed else config.rope_theta for n in range(config.layers)]
-        for n in config.nope_layers:
-            thetas[n] = 0
-        return {
-            **super().write_features(config),
-            # transformers asks for one even if no layer has it
-            "sliding_window": config.window or self.defaults["sliding_window"],
-            "layer_rope_theta": thetas,
-        }

@@ -23,16 +23,8 @@ class Llama(Family):
 
     model_type = "llama"
     class_name = "Llama"
-    rank = 0
     defaults = {"max_position_embeddings": 2048}
     flags = BIASES
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.channels % config.heads:
-            raise ValueError(
-                f"model.channels={config.channels} with model.heads={config.heads}: "
-                "Llama wants a multiple of the heads"
-            )
 
 
 @register
@@ -41,7 +33,6 @@ class SmolLM3(Family):
 
     model_type = "smollm3"
     class_name = "SmolLM3"
-    rank = 3
     defaults = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
@@ -49,21 +40,10 @@ class SmolLM3(Family):
         "tie_word_embeddings": True,
     }
     flags = BIASES
-    keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window")
-    features = ("nope_layers", "window", "window_layers")
-    states_head_dim = False
-
-    def suits(self, config: GPTConfig) -> bool:
-        some_windowed = config.window_layers is not None
-        is_biased = config.mlp_bias and not config.qkv_bias
-        return bool(config.nope_layers) or (some_windowed and is_biased)
+    keys = ("no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"nope_layers": self.default_windowed(source, layers)}
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        rotates = [int(n not in config.nope_layers) for n in range(config.layers)]
-        return {"no_rope_layers": rotates}
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         """Return the layers without rotation: 0 in no_rope_layers, by default every fourth."""
@@ -77,20 +57,16 @@ class SmolLM3(Family):
 
 @register
 class Phi3(Family):
-    """One window; a share of each head rotates, by plain RoPE or longrope.
-
-    If all of it rotates, Llama or Mistral writes the model, with the same tensors unfused.
-    """
+    """One window; a share of each head rotates, by plain RoPE or longrope."""
 
     model_type = "phi3"
     class_name = "Phi3"
-    rank = 5
     defaults = {
         "max_position_embeddings": 4096,
         ORIGINAL: 4096,
         "rms_norm_eps": 1e-5,
     }
-    keys = ("partial_rotary_factor",)
+    keys = ("partial_rotary_factor", "sliding_window")
     # auto_map: code of Microsoft's folders, the same computation as transformers' own class
     harmless = (
         *("attention_bias", "auto_map", "embd_pdrop", "full_attn_mod", "interpolate_factor"),
@@ -100,12 +76,6 @@ class Phi3(Family):
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
         **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     }
-    features = ("window", "rotary_share")
-    states_head_dim = False
-
-    def suits(self, config: GPTConfig) -> bool:
-        is_plain = config.norms == "pre" and config.qk_norm == "none"
-        return is_plain and config.rotary_share != 1
 
     def read(self, source: ConfigJson) -> GPTConfig:
         rope = source.get(source.rope_key)
@@ -120,14 +90,6 @@ class Phi3(Family):
         source.refuse_unless(f"{source.rope_key}.rope_type", kind, ("longrope", "default"))
         return {}
 
-    def check_features(self, config: GPTConfig) -> None:
-        if config.rope_scaling.get("rope_type", "default") not in ("default", "longrope"):
-            raise self.cannot(config, "rope_scaling")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        original = config.rope_scaling.get(ORIGINAL)
-        return {ORIGINAL: original} if original else {}
-
 
 @register
 class HunYuanDenseV1(Family):
@@ -135,7 +97,6 @@ class HunYuanDenseV1(Family):
 
     model_type = "hunyuan_v1_dense"
     class_name = "HunYuanDenseV1"
-    rank = 5
     defaults = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
     fixed = {"qk_norm": "head", "qk_norm_after_rope": True}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}

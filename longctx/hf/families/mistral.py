@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, register, write_rope
+from longctx.hf.families.family import Family, register
 from longctx.spec.model_config import GPTConfig
 
 
@@ -22,17 +22,13 @@ class Mistral(Family):
 
     model_type = "mistral"
     class_name = "Mistral"
-    rank = 1
     defaults = {
         "num_key_value_heads": 8,
         "sliding_window": 4096,
         "max_position_embeddings": 131072,
     }
     harmless = ("use_sliding_window",)
-    features: ClassVar[tuple[str, ...]] = ("window",)
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.window is not None and not config.qkv_bias
+    keys: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
 
 @register
@@ -41,11 +37,7 @@ class Ministral(Mistral):
 
     model_type = "ministral"
     class_name = "Ministral"
-    rank = 2
-    features = ("window", "window_layers")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return config.window_layers is not None and not config.qkv_bias
+    keys = ("sliding_window", "layer_types")
 
 
 CWM_THETA = 1_000_000.0
@@ -61,7 +53,7 @@ CWM_ROPE = {
 
 @register
 class Cwm(Ministral):
-    """A family to read only: Ministral or Llama computes the same, and they write it."""
+    """Ministral with windows in three of four layers and a rope of its own by default."""
 
     model_type = "cwm"
     class_name = "Cwm"
@@ -74,9 +66,6 @@ class Cwm(Ministral):
         "sliding_window": 8192,
     }
     rope = CWM_ROPE
-
-    def suits(self, config: GPTConfig) -> bool:
-        return False
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return [n for n in range(layers) if n % 4]
@@ -102,7 +91,6 @@ class Ministral3(Mistral):
 
     model_type = "ministral3"
     class_name = "Ministral3"
-    rank = 6
     defaults = {
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -110,11 +98,7 @@ class Ministral3(Mistral):
         "rms_norm_eps": 1e-5,
     }
     rope = MINISTRAL3_ROPE
-    keys = (BETA,)
-    features = ("window", "query_growth")
-
-    def suits(self, config: GPTConfig) -> bool:
-        return bool(config.query_growth) and config.qk_norm == "none"
+    keys = (BETA, "sliding_window")
 
     def read(self, source: ConfigJson) -> GPTConfig:
         place, rope = source.rope_key, source.get(source.rope_key) or self.rope
@@ -131,16 +115,8 @@ class Ministral3(Mistral):
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"query_growth": [source.number(BETA, None), float(source.size(ORIGINAL))]}
 
-    def check_features(self, config: GPTConfig) -> None:
-        # one key of rope_parameters holds both lengths
-        if config.rope_scaling.get(ORIGINAL, config.query_growth[1]) != config.query_growth[1]:
-            raise self.cannot(config, "query_growth")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
         beta, tokens = config.query_growth
-        added = {BETA: beta, ORIGINAL: int(tokens)}
-        return {
-            key: value | added
-            for key, value in write_rope(config).items()
-            if key in ("rope_parameters", "rope_scaling")
-        }
+        growth = {BETA: beta, ORIGINAL: int(tokens)}
+        keys = super().write_rope(config)
+        return {key: x | growth if isinstance(x, dict) else x for key, x in keys.items()}

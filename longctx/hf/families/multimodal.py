@@ -1,14 +1,11 @@
 """Multimodal folders, such as Gemma 3 from 4B up and Mistral 3: a text model and what sees images.
 
-The text model is trained. An export carries all other tensors and keys through unchanged. So it can
-be served as the model that it came from.
+The text model is trained, and an export is a folder of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from longctx import untrusted
 from longctx.hf.families.config_json import ConfigJson
@@ -22,8 +19,6 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-# Beside the tokenizer's files
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def wraps(folder: Path) -> bool:
@@ -50,14 +45,3 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return None
-
-
-def wrapped(folder: Path, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of `folder` with the keys `text` of another text model."""
-    outer = untrusted.read_settings(folder / "config.json")
-    inner = {key: value for key, value in text.items() if key != "architectures"}
-    for key in ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
-        if key in text:
-            outer[key] = text[key]
-    outer.pop("torch_dtype", None)
-    return outer | {"text_config": inner}

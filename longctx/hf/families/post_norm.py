@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, TwoRopes, register, windowed_layers
+from longctx.hf.families.family import Family, TwoRopes, register
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Interleaved, Piece
 
@@ -28,11 +28,9 @@ class Olmo2(Family):
 
     model_type = "olmo2"
     class_name = "Olmo2"
-    rank = 5
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
     fixed = {"norms": "post", "qk_norm": "whole"}
     flags = {"attention_bias": ("qkv_bias", "out_bias")}
-    states_head_dim = False
 
 
 @register
@@ -41,14 +39,10 @@ class Olmo3(TwoRopes, Olmo2):
 
     model_type = "olmo3"
     class_name = "Olmo3"
-    rank = 6
     defaults = Olmo2.defaults | {"sliding_window": 4096}
-    features = ("window", "window_layers", "window_rope_theta")
+    keys = ("sliding_window",)
     full_every = 4
     thetas = 500_000.0, 500_000.0
-
-    def suits(self, config: GPTConfig) -> bool:
-        return super().suits(config) and config.window is not None
 
 
 @register
@@ -57,7 +51,6 @@ class Exaone4(Family):
 
     model_type = "exaone4"
     class_name = "Exaone4"
-    rank = 5
     defaults = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 2048,
@@ -67,24 +60,13 @@ class Exaone4(Family):
     }
     fixed = {"norms": "post", "qk_norm": "head"}
     full_every = "sliding_window_pattern"
-    features = ("nope_layers", "window", "window_layers")
-    states_head_dim = False
+    keys = ("sliding_window",)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         if source.get("sliding_window") is None:
             return {}
         windowed = self.read_windowed(source, layers)
         return {"nope_layers": [n for n in range(layers) if n not in windowed]}
-
-    def check_features(self, config: GPTConfig) -> None:
-        full = sorted({*range(config.layers)} - {*windowed_layers(config)})
-        if config.nope_layers != full and (config.window is not None or config.nope_layers):
-            raise self.cannot(config, "nope_layers")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        # A window without layers tells transformers to leave positions out
-        default = self.defaults["sliding_window"] if config.nope_layers else None
-        return {"sliding_window": config.window or default}
 
 
 @register
@@ -93,7 +75,6 @@ class Gemma3Text(TwoRopes):
 
     model_type = "gemma3_text"
     class_name = "Gemma3"
-    rank = 6
     defaults = {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -114,12 +95,11 @@ class Gemma3Text(TwoRopes):
     full_every = "sliding_window_pattern"
     numbers = {"final_logit_softcapping": ("multipliers.logit_softcap", None)}
     covered = {"use_bidirectional_attention": (False, None)}
-    keys = ("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq")
-    harmless = ("hidden_act", "cache_implementation")
-    features = (
-        *("activation", "attention_scale", "window", "window_layers", "window_rope_theta"),
-        "multipliers.embedding",
+    keys = (
+        *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"),
+        "sliding_window",
     )
+    harmless = ("hidden_act", "cache_implementation")
     thetas = 1_000_000.0, 10_000.0
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
@@ -132,34 +112,6 @@ class Gemma3Text(TwoRopes):
             "multipliers.embedding": source.size("hidden_size") ** 0.5,
         }
 
-    def check_features(self, config: GPTConfig) -> None:
-        if config.multipliers.embedding != config.channels**0.5:
-            raise self.cannot(config, "multipliers.embedding")
-        if config.attention_scale not in (None, self.scalar_of(config) ** -0.5):
-            raise self.cannot(config, "attention_scale")
-        if config.channels % config.heads:
-            raise self.cannot(config, "heads")
-
-    def scalar_of(self, config: GPTConfig) -> int:
-        """Return the whole number of which attention's scale is 1 / sqrt."""
-        scale = config.attention_scale
-        return config.head_size if scale is None else max(1, round(scale**-2))
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-        return {
-            # transformers wants a window even if no layer has it
-            "sliding_window": config.window or self.defaults["sliding_window"],
-            "rope_local_base_freq": config.window_rope_theta or config.rope_theta,
-            "hidden_activation": names[config.activation],
-            "query_pre_attn_scalar": self.scalar_of(config),
-        }
-
-    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
-        keys = super().write(config, context)
-        del keys["hidden_act"]  # it has a name of its own
-        return keys
-
 
 @register
 class Glm4(Family):
@@ -167,7 +119,6 @@ class Glm4(Family):
 
     model_type = "glm4"
     class_name = "Glm4"
-    rank = 6
     defaults = {
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -186,10 +137,6 @@ class Glm4(Family):
         "pre_feedforward_layernorm": "post_attention_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
-    features = ("rotary_share",)
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"partial_rotary_factor": config.rotary_share}
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         fold = Interleaved(config.head_size, config.rotary_size)

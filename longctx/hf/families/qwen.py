@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from longctx import untrusted
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, register, windowed_layers
-from longctx.spec.model_config import GPTConfig
+from longctx.hf.families.family import Family, register
 
 # How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its
 # tokenizer.json says.
@@ -24,17 +22,10 @@ QWEN2_SPLIT = (
 class UpperWindows(Family):
     """Windows by layer_types, else in the layers from max_window_layers on."""
 
-    keys = ("use_sliding_window", "max_window_layers")
-    features = ("window", "window_layers")
+    keys = ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types")
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return range(max(0, source.get("max_window_layers", 28)), layers)
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        # For tools that do not know layer_types
-        windowed = windowed_layers(config)
-        is_upper = windowed and windowed == list(range(windowed[0], config.layers))
-        return {"max_window_layers": windowed[0]} if is_upper else {}
 
 
 @register
@@ -43,7 +34,6 @@ class Qwen2(UpperWindows):
 
     model_type = "qwen2"
     class_name = "Qwen2"
-    rank = 2
     defaults = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
@@ -51,7 +41,6 @@ class Qwen2(UpperWindows):
     }
     fixed = {"qkv_bias": True, "out_bias": False}
     harmless = ("attention_bias",)
-    states_head_dim = False
 
     def check_tokenizer(self, file: Path) -> None:
         described = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE)
@@ -71,7 +60,6 @@ class Qwen3(UpperWindows):
 
     model_type = "qwen3"
     class_name = "Qwen3"
-    rank = 4
     defaults = {
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
@@ -84,11 +72,10 @@ class Qwen3(UpperWindows):
 
 @register
 class SeedOss(Family):
-    """Biases as config.json says. If heads have channels / heads channels, Qwen2 writes it."""
+    """Biases as config.json says, and heads of any size."""
 
     model_type = "seed_oss"
     class_name = "SeedOss"
-    rank = 3
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 524288,
@@ -101,10 +88,3 @@ class SeedOss(Family):
         "mlp_bias": ("mlp_bias",),
     }
     harmless = ("residual_dropout",)
-
-    def suits(self, config: GPTConfig) -> bool:
-        is_own_size = config.head_size * config.heads != config.channels
-        return is_own_size and config.qkv_bias and not config.out_bias
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"residual_dropout": 0.0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, register, windowed_layers
+from longctx.hf.families.family import Family, register
 from longctx.spec.model_config import GPTConfig
 
 
@@ -23,16 +23,6 @@ class SigmoidExperts(Family):
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         return {"experts.dense_layers": list(range(min(source.get(self.dense), layers)))}
 
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {self.dense: len(config.experts.dense_layers)}
-
-    def check_features(self, config: GPTConfig) -> None:
-        dense = config.experts.dense_layers
-        if dense != list(range(len(dense))):
-            raise self.cannot(config, "experts.dense_layers")
-        if not config.experts.shared:
-            raise self.cannot(config, "experts.shared")
-
 
 @register
 class Glm4Moe(SigmoidExperts):
@@ -42,7 +32,6 @@ class Glm4Moe(SigmoidExperts):
 
     model_type = "glm4_moe"
     class_name = "Glm4Moe"
-    rank = 7
     defaults = {
         **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
         **{"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
@@ -64,23 +53,13 @@ class Glm4Moe(SigmoidExperts):
     keys = (dense, "use_qk_norm", "partial_rotary_factor")
     harmless = ("output_router_logits", "num_nextn_predict_layers", "num_mtp_layers")
     names = {"mlp.correction.weight": "mlp.gate.e_score_correction_bias"}
-    features = ("qk_norm", "rotary_share", "experts.dense_layers")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         norm = "head" if source.flag("use_qk_norm") else "none"
         return super().read_features(source, layers) | {"qk_norm": norm}
 
-    def check_features(self, config: GPTConfig) -> None:
-        super().check_features(config)
-        if config.qk_norm == "whole":
-            raise self.cannot(config, "qk_norm")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_features(config) | {
-            "use_qk_norm": config.qk_norm == "head",
-            "partial_rotary_factor": config.rotary_share,
-            "num_nextn_predict_layers": 0,
-        }
+    def changed(self, config: GPTConfig) -> dict[str, Any]:
+        return super().changed(config) | {"num_nextn_predict_layers": 0}
 
     def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
         layer = tensor.removeprefix("model.layers.").partition(".")[0]
@@ -93,7 +72,6 @@ class Afmoe(SigmoidExperts):
 
     model_type = "afmoe"
     class_name = "Afmoe"
-    rank = 8
     defaults = {
         **{"head_dim": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5},
         **{"num_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408},
@@ -113,7 +91,7 @@ class Afmoe(SigmoidExperts):
     numbers = {"route_scale": ("experts.scale", 1.0)}
     dense = "num_dense_layers"
     full_every = "global_attn_every_n_layers"
-    keys = (dense, "mup_enabled")
+    keys = (dense, "mup_enabled", "sliding_window")
     # Of its published folders; its class in transformers does not read them
     harmless = (
         *("output_router_logits", "load_balance_coeff", "n_group", "topk_group"),
@@ -125,10 +103,6 @@ class Afmoe(SigmoidExperts):
         "pre_feedforward_layernorm": "pre_mlp_layernorm",
         "post_feedforward_layernorm": "post_mlp_layernorm",
     }
-    features = (
-        *("nope_layers", "window", "window_layers", "multipliers.embedding"),
-        "experts.dense_layers",
-    )
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         windowed = self.read_windowed(source, layers)
@@ -136,18 +110,4 @@ class Afmoe(SigmoidExperts):
         return super().read_features(source, layers) | {
             "nope_layers": [n for n in range(layers) if n not in windowed],
             "multipliers.embedding": factor,
-        }
-
-    def check_features(self, config: GPTConfig) -> None:
-        super().check_features(config)
-        full = sorted({*range(config.layers)} - {*windowed_layers(config)})
-        if config.nope_layers != full:
-            raise self.cannot(config, "nope_layers")
-        if config.multipliers.embedding not in (1, config.channels**0.5):
-            raise self.cannot(config, "multipliers.embedding")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return super().write_features(config) | {
-            "sliding_window": config.window or self.defaults["sliding_window"],
-            "mup_enabled": config.multipliers.embedding != 1,
         }

@@ -33,9 +33,10 @@ class BalancedExperts(Family):
             source = source.with_keys(router_aux_loss_coef=0.0)
         return super().read(source)
 
-    def write(self, config: GPTConfig, context: int) -> dict[str, Any]:
-        is_balanced = config.experts.balance > 0
-        return super().write(config, context) | {"output_router_logits": is_balanced}
+    def changed(self, config: GPTConfig) -> dict[str, Any]:
+        balance = config.experts.balance
+        balanced = {"router_aux_loss_coef": balance, "output_router_logits": balance > 0}
+        return super().changed(config) | balanced
 
 
 @register
@@ -44,7 +45,6 @@ class Mixtral(BalancedExperts):
 
     model_type = "mixtral"
     class_name = "Mixtral"
-    rank = 5
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -59,10 +59,7 @@ class Mixtral(BalancedExperts):
     }
     covered = {"router_jitter_noise": (0.0,)}
     names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    features = ("window", "experts.ffn")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"intermediate_size": config.expert_ffn}
+    keys = ("sliding_window",)
 
 
 @register
@@ -71,7 +68,6 @@ class Qwen3Moe(BalancedExperts):
 
     model_type = "qwen3_moe"
     class_name = "Qwen3Moe"
-    rank = 6
     defaults = {
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
@@ -92,15 +88,11 @@ class Qwen3Moe(BalancedExperts):
         "moe_intermediate_size": "experts.ffn",
     }
     aliases = {"num_local_experts": "num_experts"}
-    keys = ("use_sliding_window", "decoder_sparse_step", "mlp_only_layers")
-    features = ("window", "experts.dense_layers")
+    keys = ("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "sliding_window")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
         return {"experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every]}
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"decoder_sparse_step": 1, "mlp_only_layers": config.experts.dense_layers}
 
 
 # gpt-oss's rope in transformers, if config.json has none
@@ -143,7 +135,6 @@ class GptOss(BalancedExperts):
 
     model_type = "gpt_oss"
     class_name = "GptOss"
-    rank = 8
     defaults = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -164,11 +155,10 @@ class GptOss(BalancedExperts):
     }
     numbers = BalancedExperts.numbers | {"swiglu_limit": ("experts.clamp", 7.0)}
     covered = {"swiglu_alpha": (STEEPNESS,)}
-    keys = ("quantization_config",)
+    keys = ("quantization_config", "sliding_window", "layer_types")
     # the number of experts has two names
     harmless = (*BalancedExperts.harmless, "experts_per_token", "initial_context_length")
     names = {"mlp.gate": "mlp.router"}
-    features = ("window", "window_layers", "experts.ffn")
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
@@ -178,13 +168,6 @@ class GptOss(BalancedExperts):
 
     def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
         return range(0, layers, 2)
-
-    def check_features(self, config: GPTConfig) -> None:
-        if config.experts.clamp is None:
-            raise self.cannot(config, "experts.clamp")
-
-    def write_features(self, config: GPTConfig) -> dict[str, Any]:
-        return {"intermediate_size": config.expert_ffn, "swiglu_alpha": STEEPNESS}
 
     def tensors(self, config: GPTConfig) -> Iterator[Piece]:
         count = config.experts.count or 0

@@ -118,13 +118,12 @@ def small_tokenizer() -> str:
 def check_parity(
     config: PreTrainedConfig,
     tmp_path: Path,
-    other_types: Collection[str] = (),
     rewritten: Collection[str] = (),
 ) -> None:
     """Logits, loss and gradients are those of transformers, and an export is the model again.
 
-    It is of one of `other_types`, or has the class and every key that the model came with; those of
-    `rewritten` may have other values.
+    It has the class and every key that the model came with; those of `rewritten` may have other
+    values.
     """
     theirs = reference(config)
     theirs.save_pretrained(tmp_path / "in")
@@ -138,26 +137,19 @@ def check_parity(
     ).eval()
     tokens = torch.randint(301, (2, 101))
     weights, exported = theirs.state_dict(), again.state_dict()
-    if weights.keys() == exported.keys():
-        for name, tensor in exported.items():
-            assert torch.equal(tensor, weights[name]), name
-        assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-    else:  # another class, with fused projections: sums in another order
-        torch.testing.assert_close(again(tokens).logits, theirs(tokens).logits)
+    assert weights.keys() == exported.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, weights[name]), name
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
     back = pretrained(tmp_path / "out")
     assert back.config == model.config == read_config(tmp_path / "in")
     for (name, a), (_, b) in zip(back.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    if again.config.model_type not in other_types:
-        assert type(again) is type(theirs)
-        ours, want = again.config.to_dict(), theirs.config.to_dict()
-        free = ("architectures", "dtype", "no_rope_layer_interval", "_name_or_path", *rewritten)
-        free += ("partial_rotary_factor",)  # as older tools read it
-        # layer_types says it of each layer
-        free += ("sliding_window_pattern", "_sliding_window_pattern", "max_window_layers")
-        free += ("global_attn_every_n_layers",)
-        for key in ours.keys() - {*free, "bos_token_id", "eos_token_id"}:
-            assert ours[key] == want[key], key
+    assert type(again) is type(theirs)
+    ours, want = again.config.to_dict(), theirs.config.to_dict()
+    free = {"architectures", "dtype", "_name_or_path", "bos_token_id", "eos_token_id", *rewritten}
+    for key in ours.keys() - free:
+        assert ours[key] == want[key], key
     text = "In 1812 a rose is 20 roses"
     ids = tokenizers.Tokenizer.from_file(str(tmp_path / "in" / "tokenizer.json")).encode(text).ids
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids
@@ -213,8 +205,6 @@ class FamilyTests:
     cases: Mapping[str, PreTrainedConfig] = {}
     # ids that the class would place beyond the small vocabulary
     special: Mapping[str, Any] = {}
-    # model types of other families as which a model may be exported that is theirs as well
-    other_types: tuple[str, ...] = ()
     # keys that an export may write otherwise
     rewritten: tuple[str, ...] = ()
     # scalings that its class has
@@ -308,13 +298,13 @@ class FamilyTests:
 
     def test_computes_as_in_transformers_and_comes_back(self, case, tmp_path):
         config = self.config(case) if isinstance(case, int) else self.cases[case]
-        check_parity(config, tmp_path, self.other_types, self.rewritten)
+        check_parity(config, tmp_path, self.rewritten)
 
     def test_stretched_computes_as_in_transformers(self, rope, tmp_path):
         keys = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
         keys |= {"head_dim": 8} if "head_dim" in self.drawn else {}
         keys |= self.rope_keys({"rope_theta": 5000.0} | ROPES[rope]) | dict(self.stretched)
-        check_parity(self.config(0, **keys), tmp_path, self.other_types, self.rewritten)
+        check_parity(self.config(0, **keys), tmp_path, self.rewritten)
 
     def test_missing_keys_have_the_values_of_transformers(self, tmp_path):
         keys = {k: SIZES[k] for k in ("vocab_size", "num_hidden_layers", "intermediate_size")}

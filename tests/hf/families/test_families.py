@@ -24,7 +24,6 @@ class TestLlama(FamilyTests):
 
 class TestSmolLM3(FamilyTests):
     config_class = transformers.SmolLM3Config
-    rewritten = ("sliding_window",)  # without windows
     drawn = BIASES | {
         **{"no_rope_layer_interval": [2, 3], "use_sliding_window": [False, True]},
         **{"sliding_window": [7], "num_hidden_layers": [4]},
@@ -34,8 +33,6 @@ class TestSmolLM3(FamilyTests):
 class TestMistral(FamilyTests):
     config_class = transformers.MistralConfig
     drawn = {"sliding_window": [None, 9], "head_dim": [8, 16]}
-    # without windows it goes out as the Llama that it is
-    other_types = ("llama",)
 
 
 class TestMinistral(FamilyTests):
@@ -44,8 +41,6 @@ class TestMinistral(FamilyTests):
         **{"head_dim": [4, 10], "sliding_window": [1, 7, 30], "num_hidden_layers": [2]},
         "layer_types": [None, [WINDOWED, FULL]],
     }
-    # all windowed, as the Mistral that it is
-    other_types = ("mistral",)
 
 
 class TestCwm(FamilyTests):
@@ -55,20 +50,16 @@ class TestCwm(FamilyTests):
         "layer_types": [None, [WINDOWED, FULL] * 3],
         "rope_parameters": [None, PLAIN_ROPE],
     }
-    # as the Ministral that it is
-    other_types = ("ministral",)
     special = {"bos_token_id": 1}
 
 
 class TestQwen2(FamilyTests):
     config_class = transformers.Qwen2Config
-    rewritten = ("sliding_window", "use_sliding_window")  # without windows
     drawn = {"use_sliding_window": [False, True], "sliding_window": [11], "max_window_layers": [1]}
 
 
 class TestQwen3(FamilyTests):
     config_class = transformers.Qwen3Config
-    rewritten = ("sliding_window", "use_sliding_window")  # without windows
     drawn = BIAS | {
         **{"head_dim": [8, 16], "num_hidden_layers": [3]},
         **{"use_sliding_window": [True], "sliding_window": [5]},
@@ -87,8 +78,6 @@ class TestSeedOss(FamilyTests):
         )
     }
     stretched = {"num_attention_heads": 4}
-    # as the Llama and the Qwen2 that they are
-    other_types = ("llama", "qwen2")
 
 
 ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1.0}
@@ -97,8 +86,6 @@ ALPHA = {"rope_type": "dynamic", "rope_theta": 300.0, "alpha": 50.0, "factor": 1
 class TestHunYuanDenseV1(FamilyTests):
     config_class = transformers.HunYuanDenseV1Config
     drawn = BIAS | {"head_dim": [4, 10, 16], "rope_parameters": [PLAIN_ROPE, ALPHA]}
-    # that of alpha is written as the larger base that it is
-    rewritten = ("rope_parameters",)
 
 
 class TestGlm4(FamilyTests):
@@ -133,7 +120,6 @@ class TestGranite(FamilyTests):
 
 class TestGraniteSWA(FamilyTests):
     config_class = transformers.GraniteSWAConfig
-    rewritten = ("rope_parameters",)  # a base that no layer has
     drawn = FACTORS | {
         **{"sliding_window": [3, 8, 20], "num_hidden_layers": [5], "layer_rope_theta": BASES}
     }
@@ -160,9 +146,6 @@ class TestPhi3(FamilyTests):
     widths = (8,)
     ropes = ("longrope",)
     fast_ropes = ("longrope",)
-    # as the Llama and the Mistral that they are
-    other_types = ("llama", "mistral")
-    rewritten = (OLD,)
 
 
 # Blocks that normalize what a branch adds
@@ -184,13 +167,10 @@ class TestOlmo3(FamilyTests):
     cases = {"one rope": transformers.Olmo3Config(**deepcopy(SMALL) | ONE_ROPE, sliding_window=9)}
     stretched = {"sliding_window": 40, "layer_types": None}
     windowed_rope = PLAIN
-    # without windows it goes out as the OLMo 2 that it is
-    other_types = ("olmo2",)
 
 
 class TestExaone4(FamilyTests):
     config_class = transformers.Exaone4Config
-    rewritten = ("sliding_window",)  # without windows
     drawn = WINDOWS | {
         **{
             "head_dim": [4, 10, 16],
@@ -222,8 +202,6 @@ class TestGemma3(FamilyTests):
     )
     stretched = {"sliding_window": 40, "layer_types": None}
     windowed_rope = PLAIN
-    # what windows have that no layer has is gone
-    rewritten = ("rope_parameters", "sliding_window")
 
 
 # Experts

@@ -21,7 +21,6 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from longctx.hf.export import export, export_adapter
-from longctx.hf.families import read_model
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
 from longctx.spec.model_config import GPTConfig, LoraConfig
@@ -127,8 +126,7 @@ def test_an_adapter_has_the_layers_of_its_family(config, tmp_path):
     model = lora.add(pretrained(base), rank)
     for layer in lora.layers(model):
         torch.nn.init.normal_(layer.lora_b, std=0.1)
-    family = read_model(base)[0]
-    export_adapter(model, rank, str(base), tmp_path / "adapter", family=family)
+    export_adapter(model, rank, str(base), tmp_path / "adapter")
     opened = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     adapted = PeftModel.from_pretrained(opened, tmp_path / "adapter").eval()
     tokens = torch.randint(301, (1, 40))

@@ -1,4 +1,4 @@
-"""The text model of a multimodal folder is trained, and all else comes back unchanged."""
+"""The text model of a multimodal folder is trained and exported."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -14,7 +15,6 @@ from transformers import (
 )
 
 from longctx.attention import Mask
-from longctx.cli import main as cli
 from longctx.hf.export import export
 from longctx.hf.model_folder import pretrained
 from tests.hf.families.parity import SIZES, SPECIAL, write_tokenizer
@@ -74,26 +74,6 @@ def test_the_text_model_computes_as_in_transformers(folder):
     assert (logits - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_all_else_is_carried_through_an_export(folder, tmp_path):
-    (folder / "preprocessor_config.json").write_text('{"size": 28}')
-    model, out = pretrained(folder), tmp_path / "out"
-    with torch.no_grad():
-        model.blocks[1].mlp.down.weight += 0.125
-    export(model, folder, out, shard_bytes=20_000, wrapper=folder)
-    assert (out / "preprocessor_config.json").read_text() == '{"size": 28}'
-    before, after = opened(folder), opened(out)
-    assert type(after) is type(before)
-    weights = before.state_dict()
-    assert after.state_dict().keys() == weights.keys()
-    changed = "model.language_model.layers.1.mlp.down_proj.weight"
-    for name, x in after.state_dict().items():
-        moved = 0.125 if name == changed else 0.0
-        torch.testing.assert_close(x, weights[name] + moved, rtol=0, atol=2**-24)
-        if "vision" in name or "projector" in name:
-            assert torch.equal(x, weights[name])
-    assert after.config.vision_config.to_dict() == before.config.vision_config.to_dict()
-
-
 def test_names_as_in_memory_are_read(folder, tmp_path):
     config, out = (folder / "config.json").read_text(), tmp_path / "renamed"
     out.mkdir()
@@ -109,17 +89,9 @@ def test_names_as_in_memory_are_read(folder, tmp_path):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("rank", [None, 4])
-def test_a_run_exports_what_it_began_with(rank, folder, tmp_path, capsys):
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for n in range(8):
-        (texts / f"{n}.txt").write_text(f"a rose is a rose in 1812 and in 202{n}\n" * 40)
-    keys = [f"init={folder}", "data=text", f"data.path={texts}", "device=cpu", "workers=0"]
-    keys += ["seq_len=32", "batch_size=1", "accumulate=1", "max_steps=1", "name=a"]
-    keys += ["wandb.mode=disabled", f"runs={tmp_path / 'runs'}", f"data.cache={tmp_path / 'cache'}"]
-    keys += [] if rank is None else [f"lora.rank={rank}"]
-    assert cli(["train", *keys]) == 0, capsys.readouterr().err
-    assert cli(["export", str(tmp_path / "runs" / "a"), str(tmp_path / "out")]) == 0
-    assert "vision_tower" in str(opened(tmp_path / "out").state_dict().keys())
-    assert "warning" not in capsys.readouterr().err
+def test_an_export_is_the_text_model(folder, tmp_path):
+    model, tokens = pretrained(folder), torch.randint(290, (1, 40))
+    export(model, folder, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert "vision" not in str(theirs.state_dict().keys())
+    torch.testing.assert_close(theirs.eval()(tokens).logits, opened(folder)(tokens).logits)
