@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -436,36 +436,6 @@ def version_of(package: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[:2]))
 
 
-class Differences(NamedTuple):
-    """Differences relative to the logits: `leak`, of the later documents if the first changes;
-    `packed`, from transformers' eager attention, of which rounding explains `allowed`.
-    """
-
-    leak: float
-    packed: float
-    allowed: float = TOLERANCE
-    is_right_alone: bool = False  # a document that is the first of its sequence
-
-    @property
-    def problem(self) -> str:
-        """Why they are too large; empty if they are not."""
-        if not self.leak <= TOLERANCE:
-            return (
-                "its layers carry one document of a sequence into the next (logits change by "
-                f"{self.leak:.0%}), as recurrent and convolutional layers do without the packages "
-                "that transformers asks for; install (causal-conv1d, mamba-ssm, "
-                "flash-linear-attention)"
-            )
-        if not self.packed <= self.allowed:
-            alone = "packed documents are not supported, one document a sequence is right"
-            remedy = alone if self.is_right_alone else "longctx does not support its layers"
-            return (
-                "logits differ from those of transformers' own attention by "
-                f"{self.packed:.2%}, {self.allowed:.2%} is allowed; {remedy}"
-            )
-        return ""
-
-
 def check(model: Any) -> None:
     """Raise ValueError unless documents in one sequence have the logits that each has alone with
     transformers' eager attention, and none sees another. Then they may be packed in this model.
@@ -489,11 +459,11 @@ def check(model: Any) -> None:
     vouch(config)
     try:
         try:
-            measured = differences(model, name, lengths, packed)
+            problem, _ = differences(model, name, lengths, packed)
         # Layers that are counted elsewhere in the config, as Jamba's, are computed all
         except (IndexError, TypeError):
-            measured = differences(model, name, lengths, packed, config.num_hidden_layers)
-        refuse((measured.problem, f"model_type={kind}: {measured.problem}"))
+            problem, _ = differences(model, name, lengths, packed, config.num_hidden_layers)
+        refuse((problem, f"model_type={kind}: {problem}"))
     except Exception as error:
         del _checked[id(config)]
         if isinstance(error, ValueError):
@@ -507,8 +477,9 @@ def differences(
     lengths: list[int],
     packed: Callable[[list[Tensor]], Tensor],
     layers: int | None = None,
-) -> Differences:
-    """Compare logits of random documents of these `lengths`: packed, and each alone.
+) -> tuple[str, bool]:
+    """Compare logits of random documents of these `lengths`: packed, and each alone. Return what is
+    wrong, "" for nothing, and True if one document a sequence may be right.
 
     `packed` computes a sequence of documents with attention `name`, `model` a document with eager
     attention; both only the first `layers`, or so many that each kind is among them.
@@ -527,17 +498,27 @@ def differences(
             ours, leaking = packed(documents), packed(changed)
         with torch.no_grad(), implementation(model, "eager", layers):
             theirs = [model(input_ids=x, use_cache=False).logits for x in documents]
-            first = relative(ours[:, : lengths[0]], theirs[0])
     finally:
         model.train(training)
     others = slice(lengths[0], None)
-    allowed = max(TOLERANCE, 8 * torch.finfo(weight.dtype).eps)
-    return Differences(
-        leak=relative(leaking[:, others], ours[:, others]) if len(lengths) > 1 else 0.0,
-        packed=relative(ours, torch.cat(theirs, dim=1)),
-        allowed=allowed,
-        is_right_alone=first <= allowed,
-    )
+    leak = relative(leaking[:, others], ours[:, others]) if len(lengths) > 1 else 0.0
+    if not leak <= TOLERANCE:
+        return (
+            "its layers carry one document of a sequence into the next (logits change by "
+            f"{leak:.0%}), as recurrent and convolutional layers do without the packages that "
+            "transformers asks for; install (causal-conv1d, mamba-ssm, flash-linear-attention)"
+        ), True
+    allowed = max(TOLERANCE, 8 * torch.finfo(weight.dtype).eps)  # by rounding
+    off = relative(ours, torch.cat(theirs, dim=1))
+    if off <= allowed:
+        return "", True
+    is_right_alone = relative(ours[:, : lengths[0]], theirs[0]) <= allowed
+    alone = "packed documents are not supported, one document a sequence is right"
+    remedy = alone if is_right_alone else "longctx does not support its layers"
+    return (
+        "logits differ from those of transformers' own attention by "
+        f"{off:.2%}, {allowed:.2%} is allowed; {remedy}"
+    ), is_right_alone
 
 
 def relative(x: Tensor, y: Tensor) -> float:

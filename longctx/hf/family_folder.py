@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,25 +38,12 @@ from longctx.spec.parts import Piece
 
 # Tensors that are computed, not learned; old Llama files have them.
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-# What a folder does not decide; positions may be stretched, see context_extension.py.
-NOT_OF_FOLDER = ("vocab_size", "init_std", "context", "head_dim", "rope_theta", "rope_scaling")
 
 
 def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
-    """Return the place of each tensor of `folder`, if they make the model of `config`.
-
-    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
-    tensor, another architecture than `config`, or a file that is not safetensors.
-    """
+    """Return the place of each tensor of `folder`; see `model_folder.check_weights`."""
     family, source = read_model(folder)
 
-    # the architecture
-    free = {key: getattr(config, key) for key in NOT_OF_FOLDER}
-    free["experts"] = replace(source.experts, balance=config.experts.balance)
-    if replace(source, **free) != config or source.head_size != config.head_size:
-        raise ValueError(
-            f"{folder}: its config.json describes another model than the one that is to be filled"
-        )
     if (config.vocab_size or 0) < (source.vocab_size or 0):
         raise ValueError(
             f"model.vocab_size={config.vocab_size}: {folder} has weights for "

@@ -66,10 +66,11 @@ def format_of(config: GPTConfig) -> Any:
 
 
 def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
-    """Return the place of each tensor of `folder`, if they make the model of `config`.
+    """Return the place of each tensor of `folder`, if they make the model of its config.json and
+    `config` has room for their vocabulary.
 
     Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
-    tensor, another architecture than `config`, or a file that is not safetensors.
+    tensor, or a file that is not safetensors.
     """
     stored: dict[str, Stored] = format_of(config).check_weights(config, Path(folder))
     return stored

@@ -20,7 +20,6 @@ from longctx.hf.transformers_model import NOT_REPLACED, TransformersModel, empty
 from longctx.parallel.devices import dtype_of
 from longctx.transformers import (
     NAME,
-    TOLERANCE,
     differences,
     layers_to_check,
     lengths_to_check,
@@ -80,16 +79,16 @@ def prove(
         theirs.tie_weights()
         model.eval()
         try:
-            found = differences(theirs, NAME, lengths, packed)
+            problem, is_right_alone = differences(theirs, NAME, lengths, packed)
             off = 0.0 if dtype == torch.float32 else rounding(model, lengths[0], dtype)
         except Exception as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"model_type={kind}: it cannot be computed: {reason}") from error
-    remedy = "" if found.leak <= TOLERANCE and not found.is_right_alone else PACKING
+    remedy = PACKING if is_right_alone else ""
     allowed = 8 * torch.finfo(dtype).eps
     refuse(
         (not model.documents.calls, f"model_type={kind}: {NOT_REPLACED}"),
-        (found.problem, f"model_type={kind}: {found.problem}{remedy}"),
+        (problem, f"model_type={kind}: {problem}{remedy}"),
         (not off <= allowed, f"model_type={kind}: in {precision} its logits are {off:.0%} off"),
     )
     _proven.add(key_of(config))

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from longctx import untrusted
-from longctx.hf.stored import DTYPES, Stored, Write, inventory, values_of
+from longctx.hf.stored import DTYPES, Stored, Write, inventory
 from longctx.hf.transformers_config import TransformersConfig
 from longctx.hf.transformers_model import described, empty_model, weights_of
 from longctx.model.lora import ADDED
@@ -78,34 +76,17 @@ def cast(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, folder: Path, write: Write) -> None:
-    """Copy the weights of `folder` into `model`; see `model_folder.load_weights`."""
-    readers = readers_of(model.config, folder)
+    """Copy the weights of `folder` into `model`; see `model_folder.load_weights`. Every rank has
+    transformers read all of them into host memory.
+    """
+    values = weights_of(read_weights(model.config, folder))
     for name, weight in model.named_parameters():
         if name.endswith(ADDED):
             continue
-        if (theirs := model.name_of(name)) not in readers:
-            raise ValueError(f"{folder}: no tensor {theirs}, which its config.json asks for")
-        values = readers[theirs]()
         if weight.ndim:
-            write(weight, values, 0)
+            write(weight, values[model.name_of(name)], 0)
         else:
-            weight.copy_(values)
-        del values
-
-
-def readers_of(config: TransformersConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Return what reads each weight of `folder`, by its name in transformers' model.
-
-    If the folder's tensors have other names or shapes, such as a tensor for each expert, every
-    rank has transformers read all of them into host memory.
-    """
-    whole, stored = empty_model(config.settings), inventory(folder)
-    shapes = {name: tuple(weight.shape) for name, weight in weights_of(whole).items()}
-    is_same = shapes == {name: place.shape for name, place in stored.items()}
-    if is_same and not get_model_conversion_mapping(whole, add_legacy=False):
-        return {name: partial(values_of, place) for name, place in stored.items()}
-    values = weights_of(read_weights(config, folder))
-    return {name: weight.detach for name, weight in values.items()}
+            weight.copy_(values[model.name_of(name)])
 
 
 def writer(

@@ -1,13 +1,11 @@
 """Mistral and its relatives: Llama without biases and with sliding windows.
 
-Mistral has a window in every layer, Ministral in the layers of layer_types, CWM in all but each
-fourth. transformers saves a Mistral folder with layer_types as Ministral. In Ministral 3 queries
-grow with their position.
+Mistral has a window in every layer, Ministral in the layers of layer_types. transformers saves a
+Mistral folder with layer_types as Ministral. In Ministral 3 queries grow with their position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from longctx.config.rope_config import KEYS, ORIGINAL
@@ -38,37 +36,6 @@ class Ministral(Mistral):
     model_type = "ministral"
     class_name = "Ministral"
     keys = ("sliding_window", "layer_types")
-
-
-CWM_THETA = 1_000_000.0
-CWM_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": CWM_THETA,
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    ORIGINAL: 8192,
-}
-
-
-@register
-class Cwm(Ministral):
-    """Ministral with windows in three of four layers and a rope of its own by default."""
-
-    model_type = "cwm"
-    class_name = "Cwm"
-    defaults = {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": CWM_THETA,
-        "sliding_window": 8192,
-    }
-    rope = CWM_ROPE
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return [n for n in range(layers) if n % 4]
 
 
 BETA = "llama_4_scaling_beta"

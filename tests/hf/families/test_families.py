@@ -43,16 +43,6 @@ class TestMinistral(FamilyTests):
     }
 
 
-class TestCwm(FamilyTests):
-    config_class = transformers.CwmConfig
-    drawn = {
-        **{"head_dim": [8, 16], "sliding_window": [9], "num_hidden_layers": [6]},
-        "layer_types": [None, [WINDOWED, FULL] * 3],
-        "rope_parameters": [None, PLAIN_ROPE],
-    }
-    special = {"bos_token_id": 1}
-
-
 class TestQwen2(FamilyTests):
     config_class = transformers.Qwen2Config
     drawn = {"use_sliding_window": [False, True], "sliding_window": [11], "max_window_layers": [1]}
