@@ -9,7 +9,7 @@ from typing import Any
 
 from longctx.config.fields import Group, foreign_keys, key
 
-WAYS = ("keep", "auto", "abf", "ntk", "linear", "dynamic", "yarn", "llama3", "longrope")
+WAYS = ("keep", "auto", "abf", "linear", "dynamic", "yarn", "llama3", "longrope")
 # The length that the weights were trained for before any scaling.
 ORIGINAL = "original_max_position_embeddings"
 # rope_type → the keys that it needs, and its optional keys.

@@ -384,7 +384,7 @@ class TransformersModel(GPT):
                 yield block, path, target, True
 
     def hidden(
-        self, tokens: Tensor, mask: Mask, shards: Shards, length: int, trains: bool
+        self, tokens: Tensor, mask: Mask, shards: Shards, length: int
     ) -> tuple[Tensor, Tensor]:
         """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C)."""
         positions = shards.local(mask.positions(len(tokens), shards.length, tokens.device))

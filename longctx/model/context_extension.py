@@ -60,8 +60,6 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
     except ValueError as error:
         raise ValueError(str(error).replace("model.rope_scaling.", "rope.options.")) from error
     line = f"{kind}: {original:,} tokens × {factor:g} = {reached:,}"
-    if kind == "ntk":
-        line += f", base {model.rope_theta:g} → {stretched.rope_theta:g}"
     return stretched, f"auto: {line}" if rope.type == "auto" else line
 
 
@@ -107,16 +105,6 @@ def _stretched(
     options: Mapping[str, Any],
     context: int,
 ) -> GPTConfig:
-    if kind == "ntk":
-        D = model.rotary_size
-        if D <= 2:
-            raise ValueError("rope=ntk: needs heads of more than 2 channels")
-        return replace(
-            model,
-            rope_theta=model.rope_theta * factor ** (D / (D - 2)),
-            rope_scaling={},
-            context=context,
-        )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if ORIGINAL in KEYS[kind][0]:
         scaling[ORIGINAL] = original

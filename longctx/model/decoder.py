@@ -204,7 +204,7 @@ class Decoder:
         return self._logits(x[:, 0])
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.model.embedded(tokens, self.model.embed.weight).to(self.dtype)
+        return self.model.embedded(tokens).to(self.dtype)
 
     def _through_blocks(
         self, x: Tensor, block_of: Callable[[int], Callable[..., Tensor]]
@@ -255,42 +255,17 @@ def continuations(
     """Yield the next token of each prompt, `most` times; None if a token of `ends` has ended it.
 
     `choose` picks tokens (rows,) from logits (rows, V). It stops early if all have ended; without
-    `ends` it never does, as ranks that compute together need it. A GPU computes the next
-    step while tokens are read and shown.
+    `ends` it never does, as ranks that compute together need it.
     """
     logits, going = decoder.prefill(prompts), [True] * len(prompts)
-    ahead = decoder.device.type == "cuda"
     for n in range(most):
-        tokens, last = choose(logits), n + 1 == most
-        arrived = reading(tokens)
-        if ahead and not last:
-            logits = decoder.step(tokens)
-        chosen: list[int] = arrived().tolist()
+        tokens = choose(logits)
+        chosen: list[int] = tokens.tolist()
         yield [token if goes else None for token, goes in zip(chosen, going, strict=True)]
         going = [goes and token not in ends for token, goes in zip(chosen, going, strict=True)]
-        if last or not any(going):
+        if n + 1 == most or not any(going):
             return
-        if not ahead:
-            logits = decoder.step(tokens)
-
-
-def reading(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy `x` to the CPU; return a function that waits for the copy and gives it.
-
-    It waits for no work that a GPU was given after this call.
-    """
-    if x.device.type != "cuda":
-        return lambda: x
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    copy.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def arrived() -> Tensor:
-        copied.synchronize()
-        return copy
-
-    return arrived
+        logits = decoder.step(tokens)
 
 
 class Sampler:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from longctx.attention import Mask
 from longctx.attention.context_parallel import Context, Shards
@@ -196,7 +195,7 @@ class GPT(nn.Module):
         # The loss that balances experts sees every router on the way
         balance = self._balance(targets, reduction)
         with balancing(balance):
-            x, lm_head = self.hidden(tokens, mask, shards, T, trains=targets is not None)
+            x, lm_head = self.hidden(tokens, mask, shards, T)
 
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
@@ -229,7 +228,7 @@ class GPT(nn.Module):
         return Balance(factor) if factor and trains else None
 
     def hidden(
-        self, tokens: Tensor, mask: Mask, shards: Shards, length: int, trains: bool
+        self, tokens: Tensor, mask: Mask, shards: Shards, length: int
     ) -> tuple[Tensor, Tensor]:
         """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C).
 
@@ -241,21 +240,16 @@ class GPT(nn.Module):
         angles = self.ropes.per_layer(
             lambda rope: rope(positions, frequencies_of(rope, mask, shards, shape, device))
         )
-        embedding, lm_head = self.embed.weight, self.lm_head_weight
-        # Two gradients of a tied weight take 2 V C; added up in place they take one
-        tied_in_place = self.head is None and trains and self._adds_tied_gradients_in_place(tokens)
-        if tied_in_place:
-            embedding, lm_head = _TiedWeight.apply(self.embed.weight)
-        x = self.embedded(tokens, embedding, tied_in_place)
+        x = self.embedded(tokens)
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self._through_blocks(x, angles, self._masks(mask, shards))
-        return self.norm(x), lm_head
+        return self.norm(x), self.lm_head_weight
 
-    def embedded(self, tokens: Tensor, weight: Tensor, sparse: bool = False) -> Tensor:
-        """Return the rows of the embedding `weight` that enter the first block."""
-        x = F.embedding(tokens, weight, sparse=sparse)
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return the rows of the embedding that enter the first block."""
+        x = self.embed(tokens)
         factor = self.config.multipliers.embedding
         # Rounded to the weight's dtype, as Gemma does
         return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
@@ -289,14 +283,6 @@ class GPT(nn.Module):
                 x = block(x, own, mask)
         return x
 
-    def _adds_tied_gradients_in_place(self, tokens: Tensor) -> bool:
-        """Return True if a tied weight's two gradients are added up in place.
-
-        That is on a GPU, in fp32, and if any order will do, since atomics add them.
-        """
-        any_order = tokens.is_cuda and not torch.are_deterministic_algorithms_enabled()
-        return any_order and torch.is_grad_enabled() and self.embed.weight.dtype == torch.float32
-
 
 def settings_of(
     attention: AttentionConfig | str, memory: MemoryConfig | str
@@ -316,25 +302,6 @@ def build(
     """Return the model of `config`, by the class that computes its kind."""
     model: GPT = pkgutil.resolve_name(config.implementation)(config, attention, memory)
     return model
-
-
-class _TiedWeight(torch.autograd.Function):
-    """A weight twice: for the embedding, whose gradient is sparse, and for the lm_head.
-
-    The sum of the two gradients takes the place of the lm_head's: one (V, C) tensor, not two.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        return weight.view_as(weight), weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, embedding: Tensor | None, lm_head: Tensor | None) -> Tensor:
-        # The loss makes a gradient of the lm_head whenever this weight is trained
-        assert lm_head is not None
-        return lm_head if embedding is None else lm_head.add_(embedding)
 
 
 def frequencies_of(

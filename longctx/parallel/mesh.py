@@ -68,7 +68,6 @@ class Parallel:
     fabric: Fabric
     dtype: torch.dtype  # of activations
     meeting: Meeting | None = None
-    shards_alone: bool = False  # fsdp on one device
     strategy: Strategy = STRATEGIES["none"]
     data_ranks: int = 1
     mesh: DeviceMesh | None = None
@@ -95,7 +94,6 @@ class Parallel:
             make_fabric(processes, device, precision),
             dtype_of(precision),
             meeting,
-            shards_alone=processes.ranks == 1 and config.strategy.shards_weights,
             data_ranks=processes.ranks,
         )
 
@@ -129,15 +127,13 @@ class Parallel:
         """Form the process group once rank 0 has decided what to run."""
         if self.meeting is not None:
             self.meeting.decided()
-        if not dist.is_initialized() and (self.meeting is not None or self.shards_alone):
+        if not dist.is_initialized() and self.meeting is not None:
             on_gpu = self.device.type == "cuda"
             if on_gpu:
                 torch.cuda.set_device(self.device)
-            # Without a meeting it is fsdp on one device, which nobody joins
-            store = dist.HashStore() if self.meeting is None else self.meeting.store
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                store=dist.PrefixStore("group", store),
+                store=dist.PrefixStore("group", self.meeting.store),
                 rank=self.rank,
                 world_size=self.ranks,
                 timeout=timedelta(seconds=float(os.environ.get(COLLECTIVE_VARIABLE, COLLECTIVE))),
@@ -153,7 +149,8 @@ class Parallel:
         """
         if self.meeting is not None:
             self.meeting.begin(folder)
-        strategy = STRATEGIES[layout.strategy]
+        # One device has nobody to share with
+        strategy = STRATEGIES[layout.strategy if self.ranks > 1 else "none"]
         shared = replace(self, strategy=strategy, data_ranks=layout.data_ranks)
         if self.ranks > 1:
             shared = replace(shared, clock=Clock(self.device))
@@ -162,7 +159,7 @@ class Parallel:
             return shared
         groups = {shared._rows_dimension: layout.data_ranks, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
-        sizes = {name: size for name, size in groups.items() if size > 1} or {"shard": 1}
+        sizes = {name: size for name, size in groups.items() if size > 1}
         mesh = init_device_mesh(
             self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )

@@ -211,9 +211,7 @@ class _Step:
             attention = {ATTENTION: costs.attention, KEPT: again - costs.freed}
             yield f"backward of block {layer}, attention", _sum(held, attention)
         last = (gradients if full else gradients - embedding) + (embedding if tied else 0.0)
-        # Added to the head's in place
-        sparse = tied and self.device == "cuda" and not self.workload.deterministic
-        last += 0.0 if sparse else embedding
+        last += embedding
         # The gradient in fp32 next to what it is made of
         of = self.e if self.model.multipliers.embedding == 1 else FP32
         tokens = {GRADIENTS: last, KEPT: (FP32 + of) * self.C * self.N}

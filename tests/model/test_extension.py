@@ -52,11 +52,6 @@ def test_raised_base_writes_no_rope_scaling():
     stretched, how = extended(PLAIN, RopeConfig("abf", theta=5e5), 8192)
     assert (stretched.rope_theta, stretched.rope_scaling, stretched.context) == (5e5, {}, 8192)
     assert "500000" in how
-    stretched, _ = extended(PLAIN, RopeConfig("ntk"), 8192)
-    assert (stretched.rope_scaling, stretched.context) == ({}, 8192)
-    D = PLAIN.head_size
-    slowest = stretched.rope_theta ** (-(D - 2) / D)
-    assert slowest == pytest.approx(PLAIN.rope_theta ** (-(D - 2) / D) / 4)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,6 @@ LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
         ({}, {"type": "longrope"}, "rope.options.short_factor is missing"),
         ({}, {"type": "longrope", "options": FACTORS}, "a list of 4 numbers"),
         (TINY_HEADS, {"type": "dynamic"}, "needs heads of more than 2 channels"),
-        (TINY_HEADS, {"type": "ntk"}, "needs heads of more than 2 channels"),
         (LONGROPE, {"type": "auto"}, "longrope's factors were searched for 2,048 tokens"),
     ],
 )

@@ -173,48 +173,6 @@ def test_block_at_the_recompile_limit_is_an_error():
                 model.double()(tokens(1, 8))
 
 
-def gradients_of(
-    model: GPT, x: Tensor, together: bool, monkeypatch: pytest.MonkeyPatch
-) -> list[Tensor]:
-    """All gradients; a tied weight's two added up in place if `together`."""
-    monkeypatch.setattr(GPT, "_adds_tied_gradients_in_place", lambda self, tokens: together)
-    model.zero_grad()
-    model(x[:, :-1], x[:, 1:]).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_gradients_add_in_place(tied, monkeypatch):
-    model, x = make(replace(CONFIG, tied=tied)), tokens(2, 31)
-    pairs = zip(
-        *(gradients_of(model, x, together, monkeypatch) for together in (True, False)), strict=True
-    )
-    for a, b in pairs:
-        assert a.layout == torch.strided
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.gpu
-def test_tied_gradients_in_place_take_the_memory_of_one(monkeypatch):
-    config = replace(CONFIG, vocab_size=200_000, channels=64)
-    model, x = make(config, "flash").cuda(), tokens(2, 300).cuda()
-    model(x[:, :-1], x[:, 1:]).backward()  # what a process allocates once: workspaces, self-test
-    room = []
-    for together in (True, False):
-        monkeypatch.setattr(
-            GPT, "_adds_tied_gradients_in_place", lambda self, tokens, together=together: together
-        )
-        model.zero_grad()
-        loss = model(x[:, :-1], x[:, 1:])
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        loss.backward()
-        room.append((torch.cuda.max_memory_allocated() - before) / (200_000 * 64 * 4))
-    assert room[0] < 0.5
-    assert room[1] > 0.9
-
-
 @pytest.mark.gpu
 def test_tied_gradients_add_in_one_order_where_runs_must_repeat(monkeypatch):
     """Three tokens that come up a hundred times each: their gradients are the same sums every time,
