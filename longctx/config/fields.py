@@ -41,7 +41,7 @@ class Key(NamedTuple):
     choices: the names allowed, of each item if the field is a list. A registry may grow later.
     distinct: the list is not empty, and has no value twice.
     needs: the key of the same group without which this one does nothing, or its value, as in
-        "spike=skip"; `enabled` if the group has it.
+        "lr_schedule=wsd"; `enabled` if the group has it.
     parse: reads what is given before it gets the type, such as `counted`. With `str` the command
         line's text is the value, whatever characters it has.
     positional: the command line takes it without `key=` too, as in `watch runs/NAME`.

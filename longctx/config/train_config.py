@@ -162,14 +162,6 @@ class TrainConfig(Group):
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
-    spike: str = key(
-        "flag",
-        "flag: report spikes of the loss | skip: drop such a step too (every step waits for it)",
-        choices=("flag", "skip"),
-    )
-    spike_budget: int = positive(
-        4, "steps of the last 128 that spike=skip may drop", limit=128, needs="spike=skip"
-    )
     seed: int = key(
         1, "of the initial weights and of the order of the sequences", between=(0, 2**63 - 1)
     )

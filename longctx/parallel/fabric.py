@@ -87,8 +87,6 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     for message in (
         "does not have many workers|LeafSpec|pkg_resources",
-        # A step that spike=skip drops moves the schedule on, but not the optimizer
-        r"Detected call of `lr_scheduler.step\(\)` before",
         # DDP keeps the nodes of its first stream; gradients wait for one another as they should
         "The AccumulateGrad node's stream does not match",
     ):

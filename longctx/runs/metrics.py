@@ -58,7 +58,7 @@ SPEED = partial(Panel, "Throughput")
 DEVICES = partial(Panel, "Several devices")
 EXTENSION = partial(Panel, "Context extension")
 STEP_PARTS = SPEED("Parts of a step (ms)", kind="shares")
-SPIKES = LOSS("Loss spikes, and steps skipped for them")
+SPIKES = LOSS("Loss spikes")
 PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 
@@ -148,7 +148,6 @@ METRICS: tuple[Metric, ...] = (
     # Learning
     Metric("loss", "loss", ".4f", "", ALL | CURVE, "min").drawn_in(LOSS("Loss", log=True)),
     Metric("loss_spikes", "loss spikes", ",", "", ALL).drawn_in(SPIKES),
-    Metric("steps_skipped", "steps skipped", ",", "", ALL).drawn_in(SPIKES),
     Metric("val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min").drawn_in(
         LOSS("Validation loss")
     ),

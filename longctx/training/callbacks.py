@@ -14,7 +14,6 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from longctx.config.doors import Door
-from longctx.config.train_config import TrainConfig
 from longctx.data import Data
 from longctx.model.decoder import Sampler, continuations, decoder_of
 from longctx.parallel import sharding
@@ -29,7 +28,7 @@ from longctx.training.validation import scoring
 PROMPT_TOKENS = 16  # tokens of a document that serve as a prompt
 SAMPLE_TOKENS = 64
 TEMPERATURE = 0.8
-WINDOW = 128  # values that a spike is compared with
+WINDOW = 128  # losses that a spike is compared with
 FEWEST_VALUES = 8  # with fewer nothing is a spike
 SIGMAS = 6.0
 SHARE = 0.1  # a spike is above the mean by this share of it, or more
@@ -161,75 +160,37 @@ class EarlyStopping(Callback):
 
 
 class Spikes(Callback):
-    """Count the spikes of a run: losses or gradient norms far above those before.
+    """Count and report the spikes of a run: logged losses far above those before.
 
-    After SkipStepAdamW of OLMo-core: a value is a spike among the last 128 if
+    As SkipStepAdamW of OLMo-core finds them: a loss is a spike among those of the last 128 rows if
 
-        value > mean + 6 · standard deviation
+        loss > mean + 6 · standard deviation
 
-    and here also value > 1.1 · mean, so that a nearly constant loss raises no alarm.
-
-    With spike=flag this looks at the losses of logged rows, for which no step waits. With
-    spike=skip the optimizer step asks `drops` about every step, and leaves out at most
-    `spike_budget` of the last 128. The counts are the same on every rank.
+    and here also loss > 1.1 · mean, so that a nearly constant loss raises no alarm.
     """
 
-    def __init__(self, config: TrainConfig, say: Callable[[str], None]) -> None:
-        self.mode, self.budget, self.say = config.spike, config.spike_budget, say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
         self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.norms: deque[float] = deque(maxlen=WINDOW)
-        self.dropped: deque[int] = deque(maxlen=WINDOW)  # 1 for each step dropped
         self.found = 0  # since the run began
-        self.skipped = 0
-        self.reported = 0  # of those found
-        self.lost = False  # the last step was dropped, and its loss or norm is not finite
-
-    def drops(self, loss: float | None, norm: float) -> bool:
-        """Return True if a step must leave weights and optimizer as they are.
-
-        A step without a target has no loss and counts nowhere.
-        """
-        if loss is None:
-            self.lost = False
-            return False
-        # A spike that is dropped, or is not finite, must not raise the mean of later ones
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        is_spike = is_outlier(loss, self.losses) or is_outlier(norm, self.norms)
-        drop = is_spike and sum(self.dropped) < self.budget
-        self.lost = drop and not finite
-        self.dropped.append(int(drop))
-        self.found += is_spike
-        self.skipped += drop
-        if finite and not drop:
-            self.losses.append(loss)
-            self.norms.append(norm)
-        return drop
 
     def logged(self, row: dict[str, Any]) -> None:
-        """Add the counts to `row`, absent if they are 0; warn of new spikes."""
-        if self.mode == "flag" and "loss" in row:
-            self.found += is_outlier(row["loss"], self.losses)
-            if math.isfinite(row["loss"]):
-                self.losses.append(row["loss"])
-        counts = {"loss_spikes": self.found, "steps_skipped": self.skipped}
-        row.update({key: count for key, count in counts.items() if count})
-        if self.found > self.reported:
-            self.say(
-                f"warning: loss spike at step {row['step']:,} or since the row before it "
-                f"({count_of(self.found, 'spike')} in all, "
-                f"{count_of(self.skipped, 'step')} skipped)"
-            )
-        self.reported = self.found
+        """Add their count to `row`, absent if there is none; warn if this loss is one."""
+        if "loss" in row and is_outlier(row["loss"], self.losses):
+            self.found += 1
+            spikes = count_of(self.found, "spike")
+            self.say(f"warning: loss spike at step {row['step']:,} ({spikes} in all)")
+        if math.isfinite(row.get("loss", math.nan)):
+            self.losses.append(row["loss"])
+        if self.found:
+            row["loss_spikes"] = self.found
 
     def state(self) -> dict[str, Any]:
-        values = {name: list(getattr(self, name)) for name in ("losses", "norms", "dropped")}
-        return values | {"found": self.found, "skipped": self.skipped}
+        return {"losses": list(self.losses), "found": self.found}
 
     def restore(self, state: dict[str, Any]) -> None:
-        for name in ("losses", "norms", "dropped"):
-            setattr(self, name, deque(state[name], maxlen=WINDOW))
-        self.found = self.reported = int(state["found"])
-        self.skipped = int(state["skipped"])
+        self.losses = deque(state["losses"], maxlen=WINDOW)
+        self.found = int(state["found"])
 
 
 def is_outlier(value: float, before: Sequence[float]) -> bool:

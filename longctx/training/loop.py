@@ -73,10 +73,10 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
     if objective.prepare is not None:
         prepared = objective.prepare(run, data, state.module, parallel)
     sequences = Sequences(run, data)
-    spikes, early_stopping = Spikes(run.config, log.say), EarlyStopping(run, log)
+    early_stopping = EarlyStopping(run, log)
     meter = Meter(run.workload, parallel, objective.figures)
-    callbacks = Callbacks([spikes, early_stopping], Parts(run, data, parallel, state, meter, log))
-    drops = spikes.drops if run.config.spike == "skip" else None
+    spikes, parts = Spikes(log.say), Parts(run, data, parallel, state, meter, log)
+    callbacks = Callbacks([spikes, early_stopping], parts)
 
     # Whatever has a state is registered here, by its name in checkpoints
     stateful: dict[str, Meter | Callback | Callbacks] = {
@@ -115,8 +115,8 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         meter.batch_arrived()
         split = StepSplit(parallel.device, measures=run.logs(step))
         batch = batch.to(parallel.device)
-        loss = optimizer_step(state, batch, parallel, split.mark, drops)
-        meter.add(batch, loss, state.module.taken_figures(), spikes.lost)
+        loss = optimizer_step(state, batch, parallel, split.mark)
+        meter.add(batch, loss, state.module.taken_figures())
         log.stepped(step)
         if step == run.steps_done + 1:
             memory.freeze_garbage()
@@ -147,8 +147,7 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         ends = any([last, stopped, *callbacks.each("ends")])
         is_best = step == early_stopping.kept_step
         if ends or is_best or step % run.config.checkpoint_every == 0:
-            if not spikes.lost:
-                require_finite("gradient norm", float(state.module.grad_norm), step, run)
+            require_finite("gradient norm", float(state.module.grad_norm), step, run)
             with meter.set_aside():
                 state.require_finite(step, parallel)
                 content = {name: part.state() for name, part in stateful.items()}

@@ -79,22 +79,16 @@ class Meter:
         """Note that the batch of the next step is here."""
         self.waited += time.perf_counter() - self.idle_since
 
-    def add(
-        self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None, lost: bool = False
-    ) -> None:
+    def add(self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None) -> None:
         """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
         `figures` the sums and counts of the objective's.
-
-        A `lost` step, dropped because it is not finite, adds neither loss nor target tokens.
         """
-        # NaN would make the mean of the whole window NaN
-        if not lost:
-            self.loss += loss.double()
-            if figures is not None:
-                self.figures += figures * self.parallel.counted_once(1)
+        self.loss += loss.double()
+        if figures is not None:
+            self.figures += figures * self.parallel.counted_once(1)
         self.steps += 1
         for micro in batch.micro:
-            counted = (0 if lost else micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
+            counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
             mine = map(self.parallel.counted_once, counted)
             self.counts = [total + count for total, count in zip(self.counts, mine, strict=True)]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,23 +17,14 @@ from longctx.training.cuda_graphs import StepGraphs
 from longctx.training.module import Mark, StepParts, TrainingModule, learning_rate
 from longctx.training.run import Run
 
-# torch warns of a dropped step, whose learning rate is passed over on purpose
-warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-
 
 def optimizer_step(
-    state: TrainState,
-    batch: StepBatch,
-    parallel: Parallel,
-    mark: Mark = lambda part: None,
-    drops: Callable[[float | None, float], bool] | None = None,
+    state: TrainState, batch: StepBatch, parallel: Parallel, mark: Mark = lambda part: None
 ) -> Tensor:
     """Update the weights once; return the loss summed over this rank's target tokens.
 
     The gradient is that of the mean loss over the target tokens of all micro-batches and ranks.
-    Weights and optimizer stay as they are if `drops` returns True for the mean loss and the
-    gradient norm of all ranks. `mark` is called once "forward", "backward" and "optimizer" have
-    been queued.
+    `mark` is called once "forward", "backward" and "optimizer" have been queued.
     """
     parts, weight = state.parts, parallel.loss_weight(batch.scored)
     batch.weigh(weight)
@@ -47,25 +36,12 @@ def optimizer_step(
             total += parts.forward_backward(micro, first, last, mark) / weight
     # Gradients of all micro-batches and ranks are summed by now
     parts.clip()
-    if drops is None or not drops(*step_figures(state, batch, total * weight, parallel)):
-        parts.update()
+    parts.update()
     parts.zero_grad()
     state.scheduler.step()
     state.steps_done += 1
     mark("optimizer")
     return total
-
-
-def step_figures(
-    state: TrainState, batch: StepBatch, weighted: Tensor, parallel: Parallel
-) -> tuple[float | None, float]:
-    """Return the mean loss of a step over all ranks, None if it has no target, and its gradient
-    norm; waits for the device.
-    """
-    scored = weighted.new_tensor(float(parallel.counted_once(batch.scored)))
-    sums = parallel.all_reduce_sum(torch.stack([weighted / parallel.ranks, scored]))
-    loss, targets = sums.tolist()
-    return loss if targets else None, float(state.module.grad_norm)
 
 
 class TrainState:

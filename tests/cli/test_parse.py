@@ -111,7 +111,7 @@ workers=-1 name= model.heads=3 model.window_layers=[0] model.nope_layers=[4] rop
 data.val_fraction=2 data.errors=replace data.mix=3 data.text_column=body rope.factor=2
 memory.recompute=all memory.offload=2 memory.mlp_tile=-1 optimizer.momentum=0.9 lora.rank=0
 lora.scaling=3 passkey.samples=3 passkey.lengths=[] sample_prompt=x bf16_layers=[0]
-spike_budget=9 deterministic=maybe seq_len_schedule=[[2048]] seq_len_schedule=[[128.5,2]]
+deterministic=maybe seq_len_schedule=[[2048]] seq_len_schedule=[[128.5,2]]
 attention.options=3 seed=${oc.env:HOME} runs=${oc.env:HOME} attention.options=${oc.env:HOME}
 wandb.tags=[a,${oc.env:HOME}] --cfg=job --dry-run objective=odd lr_schedule=odd
 optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns=last
@@ -182,7 +182,6 @@ def test_a_mistake_names_the_key_or_the_remedy(words, message):
     "words",
     [
         "seq_len=64 seq_len=64",
-        "spike_budget=9 spike=skip",
         f"{MIX} data.mix.a.path=x data.text_column=body data.errors=replace",
         "data=text data.path=x data.errors=replace data.vocab_size=300",
     ],

@@ -38,26 +38,6 @@ def grow() -> None:
         batches.load = grow_and_load
 
 
-def spike() -> None:
-    """Make rank 1's loss ten times as large in step 12; note which steps are dropped."""
-
-    def spiking(state: Any, batch: Any, parallel: Any, mark: Any, drops: Any) -> Any:
-        step = state.steps_done + 1
-        if step == 12 and parallel.rank == 1:
-            weigh = batch.weigh
-            batch.weigh = lambda weight: weigh(10 * weight)
-
-        def recorded(loss: float, norm: float) -> bool:
-            drop: bool = drops(loss, norm)
-            with open(FOLDER / f"rank-{parallel.rank}", "a") as file:
-                file.write(f"{step} {int(drop)}\n")
-            return drop
-
-        return optimizer_step(state, batch, parallel, mark, recorded)
-
-    loop.optimizer_step = spiking
-
-
 def lag() -> None:
     """Let the clock of rank 1 count an hour more in every step and validation."""
     ahead = [0.0]
@@ -87,6 +67,6 @@ def wait() -> None:
 
 
 if __name__ == "__main__":
-    faults = {"absent": absent, "grow": grow, "spike": spike, "lag": lag, "wait": wait}
+    faults = {"absent": absent, "grow": grow, "lag": lag, "wait": wait}
     faults[sys.argv[1]]()
     sys.exit(cli.main(["train", *sys.argv[2:]]))

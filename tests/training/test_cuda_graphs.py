@@ -78,7 +78,7 @@ class Forgetful(torch.optim.SGD):
 
 
 def test_graphs_follow_an_update_and_keep_gradients(monkeypatch):
-    """Before an update, as when spike=skip drops the first step, the optimizer has no averages."""
+    """Before an update, the optimizer has no averages."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     weight = torch.nn.Parameter(torch.ones(3))
     graphs = StepGraphs(None, None, Forgetful([weight], lr=0.5), None)
@@ -138,7 +138,7 @@ SMALL = {
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:
-    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss", "steps_skipped")
+    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss")
     return [tuple(row.get(key) for key in keys) for row in metrics_file.read(folder)]
 
 
@@ -163,7 +163,6 @@ def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Pa
         pytest.param({"clip": "null", "memory.optimizer_state": "host"}, id="state on the host"),
         pytest.param({"precision": "fp32"}, id="fp32"),
         pytest.param({"seq_len_schedule": "[[64,3],[128,3]]", "accumulate": 2}, id="stages"),
-        pytest.param({"spike": "skip"}, id="each loss read"),
     ],
 )
 def test_graphs_change_no_bit_of_a_run(overrides, tmp_path, changes, capsys):

@@ -76,7 +76,7 @@ def check(
 KNOWN = [
     (("best",), []),
     (("meter", "counts"), []),
-    (("spikes", "skipped"), "x"),
+    (("spikes", "found"), "x"),
     (("best", "loss"), "x"),
     (("random",), 0),
     (("tensors", "model.norm.weight", "dtype"), "int64"),

@@ -169,8 +169,8 @@ def test_a_run_that_fails_completes_the_checkpoint(
 
 def test_counters_are_of_the_step_that_is_saved(trained, in_the_write):
     in_the_write(lambda: time.sleep(0.3))
-    every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 9}
-    folder = trained(spike="skip", keep_best=True, val_every=1, **every)
+    every = {"checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5, "log_every": 1}
+    folder = trained(keep_best=True, val_every=1, **every)
     tokens = {row["step"]: row["tokens_seen"] for row in metrics_file.read(folder)}
     for path in run_folder.checkpoints(folder):
         content = json.loads((path / checkpoint_index.INDEX).read_text())["content"]
