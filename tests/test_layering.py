@@ -44,11 +44,10 @@ ONLY_IN = {
     "lightning": ("longctx/parallel/", "longctx/training/"),
     "datasets": ("longctx/data/",),
     "tokenizers": ("longctx/data/",),
-    "wandb": ("longctx/runs/wandb_copy.py", "longctx/report/dashboard.py"),
+    "wandb": ("longctx/runs/wandb_copy.py",),
     "tensorboard": ("longctx/runs/trackers.py",),
     "mlflow": ("longctx/runs/trackers.py",),
     "trackio": ("longctx/runs/trackers.py",),
-    "wandb_workspaces": ("longctx/report/dashboard.py",),
     "lm_eval": ("longctx/evaluation/harness.py",),
     "huggingface_hub": (
         *("longctx/hub_snapshot.py", "longctx/data/sources/hub.py", "longctx/hf/family_folder.py"),
@@ -138,7 +137,6 @@ WITHOUT = {
     "import longctx.attention.description": LARGE | {"numpy"},
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
     "import longctx.report.compare": LARGE | {"numpy"},
-    "from longctx.report.dashboard import sections; sections()": LARGE,
     """from longctx.config.data_config import DataConfig
 from longctx.data.sources.registry import check_overrides, read_documents
 check_overrides(DataConfig(source='text', path='x', chat=True), {})""": LARGE

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import longctx
 from longctx import files, hub_snapshot, plugins, system
 from longctx.cli import options, parse
-from longctx.cli.parse import SCHEMAS, compose, split_own
+from longctx.cli.parse import compose, split_own
 from longctx.cli.plan import PlanOptions, plan
 from longctx.config import eval_config, fields, presets
 from longctx.config.eval_config import EvalConfig
@@ -174,7 +174,7 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     parse.given_values(TrainConfig if command.trains else command.schema, own)
     summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
     lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
-    if name in SCHEMAS:
+    if presets.groups(command.schema):
         lines += ["", "Presets (group=name):"]
         for group in presets.groups(command.schema):
             choices = " | ".join(presets.names(group))
@@ -390,6 +390,16 @@ def _export(argv: list[str]) -> None:
     run(file, Path(config.out), config.dtype, config.shard_gb, config.adapter)
 
 
+def _data(argv: list[str]) -> int:
+    config: TrainConfig = compose("train", argv).config
+    if isinstance(config.seq_len, str):
+        raise ValueError(f"seq_len={config.seq_len}: give a number of tokens")
+    from longctx.data.describe import describe
+
+    objective = config.objective.name
+    return describe(config.seq_len, config.plugins, objective, config.init, config.data)
+
+
 COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "resume": Command(options.ResumeOptions, _resume, trains=True),
@@ -397,10 +407,9 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(GenerateConfig, _generate),
     "chat": Command(ChatConfig, _chat),
     "plan": Command(PlanOptions, _plan, trains=True),
-    "data": Command(options.DescribeConfig, "longctx.data.describe:describe"),
+    "data": Command(options.DataOptions, _data, trains=True),
     "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
     "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
-    "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
     "export": Command(options.ExportOptions, _export),
 }

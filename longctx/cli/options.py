@@ -9,42 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.config.data_config import DataConfig
-from longctx.config.doors import OBJECTIVES
-from longctx.config.fields import PLUGINS, Group, counted, group, key
+from longctx.config.fields import PLUGINS, Group, key
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
 
 
 @dataclass
-class DescribeConfig(Group):
+class DataOptions:
     """Describe a data set: documents, tokens, lengths, packing.
 
     longctx data seq_len=16384
     longctx data data=text data.path=docs/
     longctx data examples/conversations.yaml
     """
-
-    seq_len: int = key(4096, "tokens in a sequence", between=(2, 2**31 - 1), parse=counted())
-    plugins: list[str] | None = key(None, PLUGINS)
-    objective: str = key("cross_entropy", "that reads it, as train's", choices=OBJECTIVES)
-    init: str | None = key(
-        None, "whose tokenizer reads it, as train's: a run, a Hugging Face folder, OWNER/NAME"
-    )
-    data: DataConfig = group(DataConfig)
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for answers of another objective, and for a vocabulary beside init=."""
-        vocab_size = self.data.vocab_size
-        if self.init is not None and vocab_size != DataConfig().vocab_size:
-            yield (
-                f"data.vocab_size={vocab_size}: init={self.init} brings a tokenizer; leave one out"
-            )
-        own, given = OBJECTIVES[self.objective].data, self.data.preferences
-        if own is not None and given not in (None, own):
-            setting = f"objective={self.objective}"
-            yield f"data.preferences={given}: {setting} sets it; leave it out"
 
 
 @dataclass
@@ -101,18 +79,6 @@ class ResumeOptions:
     """
 
     run: str = key("", "the folder of the run, such as runs/NAME", positional=True)
-
-
-@dataclass
-class DashboardOptions:
-    """Make a workspace at wandb for the runs of a project.
-
-    longctx dashboard project=longctx
-    """
-
-    project: str = key("", "the project at wandb, such as longctx", positional=True)
-    entity: str | None = key(None, "team or user; null: your default")
-    name: str = key("longctx", "name of the workspace")
 
 
 @dataclass

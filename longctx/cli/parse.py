@@ -8,11 +8,9 @@ per job.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,10 +19,8 @@ from typing import Any
 import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
-from longctx.cli.options import DescribeConfig
 from longctx.config import other_names, presets
-from longctx.config.data_config import SOURCES, DataConfig
-from longctx.config.doors import OBJECTIVES, SCHEDULES
+from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import (
     Key,
@@ -38,14 +34,12 @@ from longctx.config.fields import (
     unknown,
 )
 from longctx.config.presets import Request
-from longctx.config.train_config import TrainConfig, keys_of_schedules
+from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_overrides
-from longctx.parallel.launch import has_supervisor, number_here
 from longctx.runs import run_folder
 
-SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig, "data": DescribeConfig}
-# Each of a pair decides the same, so a file has none of them if the command line has one
-EITHER = ({"max_tokens", "max_steps"}, {"lr_decay_share", "lr_decay_from"})
+SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig}
+LENGTHS = {"max_tokens", "max_steps"}  # a file has none of them if the command line has one
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
 
 
@@ -57,7 +51,7 @@ CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
 
 def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
-    """Return the checked configuration of train, eval or data, or of another dataclass of keys:
+    """Return the checked configuration of train, eval, or of another dataclass of keys:
     defaults, then presets, then `arguments`. Of a resumed run it is its own, changed by them.
 
     With model=auto, `config.model` has the values of tiny; `presets.with_model` replaces them.
@@ -70,25 +64,18 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     for name in positional(schema):
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
-    if schema is EvalConfig and "data" not in given and any(x.startswith("data.") for x in given):
-        # It has the keys of the run's own source, if that reads files
-        folder = Path(str(given["checkpoint"])).expanduser()
-        folder = folder.parent.parent if folder.suffix == ".ckpt" else folder
-        if (folder / "config.yaml").is_file():
-            given["data"] = run_folder.read_config(folder, ["data.source"])["data.source"]
-        source = SOURCES.get(given.get("data", ""))
-        if "data.path" in given and (source is None or "path" not in source.keys):
-            given["data"] = "text"
+    if schema is EvalConfig and "data.path" in given:
+        given.setdefault("data", "text")
     choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
     if "data" in choices:
-        # Only eval has none
-        objective = getattr(request.config, "objective", "cross_entropy")
-        traits = OBJECTIVES[getattr(objective, "name", objective)]
         data: DataConfig = request.config.data
-        data = dataclasses.replace(data, preferences=traits.data or data.preferences)
+        # An evaluation has none
+        if objective := getattr(request.config, "objective", None):
+            own = objective.traits.data or data.preferences
+            data = dataclasses.replace(data, preferences=own)
         check_overrides(data, request.overrides)
     return request._replace(choices=choices)
 
@@ -145,8 +132,8 @@ def read(
     given: list[tuple[str, str, str]] = []
     for argument in arguments:
         name, equals, text = argument.partition("=")
-        has_file = not equals and argument.endswith((".yaml", ".yml"))
-        if has_file and not (takes_paths and schema not in SCHEMAS.values()):
+        is_file = not equals and argument.endswith((".yaml", ".yml"))
+        if is_file and (schema is EvalConfig or not takes_paths):
             files.append(argument)
         elif takes_paths and is_path(argument, known):
             paths.append(argument)
@@ -186,17 +173,13 @@ def not_a_key(schema: type, argument: str) -> str:
     if argument.startswith("-"):
         name, _, text = argument.partition("=")
         option = name.strip("-").replace("-", "_")
-        option = other_names.key_of(option, keys(schema)) or option
-        if option not in keys(schema):
-            return f"{argument}: {unknown(option, keys(schema))}"
-        value = text or "VALUE"
-        return f"{argument}: not an option; keys are given as key=value, write {option}={value}"
+        option = f"{other_names.key_of(option, keys(schema)) or option}={text or 'VALUE'}"
+        return f"{argument}: not an option; keys are given as key=value, write {option}"
     path = Path(argument)
-    has_model = (path / "config.yaml").exists() or run_folder.is_hugging_face(path)
-    if schema is TrainConfig and (has_model or path.suffix == ".ckpt"):
+    if schema is TrainConfig and (run_folder.is_run(path) or run_folder.is_hugging_face(path)):
         advice = f"continue it with resume={argument}, or begin with its weights: init={argument}"
         return f"{argument}: {advice}"
-    if "data.path" in keys(schema) and path.exists():
+    if schema is TrainConfig and path.exists():
         return f"{argument}: not of the form key=value; give data=text data.path={argument}"
     return f"{argument}: not of the form key=value; see --help"
 
@@ -366,15 +349,6 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
         values = as_new_run(values)
     with untrusted.named(path):
         result = differing(schema, values)
-    # A recipe's other keys are not about its data; its objective may have keys of its own
-    if schema is DescribeConfig:
-        others = keys(TrainConfig).keys() - keys(schema).keys()
-        result = {
-            "objective" if name == "objective.name" else name: value
-            for name, value in result.items()
-            if name == "objective.name" or not {name, name.partition(".")[0]} & others
-        }
-    with untrusted.named(path):
         full_names = full_keys(schema, result)
     without = set(given) | replaced(given)
     spelled = dict[str, str]()
@@ -382,21 +356,11 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
         if spelled.setdefault(full, name) != name:
             raise ValueError(f"{path}: {name}: {spelled[full]} is given too; leave one out")
     # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
-    left = {
+    return {
         full: result[name]
         for full, name in spelled.items()
         if full not in without and not any(full.startswith(f"{key}.") for key in without)
     }
-    tell_replaced(path, tuple(sorted(spelled.keys() - left.keys() - given.keys())))
-    return left
-
-
-@functools.cache
-def tell_replaced(path: Path, names: tuple[str, ...]) -> None:
-    """Print once which keys of the file at `path` are left out, since others stand for them."""
-    if names and number_here() == 0 and not has_supervisor():
-        shown_names = ", ".join(names[:6]) + ", …" * (len(names) > 6)
-        print(f"note: {path}: the command line replaces {shown_names}", file=sys.stderr)
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
@@ -422,13 +386,11 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
     """Return the keys and groups of a file that the command line replaces by the `given` keys."""
-    set_here = {name for name, value in given.items() if value is not None}
-    names = {name for pair in EITHER if pair & set_here for name in pair}
-    # Another schedule would refuse the keys that only the file's has
-    if schedule := SCHEDULES.get(str(given.get("lr_schedule"))):
-        names |= set(keys_of_schedules()) - schedule.keys.keys()
-    # A new policy replaces all values of the file's, and passkey=false those of its group
+    names = set[str]()
     for name, value in given.items():
+        if name in LENGTHS and value is not None:
+            names |= LENGTHS
+        # A new policy replaces all values of the file's, and passkey=false those of its group
         if name == "memory.policy" or (value is False and name.endswith(".enabled")):
             names.add(name.partition(".")[0])
     return names

@@ -50,7 +50,6 @@ class WandbConfig:
     job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
     tags: list[str] = key([], "such as [baseline,h200]")
     notes: str | None = key(None, "a sentence about the run")
-    artifacts: bool = key(False, "also upload the checkpoints")
 
 
 @dataclass

@@ -22,12 +22,13 @@ from longctx.config import fields
 from longctx.config.train_config import TrainConfig
 from longctx.report.run_view import Line, RunRecord, read, record_of, short, write_records
 from longctx.runs.evaluations import scores
-from longctx.runs.metrics import Metric, Shown, duration, finite, shown
+from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
 from longctx.untrusted import opened
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
 STEP = re.compile(r"step-(\d+)")
+LOSSES = ("loss", "val_loss", "val_perplexity")  # compared over the same documents alone
 COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
 PER_MONEY = "tokens for 1 of its currency"
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
@@ -185,7 +186,7 @@ def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> dict[str, list
     best: dict[str, list[int]] = {}
     for metric in shown(Shown.COMPARE):
         values = finite(run.figures[metric.key] for run in runs if metric.key in run.figures)
-        if metric.better is None or not values or (is_loss(metric) and not is_ranked):
+        if metric.better is None or not values or (metric.key in LOSSES and not is_ranked):
             continue
         extreme = metric.format(min(values) if metric.better == "min" else max(values))
         cells = [row.get(metric.heading, "").partition(" ±")[0] for row in rows]
@@ -337,8 +338,3 @@ def embedded(data: Any) -> str:
     """Return JSON that can be in a script element: without `<`, `>` and `&`, and in ASCII."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def is_loss(metric: Metric) -> bool:
-    """Return True for a loss, which can only be compared over the same documents."""
-    return metric.better == "min" and metric.panel is not None and metric.panel.section == "Loss"

@@ -1,8 +1,8 @@
 """The table of metrics: their names, formats and the views that show them.
 
 One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
-and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
-metric is one more line here, next to the code that computes it. The key `busy_ms/*` covers all
+and its page, and the metric definitions at wandb all read this table, so a new metric is one more
+line here, next to the code that computes it. The key `busy_ms/*` covers all
 keys that begin with `busy_ms/`.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import Flag, auto
-from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +23,7 @@ BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits f
 
 
 class Shown(Flag):
-    """Views that show a metric, besides its panel at wandb."""
+    """Views that show a metric; wandb has a panel for each that is not `hidden`."""
 
     NOWHERE = 0
     CONSOLE = auto()  # the bar or line of a run that trains
@@ -32,7 +31,7 @@ class Shown(Flag):
     WATCH = auto()
     COMPARE = auto()  # the table of results
     CURVE = auto()  # the page of `compare`, over tokens or time
-    CONTEXT = auto()  # the page and the wandb workspace, over the context length
+    CONTEXT = auto()  # the page, over the context length
 
 
 LIVE = Shown.CONSOLE | Shown.WATCH
@@ -41,25 +40,6 @@ ALL = LIVE | TABLES
 CURVE = Shown.CURVE
 CONTEXT = Shown.CONTEXT
 EVERYWHERE = ALL | CURVE | CONTEXT
-
-
-class Panel(NamedTuple):
-    """A panel of the wandb workspace; metrics with the same panel are drawn together."""
-
-    section: str
-    title: str
-    kind: Literal["lines", "shares"] = "lines"  # shares are lines stacked on each other
-    log: bool = False
-
-
-LOSS = partial(Panel, "Loss")
-REWARDS = partial(Panel, "Preferences")
-SPEED = partial(Panel, "Throughput")
-DEVICES = partial(Panel, "Several devices")
-EXTENSION = partial(Panel, "Context extension")
-STEP_PARTS = SPEED("Parts of a step (ms)", kind="shares")
-SPIKES = LOSS("Loss spikes")
-PEAK_MEMORY = Panel("Memory", "Peak memory (GiB)")
 
 
 def duration(seconds: float) -> str:
@@ -84,12 +64,7 @@ class Metric(NamedTuple):
     shown: Shown = Shown.NOWHERE
     better: Literal["min", "max"] | None = None
     of_run: Literal["last", "median", "max"] = "last"
-    panel: Panel | None = None
     hidden: bool = False
-
-    def drawn_in(self, panel: Panel) -> Metric:
-        """Return the metric with its panel at wandb."""
-        return self._replace(panel=panel)
 
     @property
     def heading(self) -> str:
@@ -124,7 +99,6 @@ def preferences(prefix: str, word: str) -> Iterator[Metric]:
         ".1%",
         shown=ALL | CURVE,
         better="max",
-        panel=REWARDS("Pairs in which the chosen answer has the larger reward"),
     )
     for key, label, view in (
         ("rewards/margins", "margin", LIVE | CURVE),
@@ -134,8 +108,7 @@ def preferences(prefix: str, word: str) -> Iterator[Metric]:
         ("logps/rejected", "rejected log p", Shown.NOWHERE),
         ("kl", "KL from the reference", Shown.WATCH),
     ):
-        panel = REWARDS(label.capitalize())
-        yield Metric(f"{prefix}{key}", f"{word}{label}", ".3f", shown=view, panel=panel)
+        yield Metric(f"{prefix}{key}", f"{word}{label}", ".3f", shown=view)
 
 
 METRICS: tuple[Metric, ...] = (
@@ -146,33 +119,23 @@ METRICS: tuple[Metric, ...] = (
     Metric("device_seconds", "seconds of all devices", ",.0f", hidden=True),
     Metric("epoch", "epoch"),
     # Learning
-    Metric("loss", "loss", ".4f", "", ALL | CURVE, "min").drawn_in(LOSS("Loss", log=True)),
-    Metric("loss_spikes", "loss spikes", ",", "", ALL).drawn_in(SPIKES),
-    Metric("val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min").drawn_in(
-        LOSS("Validation loss")
-    ),
+    Metric("loss", "loss", ".4f", "", ALL | CURVE, "min"),
+    Metric("loss_spikes", "loss spikes", ",", "", ALL),
+    Metric("val_loss", "val loss", ".4f", "", LIVE | CONTEXT, "min"),
     Metric("val_loss_error", "±", ".4f", shown=Shown.CONSOLE),
-    Metric("val_perplexity", "val perplexity", ",.2f", "", ALL | CURVE, "min").drawn_in(
-        LOSS("Validation perplexity", log=True)
-    ),
-    Metric("grad_norm", "gradient norm", ".3g", "", Shown.WATCH | CURVE).drawn_in(
-        LOSS("Gradient norm", log=True)
-    ),
+    Metric("val_perplexity", "val perplexity", ",.2f", "", ALL | CURVE, "min"),
+    Metric("grad_norm", "gradient norm", ".3g", "", Shown.WATCH | CURVE),
     # Preferences
     *preferences("", ""),
     *preferences("val_", "val "),
-    Metric("z_loss", "z-loss", ".3f").drawn_in(LOSS("Mean log² Σ exp(logits)")),
-    Metric("aux_loss", "balancing loss", ".3f").drawn_in(LOSS("Balancing loss of experts")),
-    Metric("expert_load", "busiest expert", ".2f").drawn_in(LOSS("Busiest expert over the mean")),
-    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE).drawn_in(LOSS("Learning rate")),
+    Metric("z_loss", "z-loss", ".3f"),
+    Metric("aux_loss", "balancing loss", ".3f"),
+    Metric("expert_load", "busiest expert", ".2f"),
+    Metric("lr", "learning rate", ".3g", "", Shown.WATCH | CURVE),
     # Speed: the first step compiles, so a run shows medians
-    Metric("tokens_per_second", "speed", ",.0f", "tokens/s", EVERYWHERE, "max", "median").drawn_in(
-        SPEED("Tokens per second")
-    ),
-    Metric("ms_per_step", "time per step", ",.0f", "ms/step", LIVE, None, "median").drawn_in(
-        SPEED("Time per step (ms)")
-    ),
-    Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median").drawn_in(SPEED("MFU")),
+    Metric("tokens_per_second", "speed", ",.0f", "tokens/s", EVERYWHERE, "max", "median"),
+    Metric("ms_per_step", "time per step", ",.0f", "ms/step", LIVE, None, "median"),
+    Metric("mfu", "MFU", ".1%", "", ALL | CURVE, "max", "median"),
     # Several devices
     Metric(
         "tokens_per_second_per_device",
@@ -182,41 +145,31 @@ METRICS: tuple[Metric, ...] = (
         ALL,
         "max",
         "median",
-    ).drawn_in(DEVICES("Tokens per second and device")),
+    ),
     Metric(
         "communication_ms", "communication", ",.0f", "ms/step communicating", ALL, "min", "median"
-    ).drawn_in(DEVICES("Time per step in communication (ms)")),
-    Metric("imbalance", "imbalance", ".2f", "", ALL, "min", "median").drawn_in(
-        DEVICES("Busiest rank over the mean")
     ),
-    Metric("slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median").drawn_in(
-        DEVICES("Slowest rank")
-    ),
-    Metric(f"{BUSY_OF_RANK}/*", "busy", ",.0f", "ms", hidden=True).drawn_in(
-        DEVICES("Busy time per step of each rank (ms)")
-    ),
+    Metric("imbalance", "imbalance", ".2f", "", ALL, "min", "median"),
+    Metric("slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median"),
+    Metric(f"{BUSY_OF_RANK}/*", "busy", ",.0f", "ms", hidden=True),
     # Parts of a step
-    Metric("forward_ms", "forward", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("backward_ms", "backward", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("optimizer_ms", "optimizer", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("data_wait_ms", "data wait", unit="ms", of_run="median", panel=STEP_PARTS),
-    Metric("padding_share", "padding", ".1%").drawn_in(SPEED("Padding")),
+    Metric("forward_ms", "forward", unit="ms", of_run="median"),
+    Metric("backward_ms", "backward", unit="ms", of_run="median"),
+    Metric("optimizer_ms", "optimizer", unit="ms", of_run="median"),
+    Metric("data_wait_ms", "data wait", unit="ms", of_run="median"),
+    Metric("padding_share", "padding", ".1%"),
     # Memory: of the GPU, or of the process on a CPU
-    Metric("memory_peak_gib", "peak memory", ".2f", "GiB", EVERYWHERE, "min", "max", PEAK_MEMORY),
-    Metric("memory_reserved_gib", "reserved memory", unit="GiB", of_run="max", panel=PEAK_MEMORY),
-    Metric(
-        "memory_predicted_gib", "predicted memory", ".2f", "GiB", TABLES, None, "max", PEAK_MEMORY
-    ),
+    Metric("memory_peak_gib", "peak memory", ".2f", "GiB", EVERYWHERE, "min", "max"),
+    Metric("memory_reserved_gib", "reserved memory", unit="GiB", of_run="max"),
+    Metric("memory_predicted_gib", "predicted memory", ".2f", "GiB", TABLES, None, "max"),
     Metric(
         "process_peak_gib", "peak memory", ".2f", "GiB of the process", EVERYWHERE, "min", "max"
-    ).drawn_in(Panel("Memory", "Peak memory of the process (GiB)")),
+    ),
     # Context. longctx.training.context_check writes its record before the first step
     Metric("context_check/*", "context.check:", hidden=True),
-    Metric(f"{BY_POSITION}/*", "val loss at", ".4f", hidden=True).drawn_in(
-        EXTENSION("Loss at each position")
-    ),
+    Metric(f"{BY_POSITION}/*", "val loss at", ".4f", hidden=True),
     # No label: the kind and the length are enough, as in "needle at 4096"
-    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE).drawn_in(EXTENSION("Facts found again")),
+    Metric(f"{FACTS_FOUND}/*", "", ".0%", "", LIVE),
 )
 
 

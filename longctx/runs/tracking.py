@@ -2,7 +2,7 @@
 
 Each tracker lives in a process of its own, `python -m longctx.runs.tracking NAME`: one that fails
 or hangs stops neither the run nor the others. It follows metrics.jsonl, which has every record, so
-the run sends it only uploads and the end. A thread would not do: at the end of a process wandb
+the run sends it only the end. A thread would not do: at the end of a process wandb
 waits without a limit for its core, and an end without that wait drops unfinished uploads.
 """
 
@@ -68,12 +68,6 @@ class Tracker:
         }
         self._copies = [Copy(name, self.config, self.folder, about) for name in self.openings]
 
-    def checkpoint(self, path: Path, step: int) -> None:
-        """Upload a checkpoint, with wandb.artifacts=true."""
-        for copy in self._copies:
-            if self.config.artifacts and copy.process is not None:
-                copy.send({"checkpoint": str(path.absolute()), "step": step})
-
     def problem(self) -> str | None:
         """Return lines about copies that failed, once."""
         return "\n".join(filter(None, [copy.news() for copy in self._copies])) or None
@@ -123,7 +117,7 @@ class Copy:
             self._news = [f"{name} is off: {error}; metrics.jsonl has every record"]
 
     def send(self, command: dict[str, Any]) -> None:
-        """Append one command: the request, an upload, or the end."""
+        """Append one command: the request or the end."""
         line = json.dumps(command, default=str).encode() + b"\n"
         # The process shares the offsets of both files, so neither side moves them
         with suppress(OSError):  # the disk of temporary files is full
@@ -190,7 +184,7 @@ def commit() -> str | None:
     return None
 
 
-def copy_to(name: str, *arguments: str) -> NoReturn:
+def copy_to(name: str) -> NoReturn:
     """Copy to the tracker `name` the run or evaluation in the first line on stdin, until the parent
     finishes or ends.
     """
@@ -210,7 +204,7 @@ def copy_to(name: str, *arguments: str) -> NoReturn:
             redirect_stdout(nowhere),
             tempfile.TemporaryDirectory() as tempfile.tempdir,
         ):
-            TRACKERS[name].copy(request | {"arguments": arguments}, commands)
+            TRACKERS[name].copy(request, commands)
     except BaseException as error:  # the tracker's own errors, the network's, the disk's
         report(f"{name} is off: {one_line(error)[:500]}; metrics.jsonl has every record")
         os._exit(1)
@@ -225,14 +219,12 @@ def report(line: str) -> None:
 
 def follow(request: dict[str, Any], commands: Commands) -> Iterator[Record]:
     """Yield every record of a run, those of earlier starts first, until `commands` finish; then
-    `request` has its "exit_code". Each checkpoint is given to "upload" of `request`.
+    `request` has its "exit_code".
     """
     tail = metrics_file.Tail(Path(request["folder"]))
     for command in commands:
         # Reading after the command yields all records that came before the end
         yield from tail.records()
-        if "checkpoint" in command and "upload" in request:
-            request["upload"](command)
         if "finish" in command:
             request["exit_code"] = command["finish"]
             return

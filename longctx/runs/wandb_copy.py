@@ -1,6 +1,6 @@
 """The copy of a run or an evaluation at Weights & Biases, in a process of its own.
 
-If wandb fails, a line says why, and everything is copied once more: offline.
+If its server does not take the run, a line says why, and the copy is offline.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ import netrc
 import os
 import secrets
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlparse
 
-from longctx import files, system
 from longctx.config.train_config import WandbConfig
 from longctx.files import one_line
 from longctx.runs import metrics
@@ -25,7 +23,6 @@ from longctx.runs.metrics import SAMPLE
 from longctx.runs.tracking import Commands, follow, report
 
 RUN_ID = "run-id"  # file in a run's wandb/ with its id at the server, once it has gone online
-AGAIN = "again"  # the argument of the second attempt
 ANSWERS = 30.0  # seconds in which the server must answer
 TABLE_ROWS = 1000  # of an evaluation's table; its JSON has all of them
 HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # names that `wandb login` writes to .netrc
@@ -37,8 +34,7 @@ def opening(config: WandbConfig, folder: Path) -> list[str]:
     if mode == "disabled":
         return []
     entity = config.entity or os.environ.get("WANDB_ENTITY") or "your default entity"
-    content = "records and checkpoints" if config.artifacts else "records"
-    lines = [f"{mode}: {content} for {entity}/{config.project}"]
+    lines = [f"{mode}: records for {entity}/{config.project}"]
     if config.mode != "offline" and not _has_key():
         lines.append("no API key, which `wandb login` sets: all is copied offline")
     if mode == "offline":
@@ -49,30 +45,9 @@ def opening(config: WandbConfig, folder: Path) -> list[str]:
 
 def copy(request: dict[str, Any], commands: Commands) -> None:
     """Copy the run or the evaluation of `request`, until `commands` end."""
-    is_second = AGAIN in request["arguments"]
-    mode = "offline" if is_second else wandb_mode(WandbConfig(**request["config"]))
+    request["mode"] = wandb_mode(WandbConfig(**request["config"]))
     send = send_evaluation if "content" in request else send_run
-    folder = Path(request["folder"]) / "wandb"
-    earlier = {*folder.glob("offline-run-*")}  # one of each start of the run
-    try:
-        send(request | {"mode": mode, "leg": len(earlier) + 1}, commands)
-    except BaseException as error:  # wandb's own errors, the network's, the disk's
-        if is_second:
-            raise
-        # The next copy has all records of this one, so `wandb sync` must not find both
-        for leftover in {*folder.glob("offline-run-*")} - earlier:
-            files.remove(leftover)
-        uploads = f"wandb sync {folder}/offline-run-*"
-        report(f"wandb      {one_line(error)[:500]}; all is copied offline; upload: {uploads}")
-        copy_again()
-
-
-def copy_again() -> NoReturn:
-    """Replace this process by a second attempt, which copies all records, offline."""
-    environment = system.child_environment()
-    environment.pop("WANDB_SERVICE", None)  # the core of the first attempt, which may be gone
-    command = system.python_command("longctx.runs.tracking", "wandb", AGAIN)
-    os.execve(command[0], command, environment)
+    send(request, commands)
 
 
 def send_run(request: dict[str, Any], commands: Commands) -> None:
@@ -81,18 +56,16 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
     """
     import wandb
 
-    config, folder = WandbConfig(**request["config"]), Path(request["folder"])
-    leg, name, group = request["leg"], folder.name, config.group
-    if request["mode"] == "offline":
-        group = group or name
-        identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
-    else:
-        identity = {"name": name, "id": run_id(folder), "resume": "allow"}
-    identity |= {"group": group, "job_type": config.job_type}
-    metadata = request["metadata"] | {"leg": leg}
-    run = init(config, folder, request["mode"], config=metadata, **identity)
-    before, samples = request["records_before"], list[list[Any]]()
-    request["upload"] = partial(upload, run)
+    folder, before = Path(request["folder"]), request["records_before"]
+    try:
+        run = begin(request, request["mode"])
+    except Exception as error:  # wandb's own errors, the network's
+        if request["mode"] == "offline":
+            raise
+        uploads = f"wandb sync {folder}/wandb/offline-run-*"
+        report(f"wandb      {one_line(error)[:500]}; all is copied offline; upload: {uploads}")
+        run = begin(request, "offline")
+    samples = list[list[Any]]()
     for record in follow(request, commands):
         before -= 1
         media = {}
@@ -105,19 +78,18 @@ def send_run(request: dict[str, Any], commands: Commands) -> None:
     run.finish(exit_code=request["exit_code"])
 
 
-def upload(run: Any, command: dict[str, Any]) -> None:
-    """Upload a checkpoint, unless a newer one has replaced it by now."""
-    import wandb
-
-    path, step = Path(command["checkpoint"]), command["step"]
-    artifact = wandb.Artifact(run.id, type="model", metadata={"step": step})
-    try:
-        artifact.add_dir(str(path), name=path.name)
-    except (OSError, ValueError):
-        if path.exists():
-            raise
-        return
-    run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
+def begin(request: dict[str, Any], mode: str) -> Any:
+    """Begin the run of `request` at wandb, or continue it there."""
+    config, folder = WandbConfig(**request["config"]), Path(request["folder"])
+    leg = 1 + len([*folder.glob("wandb/offline-run-*")])  # one of each start of the run
+    name, group = folder.name, config.group
+    if mode == "offline":
+        group = group or name
+        identity: dict[str, Any] = {"name": name if leg == 1 else f"{name}-leg{leg}"}
+    else:
+        identity = {"name": name, "id": run_id(folder), "resume": "allow"}
+    identity |= {"group": group, "job_type": config.job_type}
+    return init(config, folder, mode, config=request["metadata"] | {"leg": leg}, **identity)
 
 
 def wandb_mode(config: WandbConfig) -> str:

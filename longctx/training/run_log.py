@@ -142,11 +142,9 @@ class RunLog(Display):
         if self.tracker is not None:
             self.tracker.start_copies(run_metadata(self.run) | {"kernels": self._kernels()})
 
-    def saved(self, path: Path, step: int, size: int, seconds: float) -> None:
-        """Print that the checkpoint after `step` is on disk, and upload it if asked to."""
+    def saved(self, step: int, size: int, seconds: float) -> None:
+        """Print that the checkpoint after `step` is on disk."""
         self.say(f"saved      after step {step:,}, {decimal(size)} in {seconds:.1f} s")
-        if self.tracker is not None:
-            self.tracker.checkpoint(path, step)
 
     def end(self, code: int) -> None:
         """Close bar, file and copies."""

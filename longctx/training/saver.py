@@ -133,7 +133,7 @@ class Saver:
         else:
             self.completed.result()
         self.saving = self.completed = None
-        self.log.saved(saving.path, self.step, saving.bytes, saving.seconds)
+        self.log.saved(self.step, saving.bytes, saving.seconds)
         if saving.warning not in (None, self.warning):
             self.log.say(f"warning: {saving.warning}")
             self.warning = saving.warning

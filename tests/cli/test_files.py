@@ -89,15 +89,6 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
     assert found == (2, False, None)
 
 
-def test_what_the_command_line_replaces_is_printed(tmp_path, capsys):
-    file = tmp_path / "my.yaml"
-    file.write_text("memory.loss_chunk: 5\nattention.options: {kernel: portable}\nmax_steps: 3\n")
-    config = config_of(str(file), "memory=long", "attention.options={}", "max_tokens=9")
-    assert (config.memory.loss_chunk, config.attention.options["kernel"]) == (None, "auto")
-    printed = "replaces attention.options.kernel, max_steps, memory.loss_chunk\n"
-    assert capsys.readouterr().err == f"note: {file}: the command line {printed}"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -61,8 +61,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
         (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
         (["export", "runs/a", "out", "adapter=true", "dtype=bf16"], "dtype=bf16: adapter=true"),
-        (["dashboard", "--project", "p"], "--project: not an option"),
-        (["dashboard"], "PROJECT is missing"),
+        (["data", "--seq-len", "9"], "--seq-len: not an option"),
+        (["resume"], "RUN is missing"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
         (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),
@@ -153,7 +153,6 @@ def test_a_plan_needs_no_plugins_of_its_init(here):
     ("words", "unread"),
     [
         ("", ""),
-        ("wandb.artifacts=true", ""),
         ("tracker=none wandb.project=p wandb.tags=[a]", "wandb.project=p, wandb.tags=[a]: "),
         ("tracker=[tensorboard,mlflow] wandb.project=p wandb.group=g", "wandb.group=g: "),
     ],

@@ -52,7 +52,6 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
         ("data.pth=x", "data.pth"),
         ("data.errors=strict", "data.errors=strict: data=embedded"),
         ("data.tokenizer=a/b data.vocab_size=16384", "data.vocab_size=16384: "),
-        ("init=a/b data.vocab_size=300", "data.vocab_size=300: init=a/b brings"),
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth is not"),
     ],
 )

@@ -7,20 +7,17 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from longctx.report import dashboard
 from longctx.report.compare import described, headings
 from longctx.report.run_view import read, watch
 from longctx.runs import metrics
-from longctx.runs.metrics import LIVE, Metric, Panel, Shown, figures
+from longctx.runs.metrics import LIVE, Metric, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
 from longctx.training.run_log import brief, closing_table
 from longctx.training.sweep import Job, sweep_table
 from tests.report.run_files import compare, make
 
-SPEED = Metric(
-    "pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median"
-).drawn_in(Panel("Throughput", "Pages per hour"))
-FAMILY = Metric("gates/*", "gate", ".1f", shown=LIVE, panel=Panel("Gates", "Each gate"))
+SPEED = Metric("pages_per_hour", "reading", ",.1f", "pages/h", metrics.EVERYWHERE, "max", "median")
+FAMILY = Metric("gates/*", "gate", ".1f", shown=LIVE)
 VALUES = {"ms_per_step": 1.0, "gates/a/3": 7.5}
 ROWS = [{"step": n, "tokens_seen": n, "pages_per_hour": 1000.0 * n, **VALUES} for n in range(1, 4)]
 
@@ -65,13 +62,6 @@ def test_a_new_metric_is_at_wandb(run):
     wandb_run.define_metric.assert_any_call(
         "pages_per_hour", step_metric="tokens_seen", summary="max,last"
     )
-    charts = dashboard.sections()
-    lines = dashboard.Chart("lines", "Pages per hour", ("pages_per_hour",))
-    last = ("pages_per_hour.last",)  # in a summary with a largest value
-    points = dashboard.Chart("points", "Pages per hour over context", last, "seq_len")
-    assert lines in charts["Throughput"] and points in charts["Throughput"]
-    assert charts["Gates"] == [dashboard.Chart("lines", "Each gate", ("gates/.*",))]
-    assert "summary:pages_per_hour.last" in dashboard.columns()
 
 
 def test_each_key_has_one_line():

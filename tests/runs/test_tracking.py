@@ -22,9 +22,8 @@ import yaml
 from longctx import cli
 from longctx.config.train_config import WandbConfig
 from longctx.evaluation import results
-from longctx.report import dashboard
 from longctx.runs import metrics, metrics_file, tracking
-from longctx.runs.metrics import BY_POSITION, Shown
+from longctx.runs.metrics import BY_POSITION
 from longctx.runs.tracking import Tracker
 from longctx.runs.wandb_copy import send_run, wandb_mode
 from tests.processes import children, is_alive
@@ -105,13 +104,11 @@ def send_to_all(processes: Iterable[int], number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, 120.0), (signal.SIGSTOP, 1.0)])
-def test_a_core_that_is_lost_delays_no_end(number, patience, tmp_path, monkeypatch):
-    """One that is killed is replaced offline; one that hangs may send later."""
-    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", patience)
+def test_a_core_that_hangs_delays_no_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("longctx.runs.tracking.PATIENCE", 1.0)
     tracker, process = begun(tmp_path)
     cores = children(process)
-    send_to_all(cores, number)
+    send_to_all(cores, signal.SIGSTOP)
     for row in ROWS:
         tracker.log(row)
     tracker.finish(0)
@@ -171,9 +168,9 @@ def opening(folder: Path, **config: Any) -> str:
 
 
 def test_the_start_prints_the_target(tmp_path, monkeypatch):
-    theirs = {"entity": "acme", "project": "p", "artifacts": True}
+    theirs = {"entity": "acme", "project": "p"}
     without_key = opening(tmp_path, mode="online", **theirs)
-    assert all(x in without_key for x in ("acme/p", "checkpoints", "no API key"))
+    assert all(x in without_key for x in ("acme/p", "no API key"))
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_ENTITY", "mine")
     with_key = opening(tmp_path)
@@ -212,34 +209,27 @@ def test_a_resume_is_a_new_leg_offline(tmp_path, capfd):
     assert config["backend"] == "flash" and config["leg"] == 2 and len(config["commit"]) >= 40
     command = next(r["environment"] for r in records[1] if r["type"] == "environment")
     assert (command["program"], command.get("args", [])) == (sys.argv[0], sys.argv[1:])
-    # The summary has the extremes that the workspace draws
+    # The summary has the extremes
     defined = [r["metric"] for r in records[0] if r["type"] == "metric"]
     summaries = {x["name"]: x["summary"] for x in defined if "name" in x and "summary" in x}
     for metric in metrics.METRICS:
         if metric.summary is not None:
             assert summaries[metric.key] == {"last": True, metric.summary: True}
-    summary: dict[str, Any] = {}
-    for record in records[0]:
-        summary |= record["summary"]["update"] if record["type"] == "summary" else {}
-    for metric in metrics.shown(Shown.CONTEXT):
-        key, _, part = dashboard.over(metric).partition(".")
-        assert part in summary[key]
 
 
 def send(
     folder: Path,
     mode: str,
-    *commands: dict[str, Any],
     rows: Any = (),
     before: int = 0,
     **config: Any,
 ) -> None:
-    """Do what the process of a copy does with `commands` and the `rows` of a run."""
+    """Do what the process of a copy does with the `rows` of a run."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = {"config": vars(WandbConfig(**config)), "folder": str(folder), "mode": mode}
-    request |= {"metadata": {}, "records_before": before, "leg": 1}
-    send_run(request, iter([*commands, {"finish": 0}]))
+    request |= {"metadata": {}, "records_before": before}
+    send_run(request, iter([{"finish": 0}]))
 
 
 @pytest.fixture
@@ -260,19 +250,6 @@ def test_a_resumed_run_continues_online_under_its_id(tmp_path, monkeypatch, init
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
     send(tmp_path / "other", "online")
     assert init.call_args.kwargs["id"] == "chosen"
-
-
-def test_a_checkpoint_is_uploaded(tmp_path, init):
-    path = tmp_path / "step-00000003.ckpt"
-    path.mkdir()
-    (path / "checkpoint.json").write_text("{}")
-    run = init.return_value
-    gone = {"checkpoint": str(tmp_path / "step-00000002.ckpt"), "step": 2}
-    send(tmp_path, "offline", gone, {"checkpoint": str(path), "step": 3})
-    assert run.log_artifact.call_count == 1
-    artifact = run.log_artifact.call_args.args[0]
-    assert list(artifact.manifest.entries) == ["step-00000003.ckpt/checkpoint.json"]
-    assert run.log_artifact.call_args.kwargs["aliases"] == ["latest", "step-3"]
 
 
 def test_tables_hold_rows_of_earlier_starts_too(tmp_path, init):
@@ -307,9 +284,6 @@ def test_an_evaluation_is_a_run_of_its_own(variable, is_sent, tmp_path, monkeypa
         row, run = records["history"]["history"]["item"], records["run"]["run"]
         assert (run["job_type"], run["run_group"]) == ("eval", tmp_path.name)
         assert row["eval/perplexity"] == 7.5 and "eval/documents" in {x.split(".")[0] for x in row}
-        charts = [*dashboard.FIXED["Context extension"], *dashboard.FIXED["Evaluation"]]
-        drawn = {chart.y[0] for chart in charts}
-        assert drawn <= {key.split(".")[0] for key in row}
 
 
 def test_a_sweep_file_gives_train_its_overrides():
