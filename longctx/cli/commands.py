@@ -37,7 +37,6 @@ from longctx.data.sources.registry import check_files
 from longctx.parallel.launch import (
     GRACE,
     Launched,
-    has_supervisor,
     join,
     launched,
     number_here,
@@ -268,8 +267,6 @@ def check_paths(config: TrainConfig) -> None:
     if config.resume is None:
         fields.refuse_first(config.problems_of_new_run())
     if config.resume is None and number_here() == 0:
-        for warning in () if has_supervisor() else config.warnings():
-            print(f"warning: {warning}")
         run_folder.check_root(Path(config.runs))
         # A dry run makes no folder
         run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)

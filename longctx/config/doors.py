@@ -7,8 +7,8 @@ plugin registers its own names in the same way. Optimizers and objectives have k
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Collection, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -119,26 +119,14 @@ class TrackerTraits(NamedTuple):
 
     copy: the request of a copy and the commands that follow it → rows sent until a command has
         "finish"; called in a process of its own.
-    package: that it imports and pip installs; None: none.
     opening: the keys `wandb` and the run's folder → lines that the run shows when it starts. If
         there are none, the tracker gets no copy.
     late: a command for rows that are not sent in time, with {folder} for the run's folder.
-    reads: the keys of `wandb` that it reads; None: all.
     """
 
     copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
-    package: str | None
     opening: Callable[[Any, Path], list[str]]
     late: str = ""
-    reads: Collection[str] | None = None
-
-    def problems(self, name: str) -> Iterator[str]:
-        """Yield a message if the package of this tracker, called `name`, is missing."""
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
-            yield (
-                f"tracker={name}: {self.package} is not installed; pip install {self.package}, or "
-                "choose another tracker"
-            )
 
 
 OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")

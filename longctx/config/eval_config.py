@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
@@ -150,11 +149,6 @@ class EvalConfig(Group):
         """Yield a message for keys that contradict each other in any evaluation."""
         if self.context.degree == "auto":
             yield "context=auto: is chosen for training; give eval.py a number"
-        if self.context.check:
-            yield (
-                "context.check=true: compares a step of training; give it to train.py, or leave "
-                "it out"
-            )
         if self.tasks and find_spec("lm_eval") is None:
             yield f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval"
         if self.devices > 1:  # else a launcher may have started more
@@ -170,23 +164,14 @@ class EvalConfig(Group):
         kinds |= {"passkey=true": self.passkey.enabled, "ruler=true": self.ruler.enabled}
         chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
         if len(chosen) > 1:
-            yield (f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each")
+            yield f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
         if not chosen:
             return
-        unused: dict[str, Any] = {"contexts": self.contexts, "stride": self.stride}
-        if not self.tasks:
-            unused |= {"batch_size": self.batch_size}
-        if self.ruler.enabled:  # each device answers texts of its own
-            unused |= {"context": None if self.context.degree == 1 else self.context.degree}
-        for name, value in unused.items():
-            if value is not None:
-                yield (f"{name}={value}: does nothing with {chosen[0]}; leave {name} out")
-        for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
-            if texts.enabled and texts.lengths is not None and self.seq_len is not None:
-                yield (
-                    f"seq_len={self.seq_len}: {name}.lengths gives the lengths of the texts; "
-                    "leave one of them out"
-                )
+        unused = [name for name in ("contexts", "stride") if getattr(self, name) is not None]
+        if self.ruler.enabled and self.context.degree != 1:
+            unused.append("context")  # each device answers texts of its own
+        for name in unused:
+            yield f"{name}=: does nothing with {chosen[0]}; leave {name} out"
 
 
 def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
@@ -194,19 +179,15 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
     data_keys = [name for name in overrides if name.partition(".")[0] == "data"]
     reasons = {
         "data.vocab_size": "the checkpoint brings its tokenizer",
-        "data.cache": "an evaluation stores nothing of data=",
-        "data.packing": "windows share a sequence if the model keeps them apart",
         "data.preferences": "an evaluation scores plain text",
+        "data.val_fraction": "all documents of data= are scored",
     }
     if not config.data.chat:  # else its chat template is read
         reasons["data.tokenizer"] = "the checkpoint brings its tokenizer"
+    if data_keys:
+        reasons["split"] = "only the run's own data is split; leave out split, or data"
     if data_keys and "data" not in overrides:
         reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
-    reasons |= {"data.val_fraction": "all documents of data= are scored"}
-    if data_keys:
-        reasons |= {"split": "only the run's own data is split; leave out split, or data"}
-    if config.context.degree == 1:
-        reasons["context.method"] = "does nothing with context=1"
     if config.tasks:
         reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
     for name, reason in reasons.items():

@@ -19,16 +19,20 @@ from typing import Any, ClassVar, NamedTuple
 
 from longctx.config import other_names
 
-ITEMS = {int: "whole numbers", float: "numbers", str: "text", Path: "paths"}
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
-TYPES = {
+TYPES: dict[Any, str] = {
     int: "a whole number",
     int | str: "a whole number or a word",
     float: "a number",
     bool: "true or false",
     str: "text",
     Path: "a path",
+    list[int]: "a list of whole numbers, as in [1,2]",
+    list[float]: "a list of numbers, as in [1,2]",
+    list[str]: "a list of text, as in [a,b]",
+    list[list[int]]: "a list of lists, as in [[1,2]]",
+    tuple[float, float]: "2 numbers, as in [0.9,0.95]",
 }
 
 
@@ -95,13 +99,7 @@ class Key(NamedTuple):
             return f"one of {', '.join(self.choices)}"
         if self.is_open:
             return "keys with values, such as {key: value}"
-        if not self.is_list:
-            return TYPES.get(self.type, "another value")
-        item, *others = typing.get_args(self.type)
-        if item in others:
-            return f"{1 + len(others)} {ITEMS[item]}, as in {shown(self.default)}"
-        example = {list[int]: "[[1,2]]", str: "[a,b]"}.get(item, "[1,2]")
-        return f"a list of {ITEMS.get(item, 'lists')}, as in {example}"
+        return TYPES.get(self.type, "another value")
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
@@ -343,40 +341,37 @@ def _outside(config: Any, prefix: str) -> Iterator[str]:
     """Yield a message for each key of `config` that is wrong by itself."""
     known = keys(type(config))
     for name in [item.name for item in dataclasses.fields(config)]:
-        if known[name].is_group:
-            yield from _outside(getattr(config, name), f"{prefix}{name}.")
-        elif message := _mistake(config, name, known[name], prefix):
-            yield f"{prefix}{name}{message}"
+        value, declared = getattr(config, name), known[name]
+        if declared.is_group:
+            yield from _outside(value, f"{prefix}{name}.")
+            continue
+        items = value if isinstance(value, list | tuple) else [value]
+        wrong = ((item, allowed(item, declared)) for item in items if item is not None)
+        if found := next(((item, rule) for item, rule in wrong if rule), None):
+            yield f"{prefix}{name}={found[0]}: {found[1]}"
+        elif declared.distinct and (value == [] or _has_twice(items)):
+            yield f"{prefix}{name}={value}: an empty list, or a value twice; give each once"
+        # config.yaml of a run holds every key of the model, most with their default
+        elif declared.needs is not None and value != declared.default:
+            switch, _, wanted = declared.needs.partition("=")
+            now = getattr(config, switch)
+            if now != wanted if wanted else (not now or now == "none"):
+                remedy = wanted or ("true" if now is False else "another")
+                yield (
+                    f"{prefix}{name}={shown(value)}: does nothing with {prefix}{switch}="
+                    f"{shown(now)}; give {prefix}{switch}={remedy}"
+                )
 
 
-def _mistake(config: Any, name: str, declared: Key, prefix: str) -> str:
-    """Return the value of a key and what is wrong with it; nothing if it is right."""
-    value = getattr(config, name)
-    # The config.json of a model comes here without `build`, which knows the item's type
-    is_flat = declared.is_list and typing.get_args(declared.type)[0] != list[int]
-    for item in value if isinstance(value, list | tuple) else [value]:
-        if is_flat and isinstance(item, list | tuple | dict):
-            return f"={value}: a list without lists in it, as in [1,2]"
-        if item is not None and (range_of := allowed(item, declared)):
-            return f"={item}: {range_of}"
-    if declared.distinct and value == []:
-        return "=[]: an empty list; give a value, or leave it out"
-    if declared.distinct and value is not None and len(set(value)) < len(value):
-        return f"={value}: a value is there twice; give each once"
-    # config.yaml of a run holds every key of the model, most with their default
-    if declared.needs is None or value == declared.default:
-        return ""
-    switch, _, wanted = declared.needs.partition("=")
-    now = getattr(config, switch)
-    if now == wanted if wanted else bool(now) and now != "none":
-        return ""
-    wanted, switch = "true" if now is False else wanted, f"{prefix}{switch}"
-    remedy = f"{switch}={wanted}" if wanted else f"another {switch}"
-    return f"={shown(value)}: does nothing with {switch}={shown(now)}; give {remedy}"
+def _has_twice(items: Collection[Any]) -> bool:
+    return len(set(map(str, items))) < len(items)
 
 
 def allowed(value: Any, declared: Key) -> str:
     """Return the values allowed if `value` is not, such as NaN for any number, else nothing."""
+    # The config.json of a model comes here without `build`, which knows the item's type
+    if declared.is_list and isinstance(value, list | tuple | dict):
+        return "" if list[int] in typing.get_args(declared.type) else "not a list in a list"
     if declared.choices and value not in declared.choices:
         return f"one of {', '.join(declared.choices)}{closest(str(value), declared.choices)}"
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -403,13 +398,6 @@ def foreign_keys(values: Mapping[str, Any], own: Collection[str], choice: str) -
         if value is not None and name.rpartition(".")[2] not in own:
             has = ", ".join(own) or "none"
             yield f"{name}={shown(value)}: not a key of {choice}; it has: {has}"
-
-
-def undeclared(own: Iterable[str], group: Any, choice: str) -> Iterator[str]:
-    """Yield a message if `choice`, maybe of a plugin, has an own key that `group` does not."""
-    for name in own:
-        if name not in vars(group):
-            yield f"{choice}: its key {name} does not exist; --help lists them"
 
 
 def unknown(name: str, known: Collection[str]) -> str:

@@ -90,19 +90,15 @@ class GenerateConfig(SampleConfig):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
-        out, file = Path("out.jsonl" if self.out is None else self.out), Path(self.prompts or "")
         if self.chat and self.prompt is None and self.prompts is None:
             yield "chat=true: give the message, as in prompt='Who are you?'"
-        if out.suffix != ".jsonl":
-            yield f"out={out}: a file that ends in .jsonl"
-        if not out.absolute().parent.is_dir():
-            yield f"out={out}: the folder {out.parent} is not there"
-        if self.out is not None and out.resolve() == file.resolve():
-            yield f"out={out}: the answers would replace the prompts; give another file"
+        if self.out is not None and Path(self.out).suffix != ".jsonl":
+            yield f"out={self.out}: a file that ends in .jsonl"
         if self.prompts is None:
             return
         if self.prompt is not None:
-            yield f"prompts={file}: prompt= is given too; leave one of them out"
-        if file.suffix not in PROMPT_FILES or not file.is_file():
-            endings = " or ".join(PROMPT_FILES)
-            yield f"prompts={file}: no such file; give one that ends in {endings}"
+            yield f"prompts={self.prompts}: prompt= is given too; leave one of them out"
+        if self.out is not None and Path(self.out).resolve() == Path(self.prompts).resolve():
+            yield f"out={self.out}: the answers would replace the prompts; give another file"
+        if Path(self.prompts).suffix not in PROMPT_FILES or not Path(self.prompts).is_file():
+            yield f"prompts={self.prompts}: no such file; give one of {', '.join(PROMPT_FILES)}"

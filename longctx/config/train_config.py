@@ -22,7 +22,6 @@ from longctx.config.fields import (
     positive,
     refuse_first,
     shown,
-    undeclared,
 )
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.rope_config import RopeConfig
@@ -299,29 +298,15 @@ class TrainConfig(Group):
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         yield from self.optimizer.problems_beside(state, self.lora.rank)
-        for name in self.tracker:
-            yield from TRACKERS[name].problems(name)
         if self.max_tokens is not None and self.max_steps is not None:
-            yield (
-                f"max_steps={self.max_steps} and max_tokens={self.max_tokens} both end the run; "
-                "give one"
-            )
+            yield f"max_steps={self.max_steps} and max_tokens={self.max_tokens}: give one"
         if self.name is not None and not FOLDER_NAME.fullmatch(self.name):
             yield (
                 f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
                 "the first a letter or digit"
             )
-        # Two documents of two tokens each, on two ranks
-        if self.context.check and isinstance(self.seq_len, int) and self.seq_len < 8:
-            yield (
-                f"seq_len={self.seq_len}: too short for context.check=true, which puts two "
-                "documents into each sequence; give 8 or more, or leave the check out"
-            )
         if self.rope.type != "keep" and self.init is None:
-            yield (
-                f"rope={self.rope.type}: stretches trained weights, and init= names none; "
-                "leave rope out"
-            )
+            yield f"rope={self.rope.type}: stretches trained weights; give init=, or leave rope out"
         # 16 bits lose a change of less than 1/256, so the average would stand still
         if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
             yield (
@@ -332,28 +317,8 @@ class TrainConfig(Group):
     def problems_of_new_run(self) -> Iterator[str]:
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
         check_warmup(self.warmup_steps, self.max_steps)
-        if self.context.degree == 1 and self.context.method != "auto":
-            yield (
-                f"context.method={self.context.method}: does nothing with context=1; give "
-                "context=N, or leave it out"
-            )
         if self.lora.rank is not None and self.init is None:
-            yield (
-                f"lora.rank={self.lora.rank}: adds to trained weights, and init= names none; "
-                "leave lora out"
-            )
-
-    def warnings(self) -> Iterator[str]:
-        """Yield a line for keys of `wandb` that no tracker reads."""
-        read = [TRACKERS[name].reads for name in self.tracker]
-        usual = vars(WandbConfig())
-        unread = [
-            f"wandb.{key}={shown(value)}"
-            for key, value in vars(self.wandb).items()
-            if value != usual[key] and not any(keys is None or key in keys for keys in read)
-        ]
-        if unread:
-            yield f"{', '.join(unread)}: not read by tracker={shown(self.tracker)}"
+            yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
 
     def schedule_keys(self) -> dict[str, Any]:
         """Return the keys that lr_schedule has, with its defaults in place of nulls."""
@@ -370,41 +335,28 @@ class TrainConfig(Group):
         if traits.data is None:
             return
         if "preferences" not in SOURCES[self.data.source].keys_of(self.data):
-            yield (
-                f"{setting}: data={self.data.source} has no answers that are preferred; use "
-                "data=text or data=hub"
-            )
+            yield f"{setting}: data={self.data.source} has no answers; use data=text or data=hub"
         if hasattr(self.objective, "reference") and self.init is None:
-            yield f"{setting}: begins with trained weights, and init= names none; give init="
+            yield f"{setting}: begins with trained weights; give init="
         if getattr(self.objective, "reference", None) == "step" and self.lora.rank is None:
-            yield (
-                "objective.reference=step: only LoRA can be switched off; use lora.rank=, or "
-                "objective.reference=cached"
-            )
+            yield "objective.reference=step: only LoRA can be switched off; use lora.rank="
         if not self.data.packing:
-            yield (
-                f"{setting} with data.packing=false: the answers to a prompt share a sequence; "
-                "use data.packing=true"
-            )
+            yield f"{setting} with data.packing=false: the answers to a prompt share a sequence"
         if self.seq_len_schedule:
-            yield (
-                f"{setting} with seq_len_schedule: longer answers would not fit the first "
-                "sequences; leave it out"
-            )
+            yield f"{setting} with seq_len_schedule: longer answers would not fit; leave it out"
         if self.graphs.lower() == "true":
             yield f"{setting} with graphs=true: its sums are no graph; use graphs=auto"
 
     def _problems_of_schedules(self) -> Iterator[str]:
         """Yield a message for wrong lengths, and for keys of another schedule than lr_schedule."""
         yield from self._problems_of_lengths()
-        yield from undeclared(keys_of_schedules(), self, "lr_schedule")
         values = {name: getattr(self, name) for name in keys_of_schedules()}
         own = SCHEDULES[self.lr_schedule].keys
         yield from foreign_keys(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
             yield (
-                f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from} both "
-                "begin the decay; give one"
+                f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from}: "
+                "give one"
             )
 
     def _problems_of_lengths(self) -> Iterator[str]:
@@ -414,15 +366,10 @@ class TrainConfig(Group):
             yield f"{setting}: its lengths divide seq_len; give a number, not max"
         for stage in self.seq_len_schedule or []:
             if len(stage) != 2 or stage[1] < 1:
-                yield (
-                    f"{setting}: pairs of sequence length and steps, such as [[2048,100],[8192,50]]"
-                )
+                yield f"{setting}: pairs of length and steps, such as [[2048,100],[8192,50]]"
             length, last = stage[0], int(self.seq_len)
             if not before < length < last or last % length:
-                yield (
-                    f"{setting}: growing lengths that divide seq_len={self.seq_len}, which comes "
-                    "last"
-                )
+                yield f"{setting}: growing lengths that divide seq_len={last}, which comes last"
             before = length
 
     def check_model(self, model: GPTConfig) -> None:
@@ -445,20 +392,12 @@ class TrainConfig(Group):
         if count is None:
             return
         if len(dense) == model.layers:
-            yield (
-                f"model.experts.dense_layers={dense}: leaves no layer with experts; leave "
-                "model.experts out"
-            )
+            yield f"model.experts.dense_layers={dense}: leaves no layer with experts"
         if self.precision == "fp8":
-            yield (
-                f"precision=fp8: the products of model.experts.count={count} have no FP8; use "
-                "precision=bf16"
-            )
+            yield f"precision=fp8: model.experts.count={count} has no FP8; use precision=bf16"
         if self.lora.rank and {"gate_up", "down"} & {*self.lora.targets}:
-            yield (
-                f"lora.targets={shown(self.lora.targets)}: experts take no LoRA; use "
-                "lora.targets=[qkv,out]"
-            )
+            targets = shown(self.lora.targets)
+            yield f"lora.targets={targets}: experts take no LoRA; use lora.targets=[qkv,out]"
 
     def _problems_of_fp8(self, model: GPTConfig) -> Iterator[str]:
         """Yield a message if the matrices of `model` have no FP8 products as asked for."""
@@ -467,16 +406,11 @@ class TrainConfig(Group):
         # torch._scaled_mm takes no other sizes; all layers are alike in them
         for name, linear in model.block(0).linears.items():
             if linear.outputs % 16 or linear.columns % 16:
-                yield (
-                    f"precision=fp8: the matrix of {name} is {linear.outputs} × {linear.columns}, "
-                    "and FP8 products need multiples of 16; change model, or use precision=bf16"
-                )
+                size = f"{linear.outputs} × {linear.columns}"
+                yield f"precision=fp8: {name} is {size}, and FP8 products need multiples of 16"
         layers, setting = model.layers, f"bf16_layers={self.bf16_layers}"
         if self.lora.base is not None:
-            yield (
-                f"precision=fp8: rounds 16-bit weights, and lora.base={self.lora.base} leaves "
-                "none; use precision=bf16"
-            )
+            yield f"precision=fp8: rounds 16-bit weights, and lora.base={self.lora.base} has none"
         if any(not -layers <= layer < layers for layer in self.bf16_layers):
             yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
         if len({layer % layers for layer in self.bf16_layers}) == layers:

@@ -24,7 +24,6 @@ from typing import Any
 import yaml
 
 from longctx import files, untrusted
-from longctx.config import other_names
 from longctx.config.fields import declared_as
 from longctx.config.train_config import TrainConfig
 from longctx.runs import checkpoint_index
@@ -185,8 +184,6 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
         runs = sorted(x.parent.name for x in path.absolute().parent.glob("*/config.yaml"))
         close = difflib.get_close_matches(path.name, runs, n=1)
         remedy = f"did you mean {path.parent / close[0]}?" if close else "give a run or a model"
-        if owner := other_names.HUB_OWNERS.get(str(path)):
-            remedy = f"the model of the Hub is {owner}/{path}"
         why = f"no such file or folder; {remedy}"
     elif path.is_file():
         why = f"a file, and no model; text is given as data=text data.path={path}"

@@ -97,12 +97,11 @@ def opening(text: str) -> Callable[[Any, Path], list[str]]:
 
 
 late = "wandb sync {folder}/wandb/*run-*"
-register("wandb", TrackerTraits(wandb_copy.copy, "wandb", wandb_copy.opening, late))
+register("wandb", TrackerTraits(wandb_copy.copy, wandb_copy.opening, late))
 look = opening("look: tensorboard --logdir {folder.parent}")
-register("tensorboard", TrackerTraits(copy_to_tensorboard, "tensorboard", look, reads=()))
-look = opening("look: mlflow ui")
-register("mlflow", TrackerTraits(copy_to_mlflow, "mlflow", look, reads=("project",)))
+register("tensorboard", TrackerTraits(copy_to_tensorboard, look))
+register("mlflow", TrackerTraits(copy_to_mlflow, opening("look: mlflow ui")))
 look = opening("look: trackio show --project {project}")
-register("trackio", TrackerTraits(copy_to_trackio, "trackio", look, reads=("project", "group")))
+register("trackio", TrackerTraits(copy_to_trackio, look))
 # metrics.jsonl alone
-register("none", TrackerTraits(lambda *_: None, None, lambda *_: [], reads=()))
+register("none", TrackerTraits(lambda *_: None, lambda *_: []))

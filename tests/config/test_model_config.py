@@ -44,7 +44,7 @@ def test_sizes_of_a_saved_model_are_checked_too():
         ({"channels": 18}, "model.channels / model.heads=3 must be an even number"),
         ({"head_dim": 0}, "model.head_dim=0"),
         ({"window": 10**20 - 1}, "model.window=99999999999999999999: a number from 1"),
-        ({"window": 4, "window_layers": [[0]]}, r"model.window_layers=\[\[0\]\]: a list without"),
+        ({"window": 4, "window_layers": [[0]]}, r"model.window_layers=\[0\]: not a list in a list"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(changes, message):
