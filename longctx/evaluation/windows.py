@@ -22,7 +22,6 @@ from longctx.data.dataset import EncodedDocument
 from longctx.data.packing import pack
 from longctx.data.sequences import IGNORED, padding_ids
 from longctx.evaluation.score import Batch, OnBatch, Scorer
-from longctx.model.decoder import reading
 
 # Batches that are packed together, and sequences at least: more waste less of each sequence.
 AHEAD = (4, 32)
@@ -181,4 +180,15 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
     arrays = np.array(rows, dtype=np.int64).swapaxes(0, 1)  # (3, B, T)
     x, y, documents = map(torch.from_numpy, arrays)
-    return reading(scorer.ask(Batch(x, y, None if is_alone else documents)))
+    losses = scorer.ask(Batch(x, y, None if is_alone else documents))
+    if losses.device.type != "cuda":
+        return lambda: losses
+    # Reading them waits for no batch that the GPU was given after this one
+    copy, copied = losses.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait
