@@ -43,10 +43,6 @@ class Context:
         self.ranks = Ranks() if group is None else Ranks.of(group)
         self.method, self.fetches_windows = method, fetches_windows
 
-    def padded(self, length: int) -> int:
-        """Return `length` rounded up, so that P and the chunks divide it."""
-        return padded(length, self.ranks.count, self.method)
-
     def shards(self, mask: Mask, length: int) -> Shards:
         """Return the ranks' shares of sequences of a `padded` length under the bound `mask`."""
         if self.ranks.count == 1 or self.method == "ulysses":

@@ -48,8 +48,8 @@ class Flash(Backend):
         asked = None if kernel in ("auto", "portable") else IMPLEMENTATIONS[f"triton-{kernel}"]
         if asked and not runs(f"triton-{kernel}", *shape):
             return (
-                f"kernel={kernel} takes bf16 and fp16 with head sizes {asked.sizes} on {asked.gpus}"
-                "; use attention.options.kernel=portable"
+                f"kernel={kernel} takes bf16 and fp16 with head sizes in {asked.head_sizes} on "
+                f"{asked.gpus}; use attention.options.kernel=portable"
             )
         name = implementation(*shape, kernel)
         own = IMPLEMENTATIONS[name]

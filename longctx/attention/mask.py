@@ -145,10 +145,7 @@ class Mask:
         """
         window = _checked(window) or window
         if self.kind not in ("causal", "documents"):
-            raise ValueError(
-                f"a window of {window} is for causal attention and packed documents, "
-                f"not for {self.kind}"
-            )
+            raise ValueError(f"a window of {window} is for causal masks, not for {self.kind}")
         window = window if self.window is None else min(window, self.window)
         if self.qfirst is None:
             return replace(self, window=window, visible=-1, cache={})
@@ -262,10 +259,7 @@ def _checked(window: int | None) -> int | None:
     if window is None:
         return None
     if not isinstance(window, Integral) or isinstance(window, bool) or window < 1:
-        raise ValueError(
-            f"window={window} must be at least 1 key, the query's own, and a whole number; "
-            "leave it out for no window"
-        )
+        raise ValueError(f"window={window} must be a whole number of keys, 1 or more, or None")
     return min(window, INT32_MAX)
 
 

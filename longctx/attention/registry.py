@@ -398,8 +398,8 @@ def attention(
         caller = Attention(backend, options)
     else:
         caller = _caller(_backends[backend], backend)
-    if sinks is not None:
-        _check_sinks(sinks, q)
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
+        raise ValueError(f"sinks of shape {tuple(sinks.shape)}: one for each of {q.shape[2]} heads")
     # this is all: at most five calls to the launch
     out, lse = caller.with_lse(q, k, v, mask, Scores(scale, softcap, sinks))
     return (out, lse) if return_lse else out
@@ -502,16 +502,6 @@ def _warn_of_layout(shape: tuple[int, ...]) -> None:
         "order, (B, H, T, D)",
         stacklevel=4,
     )
-
-
-def _check_sinks(sinks: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless `sinks` has a logit for each head of q (B, T, H, D)."""
-    heads = q.shape[2]
-    if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
-        raise ValueError(
-            f"sinks of shape {tuple(sinks.shape)} and {sinks.dtype}: "
-            f"give one number for each query head, ({heads},), in a floating type"
-        )
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.attention import Mask
-from longctx.attention.context_parallel import Context, Shards
+from longctx.attention.context_parallel import Context, Shards, padded
 from longctx.attention.description import AttentionConfig
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import compile_cache
@@ -188,7 +188,7 @@ class GPT(nn.Module):
             )
         mask, (B, T), context = Mask.of(mask), tokens.shape, self.context
         # Ranks take equal shares of a sequence, so T is padded to N, a multiple of their number
-        N = context.padded(T)
+        N = padded(T, context.ranks.count, context.method)
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         tokens = shards.local(F.pad(tokens, (0, N - T)))

@@ -1,6 +1,6 @@
 """longctx plan: does a run fit, how fast is it and what does it cost; the tables behind that.
 
-On several GPUs it compares layouts, and numbers of GPUs. Nothing runs and torch is not imported, so
+On several GPUs it compares layouts. Nothing runs and torch is not imported, so
 the answer comes in a moment on any machine, for any GPU:
 `longctx plan model=1b seq_len=262144 gpu_memory=80`. Only layers that transformers computes are
 measured before, on fake tensors.
@@ -128,7 +128,7 @@ def each_layout(
 def print_layouts(
     request: TrainConfig, chip: Chip, host: float, per_machine: int, measured: Measured
 ) -> None:
-    """Print memory and speed of each layout of `request`, and a run's choice by number of GPUs."""
+    """Print memory and speed of each layout of `request`, and a run's choice."""
     merge = request.batch_size is None and request.accumulate is None
     steps = each_layout(request, per_machine, measured)
     rows = [
@@ -142,20 +142,6 @@ def print_layouts(
     grid(title, columns, rows, keys=3)
     chosen, reason = fitting.choose_layout(steps, chip, host, merge)
     print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
-
-    rows = []
-    doubling = [2**power for power in range(request.devices.bit_length())]
-    degree = 1 if isinstance(request.context.degree, str) else request.context.degree
-    for devices in sorted({*doubling, request.devices}):
-        if devices % degree:
-            continue
-        of_number = each_layout(replace(request, devices=devices), per_machine, measured)
-        chosen, _ = fitting.choose_layout(of_number, chip, host, merge)
-        longest = longest_step(of_number, chip, host)
-        row = {"GPUs": devices, "longest": "none" if longest is None else longest.seq_len}
-        rows.append(row | figures(chosen, chip, host))
-    title = f"The layout chosen by number of GPUs, attention={backend}, the longest of any layout"
-    grid(title, ("GPUs", *columns), rows)
 
 
 def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:

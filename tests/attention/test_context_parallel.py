@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import Mask
-from longctx.attention.context_parallel import Context, dealt
+from longctx.attention.context_parallel import Context, dealt, padded
 from longctx.attention.exchange import AllGather, HaloExchange, Ranks, Ulysses
 from tests.processes import run_on
 
@@ -30,8 +30,8 @@ def packed(rows: int, length: int, share: float, seed: int = 0) -> Mask:
 
 
 def bound(mask: Mask, context: Context, rows: int, length: int) -> tuple[Mask, int]:
-    padded = context.padded(length)
-    return mask.padded(length, padded).bind(rows, padded, padded, "cpu"), padded
+    whole = padded(length, context.ranks.count, context.method)
+    return mask.padded(length, whole).bind(rows, whole, whole, "cpu"), whole
 
 
 @pytest.mark.parametrize("method", ["ulysses", "allgather"])

@@ -105,7 +105,7 @@ def test_windowed_equals_a_mask_built_with_the_window():
                 assert_same(windowed, expected, 2)
     with pytest.raises(ValueError, match=r"a window of 3 .*full"):
         Mask.full().windowed(3)
-    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+    with pytest.raises(ValueError, match="window=0 must be"):
         Mask.causal().windowed(0)
 
 

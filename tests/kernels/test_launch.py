@@ -124,8 +124,8 @@ def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
     assert measured_file() is None
     assert measured("Test") == {}
     monkeypatch.delenv("LONGCTX_LAUNCH")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert measured_file() == tmp_path / "longctx" / "launch.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert measured_file() == tmp_path / ".config" / "longctx" / "launch.json"
     measured.cache_clear()
     assert measured("Test") == {}, "that one need not be there"
     measured.cache_clear()

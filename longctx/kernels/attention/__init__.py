@@ -82,13 +82,6 @@ class Implementation(NamedTuple):
     sums_dq: bool = False  # in fp32, in memory of its own
 
     @property
-    def sizes(self) -> str:
-        """Return the sizes of heads that it computes, in words."""
-        if isinstance(self.head_sizes, range):
-            return f"{self.head_sizes[0]}, {self.head_sizes[1]} .. {self.head_sizes[-1]}"
-        return ", ".join(map(str, self.head_sizes))
-
-    @property
     def reproducible(self) -> tuple[str, ...]:
         """Return the results that have the same bits in every run on one machine."""
         return ("out", "dq", "dk", "dv") if self.is_ordered else ("out", "dk", "dv")

@@ -103,7 +103,7 @@ from longctx.kernels.attention.portable import (
     padded_rows,
     preprocess_into,
 )
-from longctx.kernels.attention.relaunch import Relaunch, first_launch, keep, stream_of
+from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
 
 
 class BackwardConfig(NamedTuple):
@@ -809,7 +809,9 @@ def _first_backward(
     assert before is not None and unpack is not None, "Gluon has no interpreter"
     parts = 2 if size == 96 else 1
     launches = BackwardLaunches(size, c, parts, count, zeroed, rows.numel(), before, main, unpack)
-    keep(_launches, key, launches)
+    if len(_launches) >= LAUNCHES:
+        _launches.clear()
+    _launches[key] = launches
     return dq, dk, dv
 
 

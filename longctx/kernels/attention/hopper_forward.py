@@ -91,12 +91,7 @@ from longctx.kernels.attention.portable import (
     scheduled_tile,
     visible_tiles,
 )
-from longctx.kernels.attention.relaunch import (
-    Relaunch,
-    first_launch,
-    keep,
-    stream_of,
-)
+from longctx.kernels.attention.relaunch import LAUNCHES, Relaunch, first_launch, stream_of
 
 
 class ForwardConfig(NamedTuple):
@@ -760,7 +755,9 @@ def _first_forward(
     count = 3 + triton.cdiv(Tq, 64 * c.consumers) * B * Hq
     flags = torch.zeros(count, dtype=torch.int32, device=q.device)
     kernels = _first_launches((q, k, v, out), lse, flags, intervals, scale, size)
-    keep(_launches, key, ForwardLaunches(size, c, 2 if split(size)[1] else 1, count, kernels))
+    if len(_launches) >= LAUNCHES:  # rare, and simpler than an order of use
+        _launches.clear()
+    _launches[key] = ForwardLaunches(size, c, 2 if split(size)[1] else 1, count, kernels)
     return out, lse
 
 

@@ -88,12 +88,8 @@ def table() -> dict[str, Table]:
 
 def measured_file() -> Path | None:
     """Return the path of measured tables; None if LONGCTX_LAUNCH is set and empty."""
-    name = os.environ.get("LONGCTX_LAUNCH")
-    if name is not None:
-        return Path(name).expanduser() if name else None
-    # a table of the user's, wherever the program is started
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return home / "longctx" / "launch.json"
+    name = os.environ.get("LONGCTX_LAUNCH", "~/.config/longctx/launch.json")
+    return Path(name).expanduser() if name else None
 
 
 @functools.cache

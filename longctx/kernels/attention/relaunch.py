@@ -9,7 +9,7 @@ the host's time, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,14 +74,6 @@ def first_launch(
     names = kernel.arg_names[len(maps) + len(pointers) + len(scalars) :]
     tail = (*scalars, *(constants[name] for name in names))
     return Relaunch(compiled, programs, maps, tail)
-
-
-def keep(launches: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    """Put `value` into `launches`, which never holds more than LAUNCHES."""
-    # dropping all is rare, and simpler than an order of use
-    if len(launches) >= LAUNCHES:
-        launches.clear()
-    launches[key] = value
 
 
 def stream_of(device: int) -> int:

@@ -206,15 +206,12 @@ def _sparse(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def _message(part: str, implementation: str, q: Tensor, error: str) -> str:
-    remedies = [
-        "attention=sdpa",
-        "TRITON_PTXAS_PATH=FILE with another ptxas (`pip install nvidia-cuda-nvcc`)",
-    ]
+    remedies = "attention=sdpa, or TRITON_PTXAS_PATH=FILE with another ptxas"
     if implementation != "triton-portable":
-        remedies.insert(0, "attention.options.kernel=portable")
+        remedies = f"attention.options.kernel=portable, or {remedies}"
     tools = ", ".join(f"{name} {version}" for name, version in compilers().items())
     return (
         f"the {part} kernel {implementation} fails its self-test on {gpu_name(q.device)} ({tools}) "
         f"for {q.dtype}, head size {q.shape[3]}: {error}. "
-        f"It is not used, its results would be wrong; use {', or '.join(remedies)}"
+        f"It is not used, its results would be wrong; use {remedies}"
     )
