@@ -74,5 +74,5 @@ def test_auto_by_generation(major, head_dim, expected, monkeypatch):
 
 def test_other_sizes_and_devices_are_refused():
     request = {"device": rule.DEVICE, "dtype": torch.bfloat16, "head_dim": 80}
-    with pytest.raises(ValueError, match="head sizes 64, 96, 128, 256"):
+    with pytest.raises(ValueError, match="head sizes in "):
         check("flash", **request, options={"kernel": "ampere"})

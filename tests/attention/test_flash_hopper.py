@@ -189,7 +189,7 @@ def test_auto_is_compiled_without_a_warning(monkeypatch):
     [
         ("cpu", torch.float16, 128, "on a Hopper GPU; use attention.options.kernel=portable"),
         pytest.param(DEVICE, torch.float32, 128, "takes bf16 and fp16", marks=ON_HOPPER),
-        pytest.param(DEVICE, torch.float16, 60, "head sizes 64, 72 .. 256", marks=ON_HOPPER),
+        pytest.param(DEVICE, torch.float16, 60, "head sizes in ", marks=ON_HOPPER),
     ],
 )
 def test_refusals(device, dtype, head_dim, message):

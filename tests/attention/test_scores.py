@@ -124,10 +124,10 @@ def test_sinks_train_only_with_a_differentiable_lse():
     assert "sinks" not in Backend.description.scores
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1), torch.zeros(4).int()])
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1)])
 def test_sinks_are_a_number_per_query_head(wrong):
     q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
-    with pytest.raises(ValueError, match=r"one number for each query head, \(4,\)"):
+    with pytest.raises(ValueError, match="one for each of 4 heads"):
         attention(q, k, v, sinks=wrong.to(DEVICE))
 
 
