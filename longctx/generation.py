@@ -38,8 +38,6 @@ from longctx.parallel.devices import (
 from longctx.spec.step import precision_of
 
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts
-# Keys of a line with a chat
-OF_CHAT = {"messages", "system", "tools", "chat_template_kwargs"}
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 WINDOW = 16  # tokens that are decoded again with each new one: a character has 4 bytes at most
 
@@ -188,8 +186,7 @@ class Engine:
             **self.trained.model.block(0).attention.required(trains=False),
         )
         self.tokenizer = self.trained.tokenizer
-        # Tokens and seconds of prompts, up to the first new token, and of the new ones after it
-        self.prompt, self.new = [0, 0.0], [0, 0.0]
+        self.tokens, self.seconds = 0, 0.0  # of new tokens, prompts read
         self.exit_code = 0
         self.sequences = 0  # of the latest batch, 0 before the first
 
@@ -207,9 +204,8 @@ class Engine:
             say(f"error: out of memory{when}; give a smaller {changes}")
             self.exit_code = 1
         else:
-            for name, (tokens, seconds) in (("prompt", self.prompt), ("generation", self.new)):
-                speed = f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"
-                say(f"{name} {tokens:,} tokens in {seconds:.2f} s ({speed})")
+            speed = f"{self.tokens / max(self.seconds, 1e-9):,.1f} tokens/s"
+            say(f"generation {self.tokens:,} tokens in {self.seconds:.2f} s ({speed})")
 
     def load(self) -> None:
         """Read the weights."""
@@ -243,17 +239,11 @@ class Engine:
             for number in numbers
         ]
         screen = shown(prompts, numbers, completions, file)
-        # The first new token ends the time of the prompts
         began = time.perf_counter()
-        first = None
         for _ in continued(self.config, self.model, ids, numbers, completions):
-            first = first or time.perf_counter()
             next(screen, None)
-        assert first is not None  # `continued` yields once at least
-        self.prompt[0] += sum(map(len, ids))
-        self.prompt[1] += first - began
-        self.new[0] += sum(completion.tokens for completion in completions) - len(completions)
-        self.new[1] += time.perf_counter() - first
+        self.tokens += sum(completion.tokens for completion in completions)
+        self.seconds += time.perf_counter() - began
         return [completion.text for completion in completions]
 
 
@@ -300,7 +290,6 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".txt":
         yield str(file), text.removesuffix("\n").removesuffix("\r")
         return
-    unread = set[str]()
     # splitlines would also break at U+2028, which a string of JSON may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -309,15 +298,11 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         with untrusted.named(origin, "not JSON ({})", (ValueError, RecursionError)):
             row = json.loads(line)
         if isinstance(row, dict) and isinstance(row.get("messages"), list):
-            unread |= row.keys() - OF_CHAT
             yield origin, row
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            unread |= row.keys() - {"prompt"}
             yield origin, row["prompt"]
         else:
             raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
-    if unread:
-        say(f"warning: prompts={file}: keys that are not read: {', '.join(sorted(unread))}")
 
 
 def continued(

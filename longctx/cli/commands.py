@@ -267,7 +267,6 @@ def check_paths(config: TrainConfig) -> None:
     if config.resume is None:
         fields.refuse_first(config.problems_of_new_run())
     if config.resume is None and number_here() == 0:
-        run_folder.check_root(Path(config.runs))
         # A dry run makes no folder
         run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)
         if config.init is not None:

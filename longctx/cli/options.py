@@ -36,14 +36,14 @@ class CompareOptions(Group):
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
     out: Path = key(Path("compare.html"), "page with their curves, .html; needs no network")
     price: float | None = key(None, PRICE, between=(1e-6, 1e6))
-    table: Path | None = key(None, "write a row for each run too: .csv or .json")
+    table: Path | None = key(None, "write a row for each run too: .csv")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for a page or a table of another format."""
         if self.out.suffix != ".html":
             yield f"out={self.out}: a file that ends in .html"
-        if self.table is not None and self.table.suffix not in (".csv", ".json"):
-            yield f"table={self.table}: a file that ends in .csv or .json"
+        if self.table is not None and self.table.suffix != ".csv":
+            yield f"table={self.table}: a file that ends in .csv"
 
 
 @dataclass

@@ -42,13 +42,11 @@ class PlanOptions:
     gpu_bandwidth: float | None = key(
         None, "GB/s of its memory; null: by its name", between=(1e-3, 1e6)
     )
-    gpu_memory: str | None = key(
-        None, "GiB of it, such as 80, or 80GB of 10^9 bytes; null: the usual"
-    )
-    host_memory: str | None = key(
+    gpu_memory: float | None = key(None, "GiB of it; null: the usual", between=(1e-3, 1e6))
+    host_memory: float | None = key(
         None,
-        "of the host, as gpu_memory; null: this machine's, or 128 GiB for each GPU if gpu= is not "
-        "here",
+        "GiB of the host; null: this machine's, or 128 for each GPU if gpu= is not here",
+        between=(1e-3, 1e6),
     )
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
@@ -136,7 +134,7 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu)
     base = replace(base, network=options.network / 8 * 1e9)
     if options.gpu_memory is not None:
-        base = replace(base, memory=bytes_of("gpu_memory", options.gpu_memory))
+        base = replace(base, memory=options.gpu_memory * GIB)
     if options.gpu_tflops is not None:
         base = replace(base, flops=options.gpu_tflops * 1e12)
     if options.gpu_bandwidth is not None:
@@ -149,23 +147,9 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     if not base.memory:
         raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
     if options.host_memory is not None:
-        return base, bytes_of("host_memory", options.host_memory), ""
+        return base, options.host_memory * GIB, ""
     is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
     if is_here:
         return base, hardware.host_memory(), ", this machine: host_memory= says another"
     host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)
     return base, host, " assumed, 128 for each GPU: host_memory= says another"
-
-
-def bytes_of(key: str, text: str) -> float:
-    """Return the bytes of a size, written 80 or 80GiB for GiB, and 80GB for 10^9 bytes."""
-    number, unit = text.strip().lower(), float(GIB)
-    if number.endswith("gb"):
-        number, unit = number.removesuffix("gb"), 1e9
-    try:
-        size = float(number.removesuffix("gib"))
-    except ValueError:
-        size = 0.0
-    if not 0 < size < 2**20:
-        raise ValueError(f"{key}={text}: a number of GiB above 0, such as 80, 139.8GiB or 24GB")
-    return size * unit

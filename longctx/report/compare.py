@@ -33,7 +33,6 @@ COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
 PER_MONEY = "tokens for 1 of its currency"
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
 DECISIVE = ("data.", "objective.", "model.vocab_size")
-SHAPE = ("seq_len", "precision", *(f"model.{x}" for x in ("channels", "heads", "kv_heads")))
 
 
 class Table(NamedTuple):
@@ -62,11 +61,13 @@ def compare(
     write_page(out, found, shown_table, notes)
     if table is not None:
         keys = differing(found)
-        records = [
-            record_of(run) | {f"config.{key}": configured(run, key) for key in keys}
-            for run in found
-        ]
-        write_records(table, records)
+        write_records(
+            table,
+            [
+                record_of(run) | {f"config.{key}": configured(run, key) for key in keys}
+                for run in found
+            ],
+        )
     cells = [
         [
             Text(cell, "bold green" if (row, n) in shown_table.best else "")
@@ -76,8 +77,7 @@ def compare(
     ]
     show(text_table("runs", shown_table.headings, cells))
     for note in notes:
-        line = note if note.startswith("warning: ") else f"note: {note}"
-        console(stderr=True).print(line, soft_wrap=True)
+        console(stderr=True).print(f"note: {note}", soft_wrap=True)
     console().print(f"curves     {out}", soft_wrap=True)
 
 
@@ -110,8 +110,8 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
         if counts[run.label] > 1:
             run.label = str(run.folder)
     notes = [note for run in runs for note in run.notes]
-    notes += [*not_ranked(runs), *lock_differences(runs)]
-    return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
+    notes += [*not_ranked(runs), *(f"left out: {problem}" for problem in problems)]
+    return runs, notes
 
 
 def table_of(runs: list[RunRecord], price: float | None) -> Table:
@@ -163,8 +163,6 @@ def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, 
 def evaluated(run: RunRecord) -> dict[str, str]:
     """Return heading → score of a run's evaluations; the newest checkpoint's replace others'."""
     cells: dict[str, str] = {}
-    for kind, by_length in run.facts.items():
-        cells |= {f"last: {kind}/{length}": f"{x:.4f}" for length, x in by_length.items()}
     for content in (content for contents in run.evaluations for content in contents):
         numbers = scores(content)
         error = numbers.get("perplexity", 0) * numbers.get("standard_error", 0)
@@ -196,17 +194,6 @@ def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> dict[str, list
     if len(runs) > 1:
         rates = [run.cost.tokens_per_money or 0.0 for run in runs]
         best[PER_MONEY] = [rates.index(max(rates))]
-    # Across tokenizers, bits of the same bytes can be compared
-    bits: dict[tuple[str, int], list[tuple[float, int]]] = {}
-    for row, run in enumerate(runs):
-        for content in run.evaluations.perplexities:
-            total = content["total"]
-            if total.get("bytes") and total.get("bits_per_byte") is not None:
-                group = bits.setdefault((name_of(content), total["bytes"]), [])
-                group.append((total["bits_per_byte"], row))
-    for (name, _), group in bits.items():
-        if len({row for _, row in group}) > 1:
-            best.setdefault(f"{name}: bits_per_byte", []).append(min(group)[1])
     return best
 
 
@@ -268,24 +255,6 @@ def documents_of(run: RunRecord) -> dict[str, Any]:
     values["val_rows"] = config.get("val_rows", 0) * config["seq_len"]
     of_file = {"data.tokenizer": run.tokenizer, "data.vocab_size": None}
     return values | of_file if run.tokenizer else values
-
-
-def lock_differences(runs: list[RunRecord]) -> list[str]:
-    """Return a warning for each field in which kernel locks of one backend differ."""
-    # (field, backend, shape of a fingerprint) → value → the runs that have it
-    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
-    for run in runs:
-        for key, value in run.lock.items():
-            # Fingerprints depend on the shape of the model, the precision and the length
-            names = ("attention.backend", *(SHAPE if key == "fingerprint" else ()))
-            same = (key, *(configured(run, name) for name in names))
-            groups.setdefault(same, {}).setdefault(value, []).append(run.label)
-    warnings = []
-    for (key, backend, *_), values in groups.items():
-        if len(values) > 1:
-            text = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
-            warnings.append(f"warning: kernel locks of {backend} differ in {key}: {text}")
-    return warnings
 
 
 def write_page(out: Path, runs: list[RunRecord], table: Table, notes: list[str]) -> None:

@@ -23,7 +23,6 @@ from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import Evaluations, read_evaluations
 from longctx.runs.metrics import (
     BY_POSITION,
-    FACTS_FOUND,
     Record,
     Shown,
     finite,
@@ -31,7 +30,7 @@ from longctx.runs.metrics import (
     line,
     number,
 )
-from longctx.runs.metrics_file import Tail, read_records, without_infinite
+from longctx.runs.metrics_file import Tail, read_records
 from longctx.runs.run_folder import checkpoints, is_training, read_config
 from longctx.untrusted import opened
 
@@ -60,7 +59,6 @@ class RunRecord:
     notes: list[str]
     lock: dict[str, str]
     positions: Line  # loss over tokens before
-    facts: dict[str, dict[int, float]]  # kind → length → share
     tokenizer: str = ""  # a hash of its tokenizer.json
     documents: str = ""  # the fingerprint of its data; empty if no checkpoint can be read
 
@@ -90,7 +88,6 @@ def read(folder: Path, points: int, price: float | None = None) -> RunRecord:
         evaluations=read_evaluations(folder),
         ended=ending(numbers["step"], config["max_steps"], training),
         positions=positions(records),
-        facts=facts(records),
         cost=cost_of(config, numbers, lock, price),
         notes=[f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else [],
         lock=lock,
@@ -131,32 +128,15 @@ def ending(step: int, steps: int, training: bool) -> str:
 
 def positions(records: list[Record]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
-    members = last_of_family(records, BY_POSITION)
-    return {"x": [int(key) for key in members], "y": short(members.values())} if members else {}
-
-
-def facts(records: list[Record]) -> dict[str, dict[int, float]]:
-    """Return the share of pass keys that the last validation found, by kind and length."""
-    shares: dict[str, dict[int, float]] = {}
-    for key, share in last_of_family(records, FACTS_FOUND).items():
-        kind, _, length = key.rpartition("/")
-        shares.setdefault(kind, {})[int(length)] = share
-    return shares
-
-
-def last_of_family(records: list[Record], family: str) -> Record:
-    """Return the finite members of a family of keys, without the family's name, in the newest
-    validation that has some.
-    """
-    prefix = f"{family}/"
+    prefix = f"{BY_POSITION}/"
     for record in reversed(records):
-        members = {
-            key.removeprefix(prefix): value
+        found = {
+            int(key.removeprefix(prefix)): value
             for key, value in record.items()
             if key.startswith(prefix) and finite([value])
         }
-        if members:
-            return members
+        if found:
+            return {"x": list(found), "y": short(found.values())}
     return {}
 
 
@@ -259,17 +239,13 @@ def record_of(run: RunRecord) -> dict[str, Any]:
 
 
 def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a record for each run to a .csv, or an object for each to a .json, atomically."""
-    if path.suffix == ".json":
-        text = json.dumps(without_infinite(list(records)), indent=1, allow_nan=False) + "\n"
-    else:
-        columns = list(dict.fromkeys(key for record in records for key in record))
-        stream = io.StringIO()
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        text = stream.getvalue()
-    files.write_for_key("table", path, text)
+    """Write a row for each run to a .csv, atomically."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    files.write_for_key("table", path, stream.getvalue())
 
 
 def watch(run: Path, price: float | None = None) -> None:

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,22 +44,6 @@ def stem(choices: dict[str, str], seq_len: int, changed: dict[str, str]) -> str:
         if not is_left_out and declared_as(TrainConfig, key).names:
             parts.append(key.split(".")[-1].replace("_", "") + value)
     return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-")[:80].rstrip("-.")
-
-
-def check_root(root: Path) -> None:
-    """Raise OSError unless folders can be made, and locked, in `root` or its nearest parent that
-    exists.
-    """
-    existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    try:
-        probing = tempfile.TemporaryDirectory(prefix=files.PROBE, dir=existing)
-        with probing as probe, locked(Path(probe)):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"runs={root}: no folder can be made and locked in {existing}: "
-            f"{error.strerror or error}; choose another"
-        ) from error
 
 
 def check_free(root: Path, name: str | None) -> None:

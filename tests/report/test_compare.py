@@ -215,14 +215,3 @@ def test_the_curve_over_context_is_of_the_newest_checkpoint_on_its_own_documents
         content["by_context"] = [{"context": 64, "loss": float(number)}]
         write(content, folder / "eval" / f"{name}.json")
     assert described(read(folder, 9))["contexts"] == {"x": [64], "y": [2.0]}
-
-
-def test_bits_per_byte_are_ranked_over_the_same_bytes(tmp_path):
-    for name, n_bytes, bits in (("a", 900, 1.25), ("b", 900, 1.5), ("c", 700, 0.5)):
-        total = {"tokens": 77, "bytes": n_bytes, "bits_per_byte": bits}
-        content = {"context": 100_000, "stride": 32, "total": total}
-        write(content, make(tmp_path / name) / "eval" / "x.json")
-    compare([tmp_path / name for name in "abc"], tmp_path / "x.html")
-    table = page_data(tmp_path / "x.html")["table"]
-    bits = table["headings"].index("x: bits_per_byte")
-    assert [x for x in table["best"] if x[1] == bits] == [[0, bits]]
