@@ -1,19 +1,16 @@
 """Tables of figures on the terminal, with every character of them.
 
-Columns that do not fit are not cut: they follow in a table below. Output that is no terminal has
+A table that is too wide is not cut: the terminal breaks its lines. Output that is no terminal has
 each table whole, without lines or colours, however wide it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
-from dataclasses import replace
 from typing import Any, Literal
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -70,64 +67,28 @@ def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str 
     return table
 
 
-def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]], keys: int = 1) -> None:
-    """Print `columns` of `rows`, of which the first `keys` name a row; numbers to three figures,
-    an empty cell for a missing value.
-    """
+def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Print `columns` of `rows`: numbers to three figures, an empty cell for a missing value."""
     headings = [column.replace("_", " ") for column in columns]
     cells = [[cell(row.get(column)) for column in columns] for row in rows]
     table = text_table(title, headings, cells)
     table.padding = (0, 1, 0, 0)
-    show(table, keys)
+    show(table)
 
 
-def show(table: Table, keys: int = 1, output: Console | None = None) -> None:
-    """Print `table`, or several if the terminal is too narrow. Each begins with the first `keys`
-    columns.
-
-    A cell is broken into lines only if it and the first columns are too wide.
-    """
+def show(table: Table, output: Console | None = None) -> None:
+    """Print `table` whole."""
     output = output or console()
     if not output.is_terminal:
-        output.width = WIDEST
         table.box, table.pad_edge = None, False
         if table.title:
             output.print(table.title, highlight=False)
             table.title = None
-        output.print(table)
+    width, output.width = output.width, WIDEST
+    output.print(table, soft_wrap=True)
+    output.width = width
+    if not output.is_terminal:
         output.print()
-        return
-    if measured(table, output).maximum <= output.width:
-        output.print(table)
-        return
-    # Each group takes as many columns as fit; a text that is too wide has lines, in its own group
-    groups: list[list[int]] = [[]]
-    for column in range(keys, len(table.columns)):
-        wider = part_of(table, [*range(keys), *groups[-1], column])
-        if groups[-1] and measured(wider, output).maximum > output.width:
-            groups.append([])
-        groups[-1].append(column)
-    for number, group in enumerate(groups):
-        part = part_of(table, [*range(keys), *group])
-        part.title = None if number else table.title
-        output.print(part)
-
-
-def measured(table: Table, output: Console) -> Measurement:
-    """Return the least and the natural width of `table`."""
-    return Measurement.get(output, output.options.update(width=WIDEST), table)
-
-
-def part_of(table: Table, columns: Sequence[int]) -> Table:
-    """Return the `columns` of `table`, with a line for each word of a heading."""
-    part = copy(table)
-    chosen = [table.columns[number] for number in columns]
-    part.columns = [
-        # Broken words are hard to read, but an ellipsis would lose figures
-        replace(column, _index=index, header="\n".join(str(column.header).split()), overflow="fold")
-        for index, column in enumerate(chosen)
-    ]
-    return part
 
 
 def cell(value: Any) -> str:

@@ -24,29 +24,18 @@ def table() -> Table:
     return view
 
 
-def shown(view: Table, width: int, terminal: bool = True, keys: int = 1) -> list[str]:
+def shown(view: Table, width: int, terminal: bool = True) -> list[str]:
     file = io.StringIO()
     settings = {"force_terminal": terminal, "color_system": None, "highlight": False}
-    tables.show(view, keys, Console(width=width, file=file, **settings))  # type: ignore[arg-type]
+    tables.show(view, Console(width=width, file=file, **settings))  # type: ignore[arg-type]
     return file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [20, 31, 47, 61, 80, 97, 133, 240])
+@pytest.mark.parametrize("width", [20, 240])
 def test_nothing_is_cut_at_any_width(width):
-    lines = shown(table(), width)
-    text = "\n".join(lines)
-    assert "…" not in text and max(map(len, lines)) <= width
-    if width >= 61:  # below, a name and a cell are wider than the terminal, and folded
-        assert all(cell in text for row in ROWS for cell in row)
-        assert all(word in text for heading in HEADINGS for word in heading.split())
-    assert text.count("what came out") == 1
-
-
-def test_columns_that_do_not_fit_follow_below():
-    text = "\n".join(shown(table(), 80))
-    assert text.count(ROWS[0][0]) == 2
-    assert "\n".join(shown(table(), 240)).count(ROWS[0][0]) == 1
-    assert "\n".join(shown(table(), 70, keys=2)).count("0.003 ") > 1
+    text = "\n".join(shown(table(), width))
+    assert "…" not in text and text.count("what came out") == 1
+    assert all(cell in text for row in [HEADINGS, *ROWS] for cell in row)
 
 
 def test_piped_output_is_whole_and_plain():
@@ -55,15 +44,6 @@ def test_piped_output_is_whole_and_plain():
     assert lines[1].split("  ")[0] == "run" and lines[1].rstrip().endswith("ended")
     assert [line.split()[0] for line in lines[2:4]] == [row[0] for row in ROWS]
     assert not set("│┃─━") & set("".join(lines))
-
-
-def test_a_text_may_be_folded_and_loses_nothing():
-    view, words = Table("run", "loss"), [f"word{number}" for number in range(40)]
-    view.add_column("in its text", overflow="fold")
-    view.add_row(ROWS[0][0], "1.25", " ".join(words))
-    lines = shown(view, 80)
-    assert max(map(len, lines)) <= 80
-    assert all(word in "\n".join(lines) for word in words)
 
 
 def test_brackets_are_text(capsys):

@@ -49,7 +49,7 @@ def show(content: Content) -> None:
         show_perplexity(content)
     elif "results" in content:
         scores = evaluations.task_scores(content["results"])
-        show_rows("lm-evaluation-harness", scores, 2, {"value": ".4f", "error": ".4f"})
+        show_rows("lm-evaluation-harness", scores, {"value": ".4f", "error": ".4f"})
     elif "ruler" in content:
         lengths, by_task = evaluations.ruler_rows(content)
         show_shares("RULER: score by task", lengths, by_task.items())
@@ -74,13 +74,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def show_rows(title: str, rows: Sequence[Content], keys: int, forms: dict[str, str]) -> None:
+def show_rows(title: str, rows: Sequence[Content], forms: dict[str, str]) -> None:
     """Print the columns that the first of `rows` has; `forms` are formats of some numbers."""
     written = []
     for row in rows:
         known = {name: form for name, form in forms.items() if row.get(name) is not None}
         written.append(row | {name: format(row[name], form) for name, form in known.items()})
-    tables.grid(title, list(rows[0]) if rows else [], written, keys)
+    tables.grid(title, list(rows[0]) if rows else [], written)
 
 
 def show_perplexity(content: Content) -> None:
@@ -94,11 +94,11 @@ def show_perplexity(content: Content) -> None:
         scored = scored[:SHOWN] + scored[-SHOWN:]
     forms = {"nats": ",.1f", "loss": ".4f", "perplexity": ",.3f"}
     forms |= {"gain": ".4f", "bits_per_byte": ".4f"}
-    show_rows(title, scored, 1, forms)
+    show_rows(title, scored, forms)
     if content["by_position"]:
-        show_rows("loss by position", content["by_position"], 2, forms)
+        show_rows("loss by position", content["by_position"], forms)
     if content["by_context"]:
-        show_rows("the same tokens with shorter contexts", content["by_context"], 1, forms)
+        show_rows("the same tokens with shorter contexts", content["by_context"], forms)
     total = content["total"]
     # The standard error is of the loss, so it counts times the perplexity.
     error = total["perplexity"] * total["standard_error"]

@@ -71,7 +71,7 @@ def run(
     columns = ("backend", "memory", *shared, "sequences", *map(heading, TERMS), *SIZES, *SPEED)
     rows = [{"backend": backend} | figures(step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
-    grid(f"Predicted peak by term, GiB{layout}", columns, rows, keys=2)
+    grid(f"Predicted peak by term, GiB{layout}", columns, rows)
 
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
@@ -84,7 +84,7 @@ def run(
         row = {"memory": step.memory.policy, "tokens": "none"}
         row = row if longest is None else figures(longest, chip, host)
         rows.append({"backend": backend} | row)
-    grid("The longest sequence that fits, at about the same tokens per step", columns, rows, keys=2)
+    grid("The longest sequence that fits, at about the same tokens per step", columns, rows)
 
 
 def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | None) -> str:
@@ -139,7 +139,7 @@ def print_layouts(
     backend = request.attention.backend
     columns = ("strategy", "context", "method", "memory", "GPU GiB", "fits", *SPEED[:2], "longest")
     title = f"Layouts on {request.devices:,} GPUs, attention={backend}, with the longest sequences"
-    grid(title, columns, rows, keys=3)
+    grid(title, columns, rows)
     chosen, reason = fitting.choose_layout(steps, chip, host, merge)
     print(f"strategy=auto context=auto: {fitting.name_of(chosen)} ({reason})\n")
 

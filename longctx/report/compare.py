@@ -68,14 +68,16 @@ def compare(
                 for run in found
             ],
         )
-    cells = [
+    columns = [
         [
             Text(cell, "bold green" if (row, n) in shown_table.best else "")
             for n, cell in enumerate(texts)
         ]
         for row, texts in enumerate(shown_table.rows)
     ]
-    show(text_table("runs", shown_table.headings, cells))
+    # A line for each heading: there are more of them than runs
+    _, *lines = zip(shown_table.headings, *columns, strict=True)
+    show(text_table("runs", ["run", *(run.label for run in found)], lines))
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     console().print(f"curves     {out}", soft_wrap=True)

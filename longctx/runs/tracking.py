@@ -63,7 +63,7 @@ class Tracker:
             return
         about = {
             "records_before": self._records_before,
-            "metadata": metadata | {"commit": commit()},
+            "metadata": metadata,
             "plugins": self.plugins,
         }
         self._copies = [Copy(name, self.config, self.folder, about) for name in self.openings]
@@ -170,18 +170,6 @@ def log_evaluation(config: WandbConfig, folder: Path, content: dict[str, Any]) -
     finish([copy], 0)
     if problem := copy.news():
         raise RuntimeError(problem)
-
-
-def commit() -> str | None:
-    """Return the commit of the checkout that holds this code, `-dirty` if it was changed since;
-    None outside of a checkout.
-    """
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    command = ["git", "-C", str(Path(__file__).parent), *describe]
-    with suppress(OSError, subprocess.SubprocessError):
-        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return git.stdout.strip()
-    return None
 
 
 def copy_to(name: str) -> NoReturn:
