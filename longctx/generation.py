@@ -285,11 +285,8 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         yield "prompt", config.prompt or ""
         return
     file = Path(config.prompts)
-    # The byte-order mark and the line end that editors on Windows write are no part of a prompt
+    # Editors on Windows write a byte-order mark
     text = untrusted.read_text(file, PROMPTS_SIZE).removeprefix("\ufeff")
-    if file.suffix == ".txt":
-        yield str(file), text.removesuffix("\n").removesuffix("\r")
-        return
     # splitlines would also break at U+2028, which a string of JSON may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -56,13 +56,11 @@ def _import(name: str, path: Path, argument: str) -> None:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
+        # The last line in this file; a SyntaxError has its own
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(
-            f"plugins={argument}: line {line}: {type(error).__name__}: {reason}"
-        ) from error
+        where = f"line {getattr(error, 'lineno', None) or lines[-1]}"
+        raise ValueError(f"plugins={argument}: {where}: {type(error).__name__}: {error}") from error
 
 
 def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None:

@@ -203,17 +203,10 @@ def typed_command() -> str:
     """Return the command that starts longctx in the user's shell, from the current folder: without
     an activated environment the shell finds no `longctx`, or another one.
     """
-    script = Path(sys.executable).parent / "longctx"
-    if not script.exists():  # a checkout that is not installed
-        return f"{shlex.quote(_shown(Path(sys.executable)))} -m longctx"
-    first_in_path = shutil.which("longctx")
-    is_found = first_in_path is not None and os.path.samefile(first_in_path, script)
-    return "longctx" if is_found else shlex.quote(_shown(script))
-
-
-def _shown(path: Path) -> str:
-    """Return a path as short as it can be typed from the current folder."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    script, found = Path(sys.executable).parent / "longctx", shutil.which("longctx")
+    if found is not None and script.exists() and os.path.samefile(found, script):
+        return "longctx"
+    return f"{shlex.quote(sys.executable)} -m longctx"
 
 
 def end_with_parent(parent: int, number: int) -> None:

@@ -106,17 +106,9 @@ def test_prompts_of_a_file_are_answered_in_their_order(folder, tmp_path):
         assert [row["text"] for row in answers] == [expected(folder, x) for x in prompts]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("prompts.txt", b"\xef\xbb\xbfa rose"),
-        ("prompts.txt", b"a rose\r\n"),
-        ("prompts.jsonl", b'\xef\xbb\xbf{"prompt": "a rose"}\r\n'),
-    ],
-)
-def test_a_prompt_file_may_be_from_windows(folder, tmp_path, name, content):
-    file = tmp_path / name
-    file.write_bytes(content)
+def test_a_prompt_file_may_be_from_windows(folder, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a rose"}\r\n')
     config = GenerateConfig(str(folder), prompts=str(file))
     (prompt,) = read_prompts(config, Tokenizer.load(folder))
     assert prompt.shown == "a rose"
@@ -175,8 +167,8 @@ def test_a_model_larger_than_the_memory_is_one_line(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["prompts=b.txt", "prompt=a"],
-        ["prompts=nowhere.txt"],
+        ["prompts=b.jsonl", "prompt=a"],
+        ["prompts=nowhere.jsonl"],
         ["prompts=a.csv"],
         ["chat=true"],
         ["top_k=5", "temperature=0"],

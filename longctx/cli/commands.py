@@ -17,7 +17,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -56,13 +56,11 @@ class Command(NamedTuple):
     schema: the dataclass of its keys. Its docstring is the head of --help.
     run: called with the arguments after the name, or the path of a function, which is imported and
         called with the values of the schema. It returns the exit code, None for 0.
-    torch: importing the function takes seconds.
     trains: every key of train may follow its own.
     """
 
     schema: type
     run: Callable[[list[str]], int | None] | str
-    torch: bool = False
     trains: bool = False
 
     def start(self, argv: list[str]) -> int | None:
@@ -70,8 +68,7 @@ class Command(NamedTuple):
         if callable(self.run):
             return self.run(argv)
         values = vars(compose(self.schema, argv).config)
-        with libraries() if self.torch else nullcontext():
-            function: Callable[..., int | None] = resolve_name(self.run)
+        function: Callable[..., int | None] = resolve_name(self.run)
         return function(**values)
 
 

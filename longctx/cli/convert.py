@@ -47,22 +47,19 @@ def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
     """Return the keys of data for one data set; several are a mix, with weights of yours."""
     if not isinstance(value, list) or len(value) != 1 or "path" not in value[0]:
         return None
-    one = dict(value[0])
-    path, files = str(one.pop("path")), one.pop("data_files", None)
+    given = dict(value[0])
+    path, files = str(given.pop("path")), given.pop("data_files", None)
     is_file = files is not None or Path(path).exists() or path.endswith(FILES)
     ours: Values = {"data": "text" if is_file else "hub", "data.path": files or path}
-    renamed = {"split": "data.split", "name": "data.name", "revision": "data.revision"}
-    ours |= {renamed[name]: one.pop(name) for name in list(one) if name in renamed and not is_file}
-    kind = str(one.pop("type", "completion"))
-    if kind == "completion":
-        ours |= {"data.text_column": one.pop("field")} if "field" in one else {}
-    elif "rl" not in theirs:
+    if given.pop("type", "completion") != "completion" and "rl" not in theirs:
         ours["data.chat"] = True
+    renamed = {"field": "data.text_column"}
+    if not is_file:
+        renamed |= {name: f"data.{name}" for name in ("split", "name", "revision")}
     # Such as the names of its fields
-    unread = one.keys() - {"ds_type"} - ({"split"} if is_file else set())
-    for name in sorted(unread):
+    for name in given.keys() - renamed.keys() - {"ds_type", "split"}:
         print(f"datasets.{name}: not carried over; see docs/data.md", file=sys.stderr)
-    return ours
+    return ours | {renamed[name]: x for name, x in given.items() if name in renamed}
 
 
 # A key of theirs, its value and all of theirs → ours; None: not carried over

@@ -29,18 +29,11 @@ class PlanOptions:
     longctx plan model=1b seq_len=262144
     longctx plan model=1b seq_len=262144 gpu=H200
     longctx plan init=OWNER/NAME lora.rank=16 seq_len=128k gpu=rtx4090
-    longctx plan model=1b gpu=MINE gpu_tflops=100 gpu_bandwidth=900 gpu_memory=24
     longctx plan model=8b seq_len=262144 gpu=8xH100 max_tokens=1B price=2.5
     """
 
     gpu: str = key(
         "auto", "such as H100, rtx4090 or 2xH100 (devices=2); auto: the one here, else an H200"
-    )
-    gpu_tflops: float | None = key(
-        None, "dense bf16 products of it, in 10^12 a second; null: by its name", between=(1e-3, 1e6)
-    )
-    gpu_bandwidth: float | None = key(
-        None, "GB/s of its memory; null: by its name", between=(1e-3, 1e6)
     )
     gpu_memory: float | None = key(None, "GiB of it; null: the usual", between=(1e-3, 1e6))
     host_memory: float | None = key(
@@ -135,14 +128,9 @@ def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     base = replace(base, network=options.network / 8 * 1e9)
     if options.gpu_memory is not None:
         base = replace(base, memory=options.gpu_memory * GIB)
-    if options.gpu_tflops is not None:
-        base = replace(base, flops=options.gpu_tflops * 1e12)
-    if options.gpu_bandwidth is not None:
-        base = replace(base, bandwidth=options.gpu_bandwidth * 1e9)
-    if options.gpu != "auto" and (base.flops is None or base.bandwidth is None):
+    if options.gpu != "auto" and base.flops is None:
         raise ValueError(
-            f"gpu={options.gpu}: not a known GPU; give one of {', '.join(hardware.cards())}, or "
-            "describe it by gpu_tflops=, gpu_bandwidth= and gpu_memory="
+            f"gpu={options.gpu}: not a known GPU; one of {', '.join(hardware.cards())}"
         )
     if not base.memory:
         raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")

@@ -9,8 +9,6 @@ from pathlib import Path
 from longctx.attention.description import DESCRIPTIONS
 from longctx.config.fields import PLUGINS, Group, key, positive
 
-PROMPT_FILES = (".txt", ".jsonl")
-
 
 @dataclass
 class SampleConfig(Group):
@@ -80,7 +78,7 @@ class GenerateConfig(SampleConfig):
     )
     prompts: str | None = key(
         None,
-        "file instead: .txt, one prompt; .jsonl, a `prompt` on each line, or `messages` of a chat",
+        ".jsonl file instead: a `prompt` on each line, or `messages` of a chat",
     )
     chat: bool = key(
         False, "the prompt is a message; the answer is asked for by the model's chat template"
@@ -100,5 +98,5 @@ class GenerateConfig(SampleConfig):
             yield f"prompts={self.prompts}: prompt= is given too; leave one of them out"
         if self.out is not None and Path(self.out).resolve() == Path(self.prompts).resolve():
             yield f"out={self.out}: the answers would replace the prompts; give another file"
-        if Path(self.prompts).suffix not in PROMPT_FILES or not Path(self.prompts).is_file():
-            yield f"prompts={self.prompts}: no such file; give one of {', '.join(PROMPT_FILES)}"
+        if Path(self.prompts).suffix != ".jsonl" or not Path(self.prompts).is_file():
+            yield f"prompts={self.prompts}: no such file; give a .jsonl"

@@ -85,17 +85,6 @@ def test_the_longest_sequence_is_one_number(planned):
     assert f" {ends:,} (" in cards.PAGE.read_text()
 
 
-def test_a_gpu_that_is_described(planned):
-    chip = hardware.chip("b200")
-    assert chip.flops is not None and chip.bandwidth is not None
-    figures = [f"gpu_tflops={chip.flops / 1e12}", f"gpu_bandwidth={chip.bandwidth / 1e9}"]
-    known, described = (
-        planned("model=124m", "attention=flash", "host_memory=64", *gpu).replace(gpu[0][4:], "")
-        for gpu in (["gpu=b200"], ["gpu=mine", "gpu_memory=178.3", *figures])
-    )
-    assert known == described
-
-
 def test_a_model_by_its_config_json(tmp_path, planned):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     words = [f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash", "lora.rank=16"]
@@ -148,7 +137,6 @@ def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
     ("override", "message"),
     [
         ("gpu=Voodoo", "gpu=Voodoo: not a known GPU"),
-        ("gpu=Voodoo gpu_tflops=10 gpu_bandwidth=9", "say how much memory it has"),
         ("gpu=V100", "V100 has no bf16; use precision=fp32"),
         ("gpu=2xH100 devices=4", "devices=4 is given too"),
         ("gpu_memory=lots", "gpu_memory=lots: must be a number"),
