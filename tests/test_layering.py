@@ -138,8 +138,8 @@ WITHOUT = {
     "import longctx.planner.fitting, longctx.planner.overview": LARGE | {"numpy"},
     "import longctx.report.compare": LARGE | {"numpy"},
     """from longctx.config.data_config import DataConfig
-from longctx.data.sources.registry import check_overrides, read_documents
-check_overrides(DataConfig(source='text', path='x', chat=True), {})""": LARGE
+from longctx.data.sources.registry import check, read_documents
+check(DataConfig(source='text', path='x', chat=True))""": LARGE
     | {"numpy", "tokenizers", "jinja2", "fsspec"},
     "assert next(read_documents(DataConfig())).text": LARGE,
     """from longctx.config.train_config import WandbConfig

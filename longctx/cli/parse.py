@@ -35,7 +35,7 @@ from longctx.config.fields import (
 )
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig
-from longctx.data.sources.registry import check_overrides
+from longctx.data.sources.registry import check as check_data
 from longctx.runs import run_folder
 
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig}
@@ -76,7 +76,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         if objective := getattr(request.config, "objective", None):
             own = objective.traits.data or data.preferences
             data = dataclasses.replace(data, preferences=own)
-        check_overrides(data, request.overrides)
+        check_data(data)
     return request._replace(choices=choices)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from filelock import FileLock, Timeout
 from longctx import files, untrusted
 
 _COMPLETE = "complete.json"
-_PIECE = 1 << 24  # bytes that a thread hashes at one time
+_PIECE = 1 << 24  # bytes that are hashed at one time
 
 
 def fingerprint(value: Any) -> str:
@@ -39,24 +38,13 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     """
     if is_whole(folder):
         return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            # Another run may have built it before this one got the lock.
-            if not is_whole(folder):
-                if os.path.lexists(folder):
-                    print(f"data: {folder} has changed, so it is built again", file=sys.stderr)
-                _build(folder, build)
-    except OSError as error:
-        file = Path(error.filename or folder)
-        in_cache = file.is_relative_to(folder.parent) or folder.is_relative_to(file)
-        # The error of a document that cannot be read names the document, not the cache.
-        if error.errno is None or not in_cache:
-            raise
-        raise OSError(
-            f"data.cache: cannot write {folder} ({error.strerror}); "
-            "give another folder with data.cache=FOLDER"
-        ) from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        # Another run may have built it before this one got the lock.
+        if not is_whole(folder):
+            if os.path.lexists(folder):
+                print(f"data: {folder} has changed, so it is built again", file=sys.stderr)
+            _build(folder, build)
     return folder
 
 
@@ -87,21 +75,11 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def described(file: Path) -> dict[str, Any]:
-    """Return the size of a file and the SHA-256 of the SHA-256 of its pieces, hashed by all cores.
-
-    One core hashes 1 GB in about a second, and documents may be many gigabytes.
-    """
+    """Return the size of a file and the SHA-256 of the SHA-256 of its pieces."""
     with untrusted.open_file(file) as opened:
-        descriptor = opened.fileno()
-        size = os.fstat(descriptor).st_size
-
-        # pread: all threads share the descriptor, and with it the position that read() moves.
-        def piece(start: int) -> bytes:
-            return hashlib.sha256(os.pread(descriptor, _PIECE, start)).digest()
-
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            digests = b"".join(threads.map(piece, range(0, size, _PIECE)))
-    return {"bytes": size, "sha256": hashlib.sha256(digests).hexdigest()}
+        pieces = iter(lambda: opened.read(_PIECE), b"")
+        digests = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
+        return {"bytes": opened.tell(), "sha256": hashlib.sha256(digests).hexdigest()}
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
@@ -119,5 +97,9 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         }
         (partial / _COMPLETE).write_text(json.dumps(built))
         os.replace(partial, folder)
+    except OSError as error:
+        if error.errno:  # a full disk has no name
+            error.filename = error.filename or str(folder)
+        raise
     finally:
         files.remove(partial)

@@ -37,6 +37,7 @@ _VERSION = 7  # raised when the same conversation would become another document
 # Training always writes this day, so that the same conversation is always the same text. Llama's
 # templates write it by themselves.
 _DAY = datetime(2024, 7, 26)
+_MARK_IT = "put {% generation %} and {% endgeneration %} around it"
 
 
 class Rendered(NamedTuple):
@@ -166,14 +167,12 @@ class Template:
         source = _source(self.folder, settings)
         self.tokens = tokens_in(settings)
         self.values: dict[str, Any] = {}  # of the row that is written, such as enable_thinking
-        # By it, DeepSeek's tell calls of tools from answers
-        self.reads_null = "message['content'] is none" in source
+        # By the first, DeepSeek's tell calls of tools from answers; they join JSON text to others
+        self.traits = ("message['content'] is none" in source, "['arguments'] +" in source)
         self._compile(source, today)
-        if learned != "auto" and self.tracker.has_marks:
-            raise ValueError(
-                f"data.turns={learned}: the generation marks in the chat template of {self.folder} "
-                "say what is learned; leave data.turns out, or take the marks out"
-            )
+        is_told_twice = learned != "auto" and self.tracker.has_marks
+        problem = f"the generation marks in the template of {self.folder} say what is learned"
+        refuse((is_told_twice, f"data.turns={learned}: {problem}; leave data.turns out"))
         file = self.folder / "tokenizer.json"
         added = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE).get("added_tokens", [])
         self.special = [token["content"] for token in added if token.get("special")]
@@ -205,7 +204,7 @@ class Template:
 
         Raises ValueError, one line, for whatever the template raises.
         """
-        messages = [as_templates_expect(message, self.reads_null) for message in messages]
+        messages = [as_templates_expect(message, *self.traits) for message in messages]
         tracker = self.tracker
         tracker.begin(messages)
         blocks = []
@@ -351,7 +350,7 @@ class Template:
         # Gemma 4 writes them into the assistant's message before them.
         hidden = any(not rendered.turn(number) for number in _numbers(messages, "tool"))
         problem = "the chat template writes results of tools among the assistant's text"
-        refuse((hidden, f"{problem}; put {{% generation %}} and {{% endgeneration %}} around it"))
+        refuse((hidden, f"{problem}; {_MARK_IT}"))
         for number in _learned(messages):
             if number >= asked and number in rendered.turns:
                 first, end = rendered.turns[number]
@@ -377,11 +376,9 @@ class Template:
         for answers in ([answer], [{**answer, "thinking": "0"}], [answer, question]):
             whole = self.render([question, *answers])
             first, end = whole.turns.get(1, (0, 0))
-            if first == end or not prompt.startswith(whole.text[:first]):
-                raise ValueError(
-                    f"the chat template of {self.folder} does not show which text is the "
-                    "assistant's; put {% generation %} and {% endgeneration %} around it"
-                )
+            is_hidden = first == end or not prompt.startswith(whole.text[:first])
+            problem = f"the chat template of {self.folder} does not show the assistant's text"
+            refuse((is_hidden, f"{problem}; {_MARK_IT}"))
             openings += [prompt[first:], _shared(prompt[first:], whole.text[first:end])]
         return sorted(openings, key=len, reverse=True)
 
@@ -447,9 +444,6 @@ def _source(folder: Path, settings: Mapping[str, Any]) -> str:
     if os.path.lexists(file):
         return untrusted.read_text(file, within=folder)
     template = template_in(settings)
-    if template is None:
-        raise ValueError(
-            f"{folder}: no chat template, which conversations need; give the folder of a tokenizer "
-            "that has one (data.tokenizer= in training)"
-        )
-    return template
+    problem = "no chat template, which conversations need; give a folder with one (data.tokenizer=)"
+    refuse((template is None, f"{folder}: {problem}"))
+    return template or ""

@@ -90,7 +90,7 @@ class SourcePart:
     def __post_init__(self) -> None:
         validates = self.trained < self.store.lengths
         self.split = {"train": np.flatnonzero(self.trained), "val": np.flatnonzero(validates)}
-        # A resumed run compares this: it covers all that decides a sequence but its length.
+        # Ranks and a resumed run compare this: it covers all that decides a sequence but its length
         content = [self.store.content(), self.tokenizer.fingerprint, self.trained.tolist()]
         self.fingerprint = fingerprint([_VERSION, *content])
 
@@ -114,14 +114,6 @@ class SourcePart:
         other.seq_len = seq_len
         other.packings = {split: Packing.load(folder / f"{split}.npz") for split in SPLITS}
         return other
-
-    def identity(self) -> dict[str, str]:
-        """Describe the documents, the tokenizer and the split, not `seq_len`."""
-        return {
-            "documents": f"{len(self.store):,}, {self.store.content()}",
-            "tokenizer": f"{self.tokenizer.vocab_size:,} tokens, {self.tokenizer.fingerprint}",
-            "split": f"{len(self.split['val']):,} validate, {fingerprint(self.trained.tolist())}",
-        }
 
     def span(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Return first and last + 1 token of each document in `split`."""
@@ -185,7 +177,8 @@ class SourcePart:
             counts[f"{split}_documents"] = len(self.split[split])
             counts[f"{split}_tokens"] = int((stops - starts).sum())
             counts[f"{split}_sequences"] = packing.sequences
-            counts[f"{split}_efficiency"] = round(packing.efficiency(self.seq_len), 6)
+            positions = max(1, packing.sequences * self.seq_len)
+            counts[f"{split}_efficiency"] = round(int(packing.length.sum()) / positions, 6)
         return counts
 
 
@@ -213,19 +206,9 @@ class Data:
     def at(self, seq_len: int) -> Data:
         """Return the same documents and split in sequences of `seq_len`; opens no document."""
         other = copy(self)
-        other.seq_len = seq_len
-        other.parts = {
-            name: part.packed(seq_len, self.config.packing) for name, part in self.parts.items()
-        }
+        other.seq_len, packs = seq_len, self.config.packing
+        other.parts = {name: part.packed(seq_len, packs) for name, part in self.parts.items()}
         return other
-
-    def identity(self) -> dict[str, str]:
-        """Describe what all ranks must agree on: documents, tokenizer and split, not `seq_len`."""
-        return {
-            f"mix.{name} {key}" if name else key: value
-            for name, part in self.parts.items()
-            for key, value in part.identity().items()
-        }
 
     @property
     def lengths(self) -> np.ndarray:
@@ -267,19 +250,21 @@ class Data:
         each = [part.summary() for part in self.parts.values()]
         if not self.config.mix:
             return each[0]
-        # Counts add up over the sources; names and shares do not.
-        whole = {key: value for key, value in each[0].items() if isinstance(value, int)}
-        counts: dict[str, Any] = {"source": "mix"}
-        counts |= {key: sum(part[key] for part in each) for key in whole}
-        counts |= {"vocab_size": self.tokenizer.vocab_size, "seq_len": self.seq_len}
+        counts: dict[str, Any] = {
+            "source": "mix",
+            "vocab_size": self.tokenizer.vocab_size,
+            "seq_len": self.seq_len,
+        }
+        # Counts add up over the sources; names, sizes and shares do not.
+        for key, value in each[0].items():
+            if isinstance(value, int) and key not in counts:
+                counts[key] = sum(part[key] for part in each)
         for split in SPLITS:
             # Not by tokens: of prompts that are cut, more are counted than are in the sequences.
             filled = sum(part[f"{split}_efficiency"] * part[f"{split}_sequences"] for part in each)
-            sequences = counts[f"{split}_sequences"]
-            counts[f"{split}_efficiency"] = round(filled / sequences, 6) if sequences else 1.0
+            counts[f"{split}_efficiency"] = filled / max(1, counts[f"{split}_sequences"])
         parts = zip(self.parts, self.weights, each, strict=True)
-        counts["mix"] = {name: {"weight": weight} | part for name, weight, part in parts}
-        return counts
+        return counts | {"mix": {name: {"weight": w} | part for name, w, part in parts}}
 
 
 def load(config: DataConfig, seq_len: int) -> Data:

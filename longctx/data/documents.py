@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from longctx.config.fields import refuse
 from longctx.data.messages import Row
 from longctx.untrusted import named
 
@@ -59,9 +60,8 @@ class Shard(NamedTuple):
         """Read the documents; ValueError for a text that is none, or that UTF-8 cannot write."""
         problem = "half of a surrogate pair, which is no character; mend it, or data.errors=replace"
         for document in self.read():
-            if not isinstance(document.text, str):
-                kind = type(document.text).__name__
-                raise ValueError(f"{document.name}: its text is a {kind}; give a str")
+            kind = type(document.text).__name__
+            refuse((kind != "str", f"{document.name}: its text is a {kind}; give a str"))
             with named(document.name, problem):
                 document.whole.encode()
             yield document

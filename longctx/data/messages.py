@@ -35,26 +35,6 @@ ROLES = {
 }
 
 
-class _Arguments(dict[str, Any]):
-    """Arguments of a call, given as JSON text.
-
-    Most templates write an object; templates such as DeepSeek's join the text to others.
-    """
-
-    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, after: str) -> str:
-        return self.text + after
-
-    def __radd__(self, before: str) -> str:
-        return before + self.text
-
-
 def format_of(row: Row) -> str | None:
     """Return the name of the format of a row, as above; None for another."""
     if isinstance(row.get("messages"), list):
@@ -68,9 +48,7 @@ def format_of(row: Row) -> str | None:
 
 def read(row: Row) -> tuple[list[Message], Any]:
     """Return the messages of a row and its tools; raise ValueError, one line, for another row."""
-    layout, tools, weight = format_of(row), row.get("tools"), row.get("weight")
-    whole = f"weight={weight}: a row has none; give its messages 0 or 1, or use data=mix"
-    refuse((weight not in (None, 1), whole))
+    layout, tools = format_of(row), row.get("tools")
     if layout == "ShareGPT":
         messages = [_of_sharegpt(*item) for item in enumerate(row["conversations"], start=1)]
     elif layout == "Alpaca":
@@ -79,9 +57,9 @@ def read(row: Row) -> tuple[list[Message], Any]:
         messages = _of_completion(row["prompt"], row["completion"])
     else:
         messages = row.get("messages") or []
-        found = ", ".join(list(row)[:8]) or "nothing"
-        wanted = "'messages' or 'conversations', 'instruction' and 'output', or 'prompt' and "
-        problem = f"no conversation: give a list in {wanted}'completion'; the row has {found}"
+        wanted = "'messages', 'conversations', 'instruction', or 'prompt' and 'completion'"
+        found = ", ".join(list(row)[:8])
+        problem = f"no conversation: give {wanted}; the row has {found}"
         refuse((not messages or not isinstance(messages, list), problem))
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     has_own = layout == "messages" and first.get("role") in ("system", "developer")
@@ -99,22 +77,25 @@ def is_learned(message: Row) -> bool:
     return bool(message["role"] == "assistant" and not is_excluded)
 
 
-def as_templates_expect(message: Mapping[str, Any], reads_null: bool = False) -> dict[str, Any]:
+def as_templates_expect(
+    message: Mapping[str, Any], reads_null: bool = False, joins_text: bool = False
+) -> dict[str, Any]:
     """Return a copy of a message as transformers passes it on.
 
     Keys that hold null are left out, since templates would write "None"; but for the content, if
     the template `reads_null`. Thinking is there under both names that templates read. Arguments of
-    calls are objects. A copy, since reports know a message by its identity.
+    calls are objects, unless the template `joins_text`. A copy, since reports know a message by its
+    identity.
     """
     stays = ("content",) if reads_null else ()
     present = {key: value for key, value in message.items() if value is not None or key in stays}
-    if isinstance(present.get("tool_calls"), list):
+    if isinstance(present.get("tool_calls"), list) and not joins_text:
         present["tool_calls"] = [_with_object(call) for call in present["tool_calls"]]
-    names = ("reasoning_content", "thinking", "reasoning")
-    thinking = next((present[name] for name in names if name in present), None)
-    if thinking is None:
-        return present
-    return {"thinking": thinking, **present, "reasoning_content": thinking}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if name in present:
+            thinking = present[name]
+            return {"thinking": thinking, **present, "reasoning_content": thinking}
+    return present
 
 
 def _with_object(call: Any) -> Any:
@@ -129,7 +110,7 @@ def _with_object(call: Any) -> Any:
     with suppress(KeyError, TypeError, ValueError):
         values = json.loads(call["arguments"])
         if isinstance(values, dict):
-            return {**call, "arguments": _Arguments(call["arguments"], values)}
+            return {**call, "arguments": values}
     return call
 
 
@@ -151,8 +132,6 @@ def _checked(place: str, message: Any) -> Message:
     whole = f"{place}: weight={weight}: a message is learned or not; give 0 or 1"
     refuse((weight not in (None, 0, 1), whole))
     refuse((not isinstance(train, bool | None), f"{place}: train={train}: give true or false"))
-    is_foreign = message["role"] != "assistant" and (train or weight)
-    refuse((bool(is_foreign), f"{place}: only the assistant's messages can be learned"))
     return message
 
 

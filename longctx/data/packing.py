@@ -31,10 +31,6 @@ class Packing:
     def sequences(self) -> int:
         return len(self.bounds) - 1
 
-    def efficiency(self, seq_len: int) -> float:
-        """Return the share of positions that hold a document's token rather than padding."""
-        return float(self.length.sum()) / (self.sequences * seq_len) if self.sequences else 1.0
-
     def save(self, path: Path) -> None:
         np.savez(path, **vars(self))
 

@@ -67,19 +67,15 @@ def _checked(place: str, row: Row, config: DataConfig, kind: type) -> Row:
     found = ", ".join(list(row)[:8])
     for key in answers if has_pairs else ("prompt", *answers, "label"):
         refuse((key not in row, f"{place}: no field '{key}' (found {found})"))
-    texts = "a string; conversations need data.chat=true"
-    expected = texts if kind is str else "a list of messages"
+    expected = "a list of messages" if kind is list else "a string; else data.chat=true"
     for key in ("prompt", *answers):
         is_wrong = key in row and not isinstance(row[key], kind)
         refuse((is_wrong, f"{place}: '{key}' must be {expected}"))
-    is_labelled = has_pairs or row["label"] in (True, False)
+    for key in ("system", "chat_template_kwargs"):
+        refuse((bool(row.get(key)), f"{place}: '{key}' is not read; put it into 'prompt'"))
     refuse(
         (not all(row[key] for key in answers), f"{place}: an answer is empty; leave it out"),
-        (not is_labelled, f"{place}: 'label' must be true or false"),
-        *(
-            (bool(row.get(key)), f"{place}: '{key}' is not read of answers; put it into 'prompt'")
-            for key in ("system", "chat_template_kwargs")
-        ),
+        (row.get("label", True) not in (True, False), f"{place}: 'label' must be true or false"),
     )
     return row
 

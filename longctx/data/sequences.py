@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from longctx.config.fields import refuse
 from longctx.data.packing import Packing
 from longctx.data.preferences import SIDES, shortened
 from longctx.data.split import splitmix
@@ -141,7 +140,6 @@ class SampleStream(Sampler[int]):
     consumed: int = 0
 
     def __post_init__(self) -> None:
-        refuse((min(self.counts) < 1, f"counts={self.counts}: there is nothing to sample from"))
         # A hash below bounds[i] draws source i. Floats near 2^64 are 2048 apart.
         share = np.cumsum(np.asarray(self.weights, dtype=np.float64) / sum(self.weights))
         self.bounds = np.minimum(share * 2.0**64, float(2**64 - 2048)).astype(np.uint64)

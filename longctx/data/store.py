@@ -122,17 +122,16 @@ def progress(task: str, total: int | None = None) -> Iterator[Callable[[int, int
     """Show a moving line on a terminal while the block runs, then print the totals. The block calls
     the yielded function with the documents and tokens so far; `total` documents, if known.
     """
-    began, line = time.monotonic(), f"data: {task}"
-    console = Console(stderr=True)
+    began, console = time.monotonic(), Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        shown = bar.add_task(line, total=total)
+        shown = bar.add_task(f"data: {task}", total=total)
 
         def show(documents: int, tokens: int) -> None:
-            nonlocal line
             line = f"data: {task}: {documents:,} documents, {tokens:,} tokens"
             bar.update(shown, completed=documents, description=line)
 
         yield show
+        line = bar.tasks[0].description
     print(f"{line} in {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
@@ -180,17 +179,11 @@ def build(
             tokens += sum(len(ids) for _, ids, _ in kept)
             shortened += sum(document.shortened for document in batch)
             show(documents, tokens)
-    missing = "a token to predict; give longer documents"
-    if config.preferences:
-        missing = "two different answers; give others"
-    refuse((not keys, f"{place}: none of {documents:,} documents has {missing}"))
-    counts: dict[str, Any] = {"shortened": shortened} if chat else {}
-    np.savez(
-        folder / "documents.npz",
-        **counts,
-        keys=np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16),
-        dropped=documents - len(keys),
-    )
+    missing = "two different answers" if config.preferences else "a token to predict"
+    refuse((not keys, f"{place}: none of {documents:,} documents has {missing}; give others"))
+    hashes = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+    dropped = documents - len(keys)
+    np.savez(folder / "documents.npz", keys=hashes, dropped=dropped, shortened=shortened)
 
 
 def _encoded(

@@ -60,15 +60,14 @@ def shared_data(run: Run, parallel: Parallel) -> Data:
     Each rank opens files of its own machine at a time of its own, so they may differ.
     """
     data = run.data or load(data_config(run.config), run.workload.seq_len)
-    expected, *others = parallel.all_gather_objects(data.identity())
+    first, *others = parallel.all_gather_objects(data.fingerprint)
     for rank, found in enumerate(others, start=1):
-        for name, value in expected.items():
-            if found[name] != value:
-                raise DataDiffers(
-                    f"data={run.config.data.source}: ranks do not have the same {name}: "
-                    f"rank 0 has {value}, rank {rank} has {found[name]}; give all ranks the same "
-                    "files, and change none while the run starts"
-                )
+        if found != first:
+            raise DataDiffers(
+                f"data={run.config.data.source}: ranks 0 and {rank} do not have the same "
+                "documents, tokenizer and split; give all ranks the same files, and change none "
+                "while the run starts"
+            )
     return data
 
 

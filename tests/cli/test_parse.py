@@ -142,8 +142,6 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         ("seq_len=64 seq_len=128", "seq_len=128"),
         ("max_steps=5 max_tokens=100", "give one"),
         ("memory.recompute=mlp memory.offload=0.5", "memory.offload=0.5"),
-        ("data.tokenizer=a data.vocab_size=16384", "data.vocab_size=16384"),
-        (f"{MIX} data.errors=strict", "data.errors=strict"),
         (f"{MIX} data.mix.code.errors=replace", "data.mix.code.errors=replace"),
         (f"{MIX} data.mix.code.split=test", "data.mix.code.split=test"),
         (f"{MIX} data.text_column=body", "data.text_column=body"),

@@ -84,10 +84,10 @@ def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatc
     (corpus / "bad.jsonl").unlink()
     full_disk = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(np, "savez", full_disk)
-    check_refused(text_config(), r"data\.cache: .*documents.*No space left on device")
+    check_refused(text_config(), r"No space left on device: .*documents")
     assert not list((tmp_path / "cache").rglob("*.partial"))
     (tmp_path / "file").write_text("in the way")
-    message = r"data\.cache: .*file/cache.*data\.cache=FOLDER"
+    message = r"file/cache"
     check_refused(text_config(cache=str(tmp_path / "file" / "cache")), message)
 
 

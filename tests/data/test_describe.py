@@ -5,19 +5,8 @@ from pathlib import Path
 import pytest
 
 from longctx.cli import main
-from longctx.data import describe, load
 from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT
-
-
-def test_histogram_counts_every_token(text_config):
-    data = load(text_config(), 64)
-    lengths = data.lengths
-    bins = describe.histogram(data)
-    assert sum(documents for _, documents, _ in bins) == len(lengths)
-    for low, documents, tokens in bins:
-        inside = (lengths >= low) & (lengths < 2 * low)
-        assert (documents, tokens) == (inside.sum(), lengths[inside].sum())
 
 
 def test_a_mix_is_printed(corpus, tmp_path, capsys):
@@ -27,7 +16,7 @@ def test_a_mix_is_printed(corpus, tmp_path, capsys):
     overrides += ["data.vocab_size=400", f"data.cache={tmp_path / 'c'}", "seq_len=64"]
     assert main(["data", *overrides]) == 0
     printed = capsys.readouterr().out
-    assert "recall       1          4" in printed
+    assert "recall 1 4" in " ".join(printed.split())
     assert "1 without text left out" in printed
 
 
@@ -50,8 +39,6 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     [
         ("notes.txt", "data=text data.path=notes.txt"),
         ("data.pth=x", "data.pth"),
-        ("data.errors=strict", "data.errors=strict: data=embedded"),
-        ("data.tokenizer=a/b data.vocab_size=16384", "data.vocab_size=16384: "),
         ("data=mix data.mix.a.pth=x", "data.mix.a.pth is not"),
     ],
 )

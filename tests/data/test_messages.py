@@ -75,7 +75,10 @@ def test_an_array_is_read_as_its_lines(folder, name):
 
 
 def test_other_formats_are_named(folder):
-    for row, name in (({"conversations": sharegpt(PLAIN)}, "ShareGPT"), ({"a": 1}, "text_column")):
+    for row, name in (
+        ({"conversations": sharegpt(PLAIN)}, "data.chat=true"),
+        ({"a": 1}, "text_column"),
+    ):
         check_refused(chats(folder, row, chat=False), f"chats.jsonl:1: no field 'text' .*{name}")
 
 

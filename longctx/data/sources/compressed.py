@@ -1,14 +1,14 @@
-"""Compressed files, unpacked whole and within a limit: .gz, .bz2, .xz, .zst."""
+"""Compressed files, unpacked within a limit: .gz, .bz2, .zst.
+
+pyarrow unpacks them: gzip and bz2 of the standard library drop what follows padding between two
+streams without a word, and pyarrow refuses it.
+"""
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,49 +20,7 @@ from longctx.files import one_line
 # packs to a third or a tenth of its size, a bomb to a thousandth.
 UNPACKED = 128 << 20
 RATIO = 20
-
-
-class _Streams:
-    """The unpacked bytes of every stream of an .xz or .bz2 file.
-
-    lzma.open stops at padding between streams and drops the rest of the file, bz2.open too.
-    """
-
-    def __init__(self, decompressor: Callable[[], Any], file: IO[bytes]) -> None:
-        self.decompressor = decompressor
-        self.file = file
-        self.stream = decompressor()
-
-    def read(self, size: int) -> Any:
-        while True:
-            packed = b""
-            if self.stream.eof:
-                packed = self.stream.unused_data
-                while not (packed := packed.lstrip(b"\0")):  # padding
-                    packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
-                    if not packed:
-                        return b""
-                self.stream = self.decompressor()
-            elif self.stream.needs_input:
-                packed = self.file.read(io.DEFAULT_BUFFER_SIZE)
-                if not packed:
-                    raise EOFError("its end is missing")
-            if piece := self.stream.decompress(packed, size):
-                return piece
-
-
-def _open_zst(file: IO[bytes]) -> Any:
-    import pyarrow  # 0.3 s
-
-    return pyarrow.input_stream(file, compression="zstd")
-
-
-_READERS: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": partial(_Streams, bz2.BZ2Decompressor),
-    ".xz": partial(_Streams, lzma.LZMADecompressor),
-    ".zst": _open_zst,
-}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 
 class _Unpacked(io.RawIOBase):
@@ -86,7 +44,7 @@ class _Unpacked(io.RawIOBase):
 
 def split_name(file: Path) -> tuple[str, str]:
     """Return (format, compression): the endings of the name in lower case, "" for none."""
-    compression = file.suffix.lower() if file.suffix.lower() in _READERS else ""
+    compression = file.suffix.lower() if file.suffix.lower() in COMPRESSIONS else ""
     return Path(file.name[: len(file.name) - len(compression)]).suffix.lower(), compression
 
 
@@ -96,11 +54,13 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
     compression = split_name(file)[1]
     try:
         with untrusted.open_file(file) as stream:
-            if compression:
-                unpacked = _Unpacked(file, _READERS[compression](stream))
-                yield io.BufferedReader(unpacked, 1 << 20)
-            else:
+            if not compression:
                 yield stream
+                return
+            import pyarrow  # 0.3 s
+
+            unpacked = pyarrow.input_stream(stream, compression=COMPRESSIONS[compression])
+            yield io.BufferedReader(_Unpacked(file, unpacked), 1 << 20)
     except ValueError:  # names the file, and mostly the line
         raise
     except Exception as error:

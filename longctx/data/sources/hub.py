@@ -2,30 +2,26 @@
 
 Streaming reads no more than is asked for, so `data.documents` bounds a data set of any size. Code
 from a data set's repository is never run. A run records the commit in its configuration, so that a
-push changes nothing for it; without a network, a new run takes the commit seen last.
+push changes nothing for it, and it needs no network once its tokens are in the cache.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator, Set
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import huggingface_hub
 
-from longctx import hub_snapshot, untrusted
+from longctx import hub_snapshot
 from longctx.config.data_config import DataConfig
 from longctx.config.fields import refuse
-from longctx.data.cache import fingerprint
 from longctx.data.documents import Corpus, Document, Shard
 from longctx.data.sources.registry import Source, register
 from longctx.data.sources.rows import chat_template, documents_in
-from longctx.files import one_line, write_text
+from longctx.files import one_line
 
 if TYPE_CHECKING:
     from longctx.data.chat import Template
@@ -41,9 +37,9 @@ class Hub(Source):
 
     def check(self, config: DataConfig) -> None:
         paths = config.paths()
-        is_here = len(paths) == 1 and os.path.exists(os.path.expanduser(paths[0]))
         problem = f"data.path={config.path}: data=hub reads one data set by name, OWNER/NAME"
-        refuse((len(paths) != 1, problem), (is_here, f"{problem}; data=text reads what is here"))
+        is_here = len(paths) == 1 and os.path.exists(os.path.expanduser(paths[0]))
+        refuse((len(paths) != 1 or is_here, f"{problem}; data=text reads what is here"))
 
     def pinned(self, config: DataConfig) -> DataConfig:
         return replace(config, revision=_revision(config))
@@ -88,30 +84,13 @@ def _stream(path: str, config: DataConfig) -> Iterator[dict[str, object]]:
 
 
 def _revision(config: DataConfig) -> str | None:
-    """Return the commit that `config` means at the Hub now, or last time if there is no network.
-
-    A commit stands for itself, and the Hub is not asked.
-    """
+    """Return the commit that `config` means at the Hub; one that is given stands for itself."""
     path = config.paths()[0]
     if config.revision is not None and hub_snapshot.COMMIT.fullmatch(config.revision):
         return config.revision
-    record = config.cache_folder() / "revisions" / f"{fingerprint([path, config.revision])}.json"
     try:
-        # 10 s: without a network, a run soon takes the commit seen last.
         api = huggingface_hub.HfApi()
         sha: str | None = api.dataset_info(path, revision=config.revision, timeout=10).sha
     except Exception as error:  # transports differ between versions of the library
-        if hub_snapshot.is_refused(error) or not record.exists():
-            raise hub_snapshot.failure(f"data.path={path}", error) from error
-        sha = untrusted.read_json(record)
-        print(
-            f"data: {path}: no answer from the Hub, using revision {sha} as before",
-            file=sys.stderr,
-        )
-        return sha
-    # The record only spares a later run the network: a cache that cannot be written is reported
-    # when something is built in it.
-    with suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_text(record, json.dumps(sha))
+        raise hub_snapshot.failure(f"data.path={path}", error) from error
     return sha

@@ -38,8 +38,7 @@ class Mix(Source):
         return self.keys | frozenset().union(*inner).difference(_OWN)
 
     def check(self, config: DataConfig) -> None:
-        example = "data.mix.long.source=text data.mix.long.path=docs/"
-        refuse((not config.mix, f"data.mix is not set; give sources, such as {example}"))
+        refuse((not config.mix, "data.mix is not set; give sources: data.mix.long.path=docs/"))
         members(config)
 
     def check_files(self, config: DataConfig) -> None:
@@ -47,25 +46,20 @@ class Mix(Source):
             SOURCES[member.source].check_files(member)
 
     def left_out(self, config: DataConfig) -> str:
-        every = members(config).values()
-        others = (SOURCES[member.source].left_out(member) for _, member in every)
-        return "; ".join(filter(None, others))
+        own = (member for _, member in members(config).values())
+        return "; ".join(filter(None, (SOURCES[member.source].left_out(member) for member in own)))
 
     def pinned(self, config: DataConfig) -> DataConfig:
         mix = dict(config.mix)
         for name, (_, member) in members(config).items():
             own = SOURCES[member.source].pinned(member)
             # Only changed keys: config.yaml keeps a mix as short as the user wrote it.
-            values = {key: getattr(own, key) for key in _PINNED}
-            changed = {key: value for key, value in values.items() if value != getattr(member, key)}
-            mix[name] = {**mix[name], **changed}
+            changed = [key for key in _PINNED if getattr(own, key) != getattr(member, key)]
+            mix[name] = {**mix[name], **{key: getattr(own, key) for key in changed}}
         return replace(config, mix=mix)
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
-        raise ValueError(
-            "data=mix: its documents are read source by source; "
-            "name one of them, such as data=text data.path=docs/"
-        )
+        raise ValueError("data=mix: its documents are read source by source; name one of them")
 
 
 def members(config: DataConfig) -> dict[str, Member]:
@@ -73,13 +67,12 @@ def members(config: DataConfig) -> dict[str, Member]:
     members = {}
     for name, given in config.mix.items():
         place = f"data.mix.{name}"
-        example = f"give some, such as {place}.path=docs/"
-        refuse((not isinstance(given, Mapping), f"{place}={given}: has no keys; {example}"))
+        problem = f"{place}={given}: has no keys; give {place}.path=docs/"
+        refuse((not isinstance(given, Mapping), problem))
         for key in given.keys() & set(_ONCE):
             raise ValueError(f"{place}.{key}: one for all sources; give data.{key}")
         weight = typed(f"{place}.weight", given.get("weight", 1.0), Key(type=float))
-        is_share = 0 < weight < float("inf")
-        refuse((not is_share, f"{place}.weight={weight}: not a share; give a number above 0"))
+        refuse((not 0 < weight < float("inf"), f"{place}.weight={weight}: not above 0"))
         values = {key: value for key, value in given.items() if key != "weight"}
         # A dictionary checks no types
         built = build(DataConfig, values, f"{place}.")
@@ -101,12 +94,10 @@ def _member(place: str, config: DataConfig, own: Mapping[str, Any]) -> DataConfi
         unused = {key: getattr(DataConfig(), key) for key in others}
         member = replace(config, **(unused | dict(own) | {"source": name}))
         member.validate()
-        # Of conversations only a part is learned: a member that has none must say so.
-        has_none = member.chat and "chat" not in source.keys
-        advice = f"give {place}.chat=false"
-        refuse((has_none, f"data.chat=true: data={name} has no conversations; {advice}"))
-        if member.preferences:
-            check_used(member, "preferences", member.preferences)
+        # Of conversations only a part is learned: a member that has none must say chat=false.
+        for key in ("chat", "preferences"):
+            if getattr(member, key):
+                check_used(member, key, getattr(member, key))
         source.check(member)
     for key, value in own.items():
         if value is not False:  # chat=false, as any source may say

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -105,21 +105,6 @@ def check(config: DataConfig) -> None:
     SOURCES[config.source].check(config)
 
 
-def check_overrides(config: DataConfig, overrides: Mapping[str, str]) -> None:
-    """Do as `check`, also for an override (data.KEY → value) that has the key's default.
-
-    A saved configuration spells out every key, so this cannot be asked of its values.
-    """
-    check(config)
-    vocab_size = overrides.get("data.vocab_size")
-    problem = f"data.vocab_size={vocab_size}: data.tokenizer={config.tokenizer} has its own"
-    refuse((config.tokenizer is not None and vocab_size is not None, f"{problem}; leave one out"))
-    for override, value in overrides.items():
-        place, _, name = override.partition(".")
-        if place == "data":
-            check_used(config, name, value)
-
-
 def check_used(config: DataConfig, name: str, value: Any, place: str = "data") -> None:
     """Raise ValueError if `place`.`name`=`value` is a key that only other sources use."""
     users = [f"data={other}" for other, source in SOURCES.items() if name in source.keys]
@@ -134,10 +119,7 @@ def check_files(config: DataConfig) -> None:
     """
     SOURCES[config.source].check_files(config)
     if config.tokenizer is not None and not Path(config.tokenizer).expanduser().exists():
-        raise FileNotFoundError(
-            f"data.tokenizer={config.tokenizer}: no such file or folder; give a tokenizer.json, or "
-            "a folder that has one"
-        )
+        raise FileNotFoundError(f"data.tokenizer={config.tokenizer}: no such file or folder")
 
 
 def pinned(config: DataConfig) -> DataConfig:

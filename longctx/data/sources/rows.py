@@ -21,9 +21,10 @@ def chat_template(config: DataConfig) -> Template | None:
         return None
     from longctx.data.chat import Template  # jinja2
 
-    advice = "give its folder with data.tokenizer=, or init="
-    message = f"data.chat=true: needs a tokenizer with a chat template; {advice}"
-    refuse((config.tokenizer is None, message))
+    problem = (
+        "data.chat=true: needs a tokenizer with a chat template; give data.tokenizer= or init="
+    )
+    refuse((config.tokenizer is None, problem))
     path = Path(config.tokenizer or "").expanduser()
     return Template(path if path.is_dir() else path.parent, config.turns)
 
@@ -53,11 +54,9 @@ def is_read(row: Row, config: DataConfig) -> bool:
 
 def text_in(row: Row, place: str, config: DataConfig) -> str:
     """Return the text of a row, "" for null: such a document is left out and counted."""
-    column, known = config.text_column, format_of(row)
+    column = config.text_column
     found = f"found {', '.join(f'{name:.40}' for name in list(row)[:8])}"
-    advice = f"{known} is read with data.chat=true" if known else "set data.text_column"
-    if {"chosen", "rejected"} <= row.keys():
-        advice = "pairs of answers are read with objective=dpo"
+    advice = "set data.text_column; data.chat=true reads conversations, objective=dpo answers"
     refuse((column not in row, f"{place}: no field '{column}' ({found}); {advice}"))
     text = row[column]
     problem = f"{place}: '{column}' is {type(text).__name__}, expected a string"

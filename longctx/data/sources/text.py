@@ -37,8 +37,8 @@ BATCH = 64  # rows of a Parquet file that are decoded together
 LONGEST_CELL = 1 << 30  # characters; csv's own limit of 131,072 is less than a long document
 OF_LINES = (".jsonl", ".ndjson")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-OF_ROWS = (*OF_LINES, *DELIMITERS, ".parquet")
-FORMATS = (".txt", ".md", *OF_ROWS)
+OF_ROWS = (*OF_LINES, *DELIMITERS, ".parquet", ".json")
+FORMATS = (".txt", ".md", *OF_ROWS[:-1])  # of a folder; its .json may be settings
 
 
 @register("text")
@@ -48,8 +48,7 @@ class LocalFiles(Source):
     keys = frozenset({"path", "text_column", "chat", "preferences", "errors"})
 
     def check(self, config: DataConfig) -> None:
-        example = "data=text reads a file, folder or glob, data.path=..."
-        refuse((not config.paths(), f"data.path is not set; {example}"))
+        refuse((not config.paths(), "data.path is not set; give a file, a folder or a glob"))
 
     def check_files(self, config: DataConfig) -> None:
         _find_all(config)
@@ -65,23 +64,14 @@ class LocalFiles(Source):
 
     def open(self, config: DataConfig, without: Set[bytes]) -> Corpus:
         files = _find_all(config)
-        for file in (file for _, file in files if split_name(file)[0] not in (*OF_ROWS, ".json")):
-            problem = f"{file}: no rows; give files such as .jsonl"
-            refuse(
-                (config.preferences, f"{problem}, in which each is an answer, or a pair"),
-                (config.chat, f"data.chat=true: {problem}, in which each is a conversation"),
-            )
         template = chat_template(config)
-        states, shards = [], []
-        for name, file in files:
-            states.append(state_of(name, file))
-            shards.append(Shard(name, partial(_read, name, file, config, template)))
-        identity: list[Any] = [states, config.text_column, config.errors]
+        shards = [Shard(x, partial(_read, x, file, config, template)) for x, file in files]
+        identity: list[Any] = [[state_of(*file) for file in files]]
+        identity += [config.text_column, config.errors]
         if template is not None:
             identity.append(template.fingerprint)
         endings = {split_name(file)[0] for _, file in files}
-        holds_rows = config.chat or not endings.isdisjoint((*OF_ROWS, ".json"))
-        return Corpus(identity, shards, None if holds_rows else len(shards))
+        return Corpus(identity, shards, len(shards) if endings.isdisjoint(OF_ROWS) else None)
 
 
 def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
@@ -90,9 +80,11 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
     for path in config.paths():
         found = _find(path, config)
         if not found:
-            others = _left_out(path, config) or "none that is not hidden"
+            others = _left_out(path, config)
             is_folder = Path(path).expanduser().is_dir()
-            problem = f"no file to read, but {others}" if is_folder else "no such file"
+            problem = (
+                f"no file to read (there: {others or 'none'})" if is_folder else "no such file"
+            )
             advice = "; PDFs: docs/pdf-to-server.md" if ".pdf" in others else ""
             raise FileNotFoundError(
                 f"data.path={path}: {problem}; a folder is searched for {', '.join(FORMATS)}, "
@@ -106,15 +98,13 @@ def _find_all(config: DataConfig) -> list[tuple[str, Path]]:
 
 
 def _left_out(path: str, config: DataConfig) -> str:
-    """Count the files of a folder that are not read, by their endings, as in "3 .pdf, 1 .doc"; of
-    more than five endings the rest as "7 others".
-    """
+    """Count the files of a folder that are not read, by their endings: "3 .pdf, 1 .doc"."""
     folder = Path(path).expanduser()
     read = set(_find(path, config))
     files = [file for file in _walk(folder) if file not in read] if folder.is_dir() else []
-    counts = Counter(split_name(file)[0] or "without an ending" for _, file in files).most_common()
-    rest = [("others", sum(count for _, count in counts[5:]))] if counts[5:] else []
-    return ", ".join(f"{count:,} {ending}" for ending, count in counts[:5] + rest)
+    counts = Counter(split_name(file)[0] or "without an ending" for _, file in files)
+    shown = [f"{count:,} {ending}" for ending, count in counts.most_common(5)]
+    return ", ".join(shown + ["others"] * (len(counts) > 5))
 
 
 def _find(path: str, config: DataConfig) -> list[tuple[str, Path]]:
@@ -178,18 +168,17 @@ def _walk(root: Path) -> list[tuple[str, Path]]:
 def _read(
     name: str, file: Path, config: DataConfig, template: Template | None
 ) -> Iterator[Document]:
-    ending = split_name(file)[0]
     with opened(file) as stream:
-        if ending in OF_ROWS:
+        if split_name(file)[0] in OF_ROWS:
             yield from documents_in(_rows(name, file, stream, config), config, template)
             return
-        content = stream.read().removeprefix(codecs.BOM_UTF8)
-        refuse((content[257:262] == b"ustar", f"{file}: a tar archive; unpack it"))
-        rows = _of_json(name, file, content, config) if ending == ".json" else None
-        if rows is None:
-            yield Document(name, _decode(content, str(file), config))
-        else:
-            yield from documents_in(rows, config, template)
+        content = stream.read()
+        problem = "no rows, which are conversations or answers; give files such as .jsonl"
+        refuse(
+            (config.chat or config.preferences, f"{file}: {problem}"),
+            (content[257:262] == b"ustar", f"{file}: a tar archive; unpack it"),
+        )
+        yield Document(name, _decode(content, str(file), config))
 
 
 def _rows(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> NamedRows:
@@ -199,6 +188,8 @@ def _rows(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Named
         # It is read from its end, which only unpacked bytes have.
         stream = io.BytesIO(stream.read()) if compression else stream
         return _parquet(name, file, stream, config)
+    if ending == ".json":
+        return _of_json(name, file, stream.read().removeprefix(codecs.BOM_UTF8), config)
     return (_cells if ending in DELIMITERS else _lines)(name, file, stream, config)
 
 
@@ -233,24 +224,15 @@ def _cells(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Name
             yield f"{name}:{table.line_num}", place, row
 
 
-def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> NamedRows | None:
-    """Return the rows of a .json file: lines of objects, an array, or one object with a text. None
-    for another, which is plain text; as text the brackets of rows would be learned.
-    """
+def _of_json(name: str, file: Path, content: bytes, config: DataConfig) -> NamedRows:
+    """Return the rows of a .json file: lines of objects, an array, or one object."""
     if re.match(rb"\s*\{[^\n]*\}\s*\n\s*\{", content):
         return _lines(name, file, io.BytesIO(content), config)
-    rows: Any = None
-    if config.chat or config.preferences or re.match(rb"\s*(\[\s*)?\{", content):
-        text = _decode(content, str(file), config)
-        with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
-            rows = json.loads(text)
-    if isinstance(rows, dict) and is_read(rows, config):
-        rows = [rows]
-    is_array = isinstance(rows, list)
-    refuse(((config.chat or config.preferences) and not is_array, f"{file}: expected an array"))
-    places = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in enumerate(rows or [], start=1))
-    objects = ((own, place, _object(row, place)) for own, place, row in places)
-    return objects if is_array else None
+    with untrusted.named(file, "not JSON ({})", (ValueError, RecursionError)):
+        found = json.loads(_decode(content, str(file), config))
+    rows = enumerate(found if isinstance(found, list) else [found], start=1)
+    places = ((f"{name}:{n}", f"{file}: row {n}", row) for n, row in rows)
+    return ((own, place, _object(row, place)) for own, place, row in places)
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
@@ -266,29 +248,16 @@ def _parquet(name: str, file: Path, stream: IO[bytes], config: DataConfig) -> Na
     errors = (pyarrow.ArrowException, UnicodeDecodeError)
     with untrusted.named(file, "not a readable .parquet file ({})", errors):
         table = pyarrow.parquet.ParquetFile(stream)
-        column, names = config.text_column, table.schema_arrow.names
-        columns = [column] if column in names and not (config.chat or config.preferences) else None
-        problem = f"{file}: needs one field '{column}' (found {', '.join(names[:8])})"
-        refuse((columns and names.count(column) > 1, f"{problem}; set data.text_column"))
-        is_text = False
-        if columns:
-            field_type = table.schema_arrow.field(column).type
-            is_text = "string" in str(field_type) and not pyarrow.types.is_nested(field_type)
-        number = 0
-        for batch in table.iter_batches(batch_size=BATCH, columns=columns, use_threads=False):
-            # Arrow does not check that a string is UTF-8, so its bytes are decoded below.
-            if is_text:
-                batch = batch.cast(pyarrow.schema({column: pyarrow.large_binary()}))
-            for row in batch.to_pylist():
-                number += 1
-                place = f"{file}: row {number}"
-                if columns and isinstance(row[column], bytes):
-                    row[column] = _decode(row[column], place, config, "utf-8")
-                yield f"{name}:{number}", place, row
+        names, is_text = table.schema_arrow.names, not (config.chat or config.preferences)
+        columns = [config.text_column] if is_text and config.text_column in names else None
+        batches = table.iter_batches(batch_size=BATCH, columns=columns, use_threads=False)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}:{number}", f"{file}: row {number}", row
 
 
-def _decode(data: bytes, place: str, config: DataConfig, encoding: str = "utf-8-sig") -> str:
+def _decode(data: bytes, place: str, config: DataConfig) -> str:
     if data.startswith(b"%PDF"):
         raise ValueError(f"{place}: a PDF, not text; docs/pdf-to-server.md turns it into text")
     with untrusted.named(place, "not UTF-8 ({}); convert it, or data.errors=replace"):
-        return data.decode(encoding, config.errors)
+        return data.decode("utf-8-sig", config.errors)
