@@ -1,14 +1,10 @@
-"""Model families: one file each, which says how a config.json of transformers is read.
-
-Every file of this folder is imported, so a family that registers itself is known. A model remembers
-the config.json that it was read from, and an export repeats it.
+"""Model families, which say how a config.json of transformers is read. A model remembers the
+config.json that it was read from, and an export repeats it.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from longctx import untrusted
-from longctx.hf.families import multimodal
+from longctx.hf.families import dense, experts, multimodal  # noqa: F401
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import FAMILIES, Family
+from longctx.hf.families.family import CODE, FAMILIES, TABLES, Family, register
 from longctx.spec.model_config import GPTConfig
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _name, _table in TABLES.items():
+    register(CODE.get(_name, Family)(_name, **_table))
 
 # What a model without a source is written as: the first that says all of it
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]

@@ -11,29 +11,6 @@ from typing import Any
 
 from longctx.config.rope_config import ORIGINAL, is_number
 
-# Keys of transformers and tools around it, without effect on the computation. Keys with a leading _
-# are private to transformers and have none either.
-_HARMLESS = """
-architectures attention_dropout attn_implementation
-bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id dtype eos_token_id
-finetuning_task gradient_checkpointing hidden_dropout id2label is_decoder is_encoder_decoder
-is_llama_config keys_to_ignore_at_inference label2id mask_token_id max_sequence_length
-max_window_layers model_max_length model_type name_or_path num_labels num_logits_to_keep
-output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
-pruned_heads return_dict sep_token_id seq_length task_specific_params tf_legacy_loss
-tie_encoder_decoder tie_last_hidden_states tokenizer_class torch_dtype torchscript
-transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
-use_bfloat16 use_cache use_flash_attn use_return_dict
-
-assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
-diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
-forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
-no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
-num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
-return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
-"""
-HARMLESS = frozenset(_HARMLESS.split())
 # Keys that change the computation → the values for GPT. A missing key has the first one. A family
 # may read a key itself, and other values with it.
 COVERED: dict[str, tuple[Any, ...]] = {
@@ -94,7 +71,7 @@ class ConfigJson:
             raise self.error(f"{key}={value!r} must be a whole number from 1 up")
         return value
 
-    def number(self, key: str, default: Any) -> Any:
+    def number(self, key: str, default: Any = None) -> Any:
         """Return a number above 0, or `default`, which a missing or null one has."""
         return self._number(key, self.keys.get(key), default)
 
@@ -179,7 +156,7 @@ class ConfigJson:
                 self.refuse_unless(key, self.keys.get(key, values[0]), values)
         for key, value in self.keys.items():
             known = key in read or key in harmless or key in covered or key.startswith("_")
-            if not known and key not in SHARED and key not in HARMLESS and value is not None:
+            if not known and key not in SHARED and value is not None:
                 raise self.error(
                     f"{key}={_short(value)} is not covered yet; "
                     "take the key out if the model computes the same without it"

@@ -1,17 +1,18 @@
 """What a model family is: one `model_type` of transformers, and the GPTConfig that it stands for.
 
-A family is one file in this folder. It subclasses `Family`, says what is its own, and registers
-itself; reading, checking, loading and writing of folders ask the registry and name no family.
+A family is a table of families.toml, and a class in dense.py or experts.py if it needs code.
+Reading, loading and writing of folders ask the registry and name no family.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
@@ -19,6 +20,8 @@ from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
 
+TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
+HARMLESS = frozenset(TABLES.pop("harmless").split())
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 # What every family reads and writes: key of config.json → key of GPTConfig
@@ -31,42 +34,52 @@ SIZES = {
     "num_key_value_heads": "kv_heads",
     "max_position_embeddings": "context",
 }
-FLAGS = {"tie_word_embeddings": ("tied",)}
+FLAGS: dict[str, Sequence[str]] = {"tie_word_embeddings": ("tied",)}
 # Numbers above 0: key of config.json → key of GPTConfig, and the value of a missing one
-NUMBERS = {"rms_norm_eps": ("norm_eps", 1e-6), "initializer_range": ("init_std", 0.02)}
+NUMBERS: dict[str, Sequence[Any]] = {
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "initializer_range": ("init_std", 0.02),
+}
 
 
+@dataclass(frozen=True)
 class Family:
-    """One `model_type` of transformers; the methods hold for a model like Llama."""
+    """One `model_type` of transformers; the methods hold for a model like Llama.
 
-    model_type: ClassVar[str]
-    # its class in transformers is <class_name>ForCausalLM
-    class_name: ClassVar[str]
-    # values of transformers for keys that config.json lacks
-    defaults: ClassVar[dict[str, Any]] = {}
-    # rope_parameters of transformers, if config.json has none
-    rope: ClassVar[dict[str, Any]] = {}
-    # keys of GPTConfig that have one value in all models of this family
-    fixed: ClassVar[dict[str, Any]] = {}
-    # without layer_types every n-th layer has no window: n, or its key of config.json
-    full_every: ClassVar[int | str | None] = None
-    # key of config.json, true or false → keys of GPTConfig that all have its value
-    flags: ClassVar[dict[str, tuple[str, ...]]] = {}
-    # whole numbers: key of config.json → key of GPTConfig
-    sizes: ClassVar[dict[str, str]] = {}
-    # as NUMBERS; None: a missing one is none
-    numbers: ClassVar[dict[str, tuple[str, Any]]] = {}
-    # another name that transformers reads too → key of config.json, a whole number
-    aliases: ClassVar[dict[str, str]] = {}
-    # other keys of config.json that it reads
-    keys: ClassVar[tuple[str, ...]] = ()
-    # keys of config.json → the values that they may have, as COVERED
-    covered: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    # keys of config.json that its class in transformers ignores
-    harmless: ClassVar[tuple[str, ...]] = ()
-    # words of our tensors' names → this family's, replaced in this order; tensors of one name are
-    # joined by rows
-    names: ClassVar[dict[str, str]] = {}
+    class_name: its class in transformers is <class_name>ForCausalLM.
+    fixed: keys of GPTConfig that have one value in all models of this family.
+    sizes: whole numbers: key of config.json → key of GPTConfig.
+    numbers: as NUMBERS; without a second item a missing one is none.
+    flags: key of config.json, true or false → keys of GPTConfig that all have its value.
+    aliases: another name that transformers reads too → key of config.json, a whole number.
+    full_every: without layer_types every n-th layer has no window: n, or its key of config.json.
+    thetas: base of the rotary frequencies in full layers, and in those with a window.
+    dense: key of config.json, the number of layers without experts, which are the first.
+    keys: other keys of config.json that it reads.
+    harmless: keys of config.json that its class in transformers ignores.
+    covered: keys of config.json → the values that they may have, beside null.
+    names: words of our tensors' names → this family's, replaced in this order; tensors of one name
+        are joined by rows.
+    defaults: values of transformers for keys that config.json lacks.
+    rope: rope_parameters of transformers, if config.json has none.
+    """
+
+    model_type: str
+    class_name: str
+    fixed: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, Sequence[Any]] = field(default_factory=dict)
+    flags: dict[str, Sequence[str]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    full_every: int | str | None = None
+    thetas: Sequence[float] = ()
+    dense: str = ""
+    keys: Sequence[str] = ()
+    harmless: Sequence[str] = ()
+    covered: dict[str, Sequence[Any]] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=dict)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
@@ -121,7 +134,8 @@ class Family:
         for other, key in self.aliases.items():
             if source.get(other) is not None:
                 source = source.with_keys(**{key: source.size(other)})
-        source.refuse_uncovered(self.read_keys(), self.harmless, self.covered)
+        covered = {key: (*values, None) for key, values in self.covered.items()}
+        source.refuse_uncovered(self.read_keys(), {*HARMLESS, *self.harmless}, covered)
         # Files from before grouped queries: every head has keys of its own
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
@@ -130,8 +144,8 @@ class Family:
             **self.fixed,
             **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
             **{
-                ours: source.number(key, missing)
-                for key, (ours, missing) in (NUMBERS | self.numbers).items()
+                ours: source.number(key, *missing)
+                for key, (ours, *missing) in (NUMBERS | self.numbers).items()
             },
             "rope_theta": theta,
             "rotary_share": source.rotary_share("partial_rotary_factor" in self.keys),
@@ -146,6 +160,8 @@ class Family:
         if windowed := self.read_windowed(source, layers):
             values["window"] = source.size("sliding_window")
             values["window_layers"] = None if len(windowed) == layers else windowed
+        if self.dense:
+            values["experts.dense_layers"] = list(range(min(source.get(self.dense), layers)))
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()
@@ -220,20 +236,28 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
+CODE: dict[str, type[Family]] = {}  # by model_type
 
 
-def register(family: type[Family]) -> type[Family]:
+def register(family: Family) -> None:
     """Make a family known by its model_type."""
     assert family.model_type not in FAMILIES
-    FAMILIES[family.model_type] = family()
-    return family
+    FAMILIES[family.model_type] = family
 
 
+def code_of(*model_types: str) -> Callable[[type[Family]], type[Family]]:
+    """Let the decorated class read and write these families."""
+
+    def decorate(code: type[Family]) -> type[Family]:
+        CODE.update(dict.fromkeys(model_types, code))
+        return code
+
+    return decorate
+
+
+@code_of("olmo3")
 class TwoRopes(Family):
     """A family with rope_parameters for each kind of layer; those of windows are not scaled."""
-
-    # base of the rotary frequencies in full layers, and in those with a window
-    thetas: ClassVar[tuple[float, float]]
 
     def read(self, source: ConfigJson) -> GPTConfig:
         kinds = source.get("rope_parameters") or {}

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from longctx.attention import Mask
 from longctx.hf.export import export
 from longctx.hf.families import read_model
-from longctx.hf.families.qwen import QWEN2_SPLIT
+from longctx.hf.families.dense import QWEN2_SPLIT
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import GPT, lora
 from longctx.spec.model_config import LORA_TARGETS, GPTConfig, LoraConfig

@@ -1,30 +1,26 @@
-"""Experts that a softmax router chooses: Mixtral, Qwen3-MoE and gpt-oss.
+"""Code of families with experts. families.toml has what tables can say.
 
-Mixtral is Mistral with experts in every layer, Qwen3-MoE is Qwen3 with experts in all or some. The
-weights of a token's experts add up to 1, in Qwen3-MoE if it says so. gpt-oss has experts with
-biases and a clamped SwiGLU, sinks, and windows in every second layer.
+gpt-oss has one tensor for all experts of a layer. GLM-4.5 has layers that predict further tokens,
+which are left out. AFMoE has no positions in layers without a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, register
-from longctx.spec.experts import STEEPNESS
+from longctx.hf.families.family import Family, code_of
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Fold, Piece
 
 
+@code_of("mixtral")
 class BalancedExperts(Family):
     """The loss that balances experts is trained only with output_router_logits, as in transformers,
     whatever its coefficient.
     """
-
-    numbers = {"router_aux_loss_coef": ("experts.balance", 0.0)}
-    harmless: ClassVar[tuple[str, ...]] = ("output_router_logits",)
 
     def read(self, source: ConfigJson) -> GPTConfig:
         # Here, since a coefficient of 0 must stay allowed
@@ -39,67 +35,16 @@ class BalancedExperts(Family):
         return super().changed(config) | balanced
 
 
-@register
-class Mixtral(BalancedExperts):
-    """No biases; one window, or none."""
-
-    model_type = "mixtral"
-    class_name = "Mixtral"
-    defaults = {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    }
-    sizes = {
-        "num_local_experts": "experts.count",
-        "num_experts_per_tok": "experts.per_token",
-    }
-    covered = {"router_jitter_noise": (0.0,)}
-    names = {"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-    keys = ("sliding_window",)
-
-
-@register
+@code_of("qwen3_moe")
 class Qwen3Moe(BalancedExperts):
-    """Norms on q and k always; biases in all of attention or nowhere; one window, or none."""
-
-    model_type = "qwen3_moe"
-    class_name = "Qwen3Moe"
-    defaults = {
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "decoder_sparse_step": 1,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-        "moe_intermediate_size": 768,
-    }
-    fixed = {"qk_norm": "head"}
-    flags = {
-        "attention_bias": ("qkv_bias", "out_bias"),
-        "norm_topk_prob": ("experts.normalize",),
-    }
-    sizes = {
-        "num_experts": "experts.count",
-        "num_experts_per_tok": "experts.per_token",
-        "moe_intermediate_size": "experts.ffn",
-    }
-    aliases = {"num_local_experts": "num_experts"}
-    keys = ("use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "sliding_window")
+    """Experts in some layers."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         every, dense = source.size("decoder_sparse_step"), source.get("mlp_only_layers") or []
         return {"experts.dense_layers": [n for n in range(layers) if n in dense or (n + 1) % every]}
 
-
-# gpt-oss's rope in transformers, if config.json has none
-ROPE = {
-    **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0},
-    **{"beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096},
-}
+    def write_new(self, config: GPTConfig) -> dict[str, Any]:
+        return super().write_new(config) | {"mlp_only_layers": config.experts.dense_layers}
 
 
 @dataclass(frozen=True)
@@ -129,36 +74,9 @@ def _turned(tensor: Any) -> Any:
     return tensor.mT if tensor.ndim == 3 else tensor
 
 
-@register
+@code_of("gpt_oss")
 class GptOss(BalancedExperts):
-    """Sinks always; biases in experts always, in attention in all of it or nowhere."""
-
-    model_type = "gpt_oss"
-    class_name = "GptOss"
-    defaults = {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-        "rope_theta": ROPE["rope_theta"],
-    }
-    rope = ROPE
-    fixed = {"sinks": True, "experts.biased": True}
-    flags = {"attention_bias": ("qkv_bias", "out_bias")}
-    sizes = {
-        "num_local_experts": "experts.count",
-        "num_experts_per_tok": "experts.per_token",
-    }
-    numbers = BalancedExperts.numbers | {"swiglu_limit": ("experts.clamp", 7.0)}
-    covered = {"swiglu_alpha": (STEEPNESS,)}
-    keys = ("quantization_config", "sliding_window", "layer_types")
-    # the number of experts has two names
-    harmless = (*BalancedExperts.harmless, "experts_per_token", "initial_context_length")
-    names = {"mlp.gate": "mlp.router"}
+    """Experts in one tensor, in MXFP4 too, and windows in every second layer."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         quantized = source.get("quantization_config") or {"quant_method": "mxfp4"}
@@ -185,3 +103,31 @@ class GptOss(BalancedExperts):
                     shape=(count, *piece.shape[1:], rows),
                     fold=Stacked(count, is_gate),
                 )
+
+
+@code_of("glm4_moe")
+class Glm4Moe(Family):
+    """The layers behind the last one, which predict further tokens, are left out."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        return {"qk_norm": "head" if source.flag("use_qk_norm") else "none"}
+
+    def changed(self, config: GPTConfig) -> dict[str, Any]:
+        return super().changed(config) | {"num_nextn_predict_layers": 0}
+
+    def leaves_out(self, tensor: str, config: GPTConfig) -> bool:
+        layer = tensor.removeprefix("model.layers.").partition(".")[0]
+        return layer.isdecimal() and int(layer) >= config.layers
+
+
+@code_of("afmoe")
+class Afmoe(Family):
+    """No positions in layers without a window."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        windowed = self.read_windowed(source, layers)
+        factor = source.size("hidden_size") ** 0.5 if source.flag("mup_enabled") else 1.0
+        return {
+            "nope_layers": [n for n in range(layers) if n not in windowed],
+            "multipliers.embedding": factor,
+        }

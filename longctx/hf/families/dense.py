@@ -1,0 +1,208 @@
+"""Code of families without experts. families.toml has what tables can say.
+
+SmolLM3 has layers without rotary positions. In Ministral 3 queries grow with their position. Qwen's
+windows are in the upper layers. Granite has factors of embedding, branches, scores and logits.
+Gemma 3 has a rope for windows, and its embedding is scaled. In GLM-4 half of a head rotates, in
+pairs (2i, 2i + 1). They are folded at load: here a channel rotates with the one half of them
+further on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from longctx import untrusted
+from longctx.config.rope_config import KEYS, ORIGINAL
+from longctx.hf.families.config_json import ConfigJson
+from longctx.hf.families.family import Family, TwoRopes, code_of
+from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import Interleaved, Piece
+
+
+@code_of("smollm3")
+class SmolLM3(Family):
+    """Layers without rotation, which have no window either by default."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        return {"nope_layers": self.default_windowed(source, layers)}
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        """Return the layers without rotation: 0 in no_rope_layers, by default every fourth."""
+        flags = source.get("no_rope_layers")
+        if flags is None:
+            name = "no_rope_layer_interval"
+            every = source.with_defaults({name: 4}).size(name)
+            return list(range(every - 1, layers, every))
+        return [n for n in range(layers) if not flags[n]]
+
+
+@code_of("phi3")
+class Phi3(Family):
+    """Plain RoPE or longrope."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        rope = source.get(source.rope_key)
+        # what the first folders called longrope
+        if isinstance(rope, dict) and rope.get("type", rope.get("rope_type")) in ("su", "yarn"):
+            rope = {key: rope[key] for key in rope if key != "type"} | {"rope_type": "longrope"}
+            source = source.with_keys(**{source.rope_key: rope})
+        return super().read(source)
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        kind = source.rope()[1].get("rope_type", "default")
+        source.refuse_unless(f"{source.rope_key}.rope_type", kind, ("longrope", "default"))
+        return {}
+
+
+@code_of("hunyuan_v1_dense")
+class HunYuanDenseV1(Family):
+    """A "dynamic" rope with an alpha is a larger base for every length."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        theta, scaling = source.rope()
+        if scaling.get("rope_type") == "dynamic" and scaling.get("alpha") is not None:
+            size = source.size("head_dim")
+            theta *= ConfigJson(source.file, scaling).number("alpha", 1) ** (size / (size - 2))
+            source = source.with_keys(rope_parameters={"rope_theta": theta}, rope_scaling=None)
+        return super().read(source)
+
+
+BETA = "llama_4_scaling_beta"
+
+
+@code_of("ministral3")
+class Ministral3(Family):
+    """The growth stands among the rope_parameters, with the length that both share."""
+
+    def read(self, source: ConfigJson) -> GPTConfig:
+        place, rope = source.rope_key, source.get(source.rope_key) or self.rope
+        # as transformers fills it in
+        length = rope.get(ORIGINAL, source.get("max_position_embeddings"))
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        left_out = {BETA, "max_position_embeddings"}
+        if kind in KEYS and ORIGINAL not in KEYS[kind][0]:
+            left_out.add(ORIGINAL)
+        rest = {key: value for key, value in rope.items() if key not in left_out}
+        keys = {place: rest, BETA: rope.get(BETA) or 0.0, ORIGINAL: length}
+        return super().read(source.with_keys(**keys))
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        return {"query_growth": [source.number(BETA), float(source.size(ORIGINAL))]}
+
+    def write_rope(self, config: GPTConfig) -> dict[str, Any]:
+        beta, tokens = config.query_growth
+        growth = {BETA: beta, ORIGINAL: int(tokens)}
+        keys = super().write_rope(config)
+        return {key: x | growth if isinstance(x, dict) else x for key, x in keys.items()}
+
+
+# How Qwen2 splits text, after NFC. transformers 5 opens every qwen2 model so, whatever its
+# tokenizer.json says.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@code_of("qwen3")
+class UpperWindows(Family):
+    """Windows by layer_types, else in the layers from max_window_layers on."""
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return range(max(0, source.get("max_window_layers", 28)), layers)
+
+
+@code_of("qwen2")
+class Qwen2(UpperWindows):
+    """A tokenizer of its own."""
+
+    def check_tokenizer(self, file: Path) -> None:
+        described = untrusted.read_settings(file, untrusted.TOKENIZER_SIZE)
+        splitting = described.get("pre_tokenizer") or {}
+        first = (splitting.get("pretokenizers") or [{}])[0]
+        pattern = (first.get("pattern") or {}).get("Regex")
+        if pattern != QWEN2_SPLIT or described.get("normalizer") != {"type": "NFC"}:
+            raise ValueError(
+                f"{file}: does not normalize and split text as Qwen2 does, but transformers opens "
+                "a model with model.qkv_bias=true so: its tokens would be others"
+            )
+
+
+@code_of("granite")
+class Granite(Family):
+    """Logits are divided by a number."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
+
+
+@code_of("granite_swa")
+class GraniteSWA(Granite):
+    """A base of RoPE for each layer, 0: no positions."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        features = super().read_features(source, layers)
+        thetas = source.get("layer_rope_theta")
+        if thetas is None:
+            return features
+        if len(thetas) != layers:
+            raise source.error(f"layer_rope_theta must be a list of {layers} numbers")
+        windowed = self.read_windowed(source, layers)
+        bases = {theta for n, theta in enumerate(thetas) if theta and n in windowed}
+        full = {theta for n, theta in enumerate(thetas) if theta and n not in windowed} or bases
+        if len(full) > 1 or len(bases) > 1 or (len(full | bases) > 1 and source.rope()[1]):
+            raise source.error(
+                f"layer_rope_theta={json.dumps(thetas)[:80]} is not covered yet; only one base for "
+                "layers with a window, which is not scaled, and one for those without"
+            )
+        features["nope_layers"] = [n for n, theta in enumerate(thetas) if not theta]
+        features["rope_theta"] = float(max(full, default=source.rope()[0]))
+        if len(full | bases) > 1:
+            features["window_rope_theta"] = float(max(bases))
+        return features
+
+    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
+        return [n for n in range(layers) if n % 4]
+
+
+@code_of("exaone4")
+class Exaone4(Family):
+    """If some layers have a window, the others have no positions."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        if source.get("sliding_window") is None:
+            return {}
+        windowed = self.read_windowed(source, layers)
+        return {"nope_layers": [n for n in range(layers) if n not in windowed]}
+
+
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+
+
+@code_of("gemma3_text")
+class Gemma3Text(TwoRopes):
+    """The embedding is scaled, and attention by a number that may be another than the head's."""
+
+    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
+        activation = source.get("hidden_activation")
+        source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
+        scalar = source.size("query_pre_attn_scalar")
+        return {
+            "activation": ACTIVATIONS[activation],
+            "attention_scale": None if scalar == source.size("head_dim") else scalar**-0.5,
+            "multipliers.embedding": source.size("hidden_size") ** 0.5,
+        }
+
+
+@code_of("glm4")
+class Glm4(Family):
+    """Rotary pairs are folded."""
+
+    def tensors(self, config: GPTConfig) -> Iterator[Piece]:
+        fold = Interleaved(config.head_size, config.rotary_size)
+        for piece in super().tensors(config):
+            is_rotated = piece.theirs.split(".")[-2] in ("q_proj", "k_proj")
+            yield piece._replace(fold=fold) if is_rotated else piece
