@@ -97,7 +97,7 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if config.init is None:
         return request
     # Every family, which --help does not need
-    from longctx.hf.families import has_family, read_model
+    from longctx.hf.families import read_config
 
     for name in request.overrides:
         if name.partition(".")[0] == "model":
@@ -108,12 +108,8 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
         run = run_folder.checkpoint_of(path, "init").parent.parent
         run_folder.read_config(run, needed=["model.layers"])
         model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
-    elif config.transformers == "never" or (config.transformers == "auto" and has_family(path)):
-        model = read_model(path)[1]
     else:
-        from longctx.hf import model_folder
-
-        model = model_folder.read_config(path, config.transformers)
+        model = read_config(path, config.transformers)
     return request._replace(
         config=replace(config, model=model), choices=request.choices | {"model": path.name}
     )

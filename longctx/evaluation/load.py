@@ -27,13 +27,12 @@ from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import refuse
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.dataset import EncodedDocument
-from longctx.hf import model_folder
 from longctx.model import GPT
 from longctx.model.gpt import build
-from longctx.model.restore import copy_weights
+from longctx.model.saved_weights import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
-from longctx.spec.model_config import GPTConfig
+from longctx.spec.model_config import GPTConfig, weights_reader
 from longctx.untrusted import opened
 
 RESULTS = Path("evaluations")  # of models that are no runs, in the current folder
@@ -76,11 +75,11 @@ def open_model(checkpoint: str) -> TrainedModel:
 
     Raises ValueError for anything else, and if a checkpoint has changed since it was written.
     """
-    hub = hub_snapshot.model_name(checkpoint)
-    path = Path(checkpoint) if hub is None else model_folder.with_weights(checkpoint, "checkpoint")
+    hub, reader = hub_snapshot.model_name(checkpoint), weights_reader()
+    path = Path(checkpoint) if hub is None else reader.with_weights(checkpoint, "checkpoint")
     if run_folder.is_hugging_face(path):
-        model = model_folder.read_config(path)
-        model_folder.check_weights(model, path)
+        model = reader.read_config(path)
+        reader.check_weights(model, path)
         tokenizer, seq_len = Tokenizer.load(path), model.context or 1
         return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
     file = run_folder.checkpoint_of(path)
@@ -109,7 +108,7 @@ def build_model(
     OSError, one line, if the weights are not those of the model.
     """
     if is_hugging_face := run_folder.is_hugging_face(file):
-        config = model_folder.read_config(file)
+        config = weights_reader().read_config(file)
     else:
         checkpoint = checkpoints.read(file)
         config = GPTConfig.of_saved(checkpoint["longctx"]["config"]["model"])
@@ -120,7 +119,7 @@ def build_model(
     shard(model)
     model.to_empty(device=device)
     if is_hugging_face:
-        model_folder.load_weights(model, file, sharding.write)
+        weights_reader().load_weights(model, file, sharding.write)
     else:
         with opened(file):
             copy_weights(model, file, checkpoint, sharding.write_rows_of)

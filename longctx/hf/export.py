@@ -21,7 +21,8 @@ from longctx.hf.families import multimodal, read_model, write_config
 from longctx.hf.stored import warn_of_not_finite, write_json
 from longctx.model import lora, packed
 from longctx.model.gpt import GPT
-from longctx.model.restore import adapted_model
+from longctx.model.saved_weights import check_weights, lora_of, skeleton
+from longctx.runs import run_folder
 from longctx.runs.checkpoints import not_finite, read, verify
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
@@ -132,18 +133,56 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
     if adapter:
         run_adapter(model, file, config, added, seq_len, out)
         return
+    dtype = DTYPES[precision] if precision else None
     if added.rank is not None:
         # What was trained and evaluated: the products are added to the run's own copy of init=
         packed.unpack(model, model.embed.weight.dtype)
         model = lora.merge(model)
-        precision = precision or SHORT_NAMES[model.embed.weight.dtype]
+        source = model.config.source
+        of_init = str(source.get("dtype", source.get("torch_dtype")))
+        dtype = dtype or getattr(torch, of_init, model.embed.weight.dtype)
     context = max(seq_len, model.config.context or 0)
-    tokenizer_folder = file.resolve().parent.parent
-    dtype = DTYPES[precision] if precision else None
-    export(model, tokenizer_folder, out, context, dtype, int(shard_gb * 1e9))
+    export(model, file.resolve().parent.parent, out, context, dtype, int(shard_gb * 1e9))
     name = SHORT_NAMES[dtype or model.embed.weight.dtype]
     parameters = f"{model.config.parameters():,} parameters of {file}"
     print(f"{out}: {parameters}, {name}, for {context:,} tokens")
+
+
+def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> GPT:
+    """Return the model of `config` with a checkpoint's weights and LoRA, mapped from disk.
+
+    Raises ValueError if the weights belong to another model.
+    """
+    model = skeleton(config, "naive", lora_of(checkpoint))
+    check_weights(path, checkpoint, model)
+    rows = checkpoint["state_dict"].items()
+    model.load_state_dict({name.removeprefix("model."): x[:] for name, x in rows}, assign=True)
+    return model
+
+
+def adapted_model(
+    path: Path, checkpoint: dict[str, Any], config: GPTConfig
+) -> tuple[GPT, LoraConfig, dict[str, Any]]:
+    """Return the mapped model of a checkpoint, its LoRA, and the configuration of its run.
+
+    If the run continued one with LoRA, the model has the first run's weights, and the products of
+    all are one; the configuration is that of the first run.
+    """
+    added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
+    before = Path(str(settings.get("init")))
+    if added.rank is not None and run_folder.is_run(before) and before.exists():
+        before = run_folder.checkpoint_of(before, "init")
+        verify(before)
+        first = read(before)
+        if lora_of(first).rank is not None:
+            check_weights(path, checkpoint, skeleton(config, "naive", added))
+            model, earlier, settings = adapted_model(before, first, config)
+            weights = checkpoint["state_dict"].items()
+            lora.stack(model, {name.removeprefix("model."): x for name, x in weights}, added)
+            both = [*dict.fromkeys([*earlier.targets, *added.targets])]
+            rank = (earlier.rank or 0) + added.rank
+            return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
+    return mapped_model(path, checkpoint, config), added, settings
 
 
 def run_adapter(

@@ -6,10 +6,9 @@ The models of `longctx.hf.families` compute in transformers what GPT computes he
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from longctx import files
 from longctx.hf.families import FAMILIES, family_of, multimodal, read_model, write_config
-from longctx.hf.families.family import EMBEDDING, LM_HEAD, Family
+from longctx.hf.families.family import EMBEDDING, LM_HEAD
 from longctx.hf.stored import (
     BLOCKS,
     DTYPES,
@@ -143,64 +142,35 @@ def writer(
     # These ids are in generation_config.json too, so readers of either agree
     keys |= {f"{key}_token_id": generation.get(f"{key}_token_id") for key in ("bos", "eos", "pad")}
     keys |= {"dtype": str(dtype or model.embed.weight.dtype).removeprefix("torch.")}
-    tensors = list(_of_model(model, family, dtype))
-
-    def write(folder: Path) -> None:
-        write_json(folder / "config.json", keys)
-        _write_weights(tensors, shard_bytes, folder)
-
-    return write
-
-
-class _Tensor(NamedTuple):
-    """A tensor to write: about how many bytes it has, and what reads it when its turn comes."""
-
-    name: str
-    size: int
-    read: Callable[[], Tensor]
-
-
-def _of_model(model: GPT, family: Family, dtype: torch.dtype | None) -> Iterator[_Tensor]:
-    """Yield the tensors of `model` as `family` names and stores them."""
-    parameters = dict(model.named_parameters())
-    common = dtype or model.embed.weight.dtype
-    parts: dict[str, list[tuple[Tensor, Piece]]] = {}
-    for piece in family.tensors(model.config):
-        parts.setdefault(piece.theirs, []).append((parameters[piece.ours], piece))
-    for name, pieces in parts.items():
-        piece = pieces[0][1]
-        size = common.itemsize * torch.Size(piece.shape).numel()
-        own = torch.float32 if piece.fold.is_exact else dtype
-        yield _Tensor(name, size, partial(_whole, pieces, own))
-
-
-def _write_weights(all_tensors: Sequence[_Tensor], shard_bytes: int, folder: Path) -> None:
-    by_name = {tensor.name: tensor for tensor in all_tensors}
+    parameters, common = dict(model.named_parameters()), dtype or model.embed.weight.dtype
+    pieces = {piece.theirs: piece for piece in family.tensors(model.config)}
     split = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda tensor: tensor.size,
+        pieces,
+        get_storage_size=lambda piece: common.itemsize * torch.Size(piece.shape).numel(),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
-    size, flawed = 0, None
-    for file, names in split.filename_to_tensors.items():
-        # A shard at a time: the weights need not fit in memory twice
-        tensors = {name: by_name[name].read() for name in names}
-        flawed = flawed or not_finite(tensors)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files.as_umask_allows(folder / file)
-        size += sum(x.nbytes for x in tensors.values())
-    warn_of_not_finite(flawed)
-    if split.is_sharded:
-        index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
-        write_json(folder / "model.safetensors.index.json", index)
 
+    def tensor(piece: Piece) -> Tensor:
+        saved: Tensor = piece.fold.save(parameters[piece.ours].detach()[piece.rows])
+        return saved.to(torch.float32 if piece.fold.is_exact else dtype or saved.dtype)
 
-def _whole(pieces: Sequence[tuple[Tensor, Piece]], dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor of a folder; its pieces add up."""
-    first, *others = (piece.fold.save(x.detach()[piece.rows]) for x, piece in pieces)
-    whole = sum(others, first)
-    return whole if dtype is None else whole.to(dtype)
+    def write(folder: Path) -> None:
+        write_json(folder / "config.json", keys)
+        size, flawed = 0, None
+        for file, names in split.filename_to_tensors.items():
+            # A shard at a time: the weights need not fit in memory twice
+            tensors = {name: tensor(pieces[name]) for name in names}
+            flawed = flawed or not_finite(tensors)
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            files.as_umask_allows(folder / file)
+            size += sum(x.nbytes for x in tensors.values())
+        warn_of_not_finite(flawed)
+        if split.is_sharded:
+            index = {"metadata": {"total_size": size}, "weight_map": split.tensor_to_filename}
+            write_json(folder / "model.safetensors.index.json", index)
+
+    return write
 
 
 def pieces(model: GPT) -> Iterator[Piece]:

@@ -7,7 +7,6 @@ Which models are covered, and how their config.json and their tensors are to be 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,10 @@ from torch import Tensor
 
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
-from longctx.hf.families import has_family, read_model
+from longctx.hf.families import read_config
 from longctx.hf.stored import Stored, Write, shards_of
 from longctx.model.gpt import GPT, build
 from longctx.spec.model_config import GPTConfig
-
-
-def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
-    """The model of `folder`/config.json. `by_transformers` says if transformers computes it:
-    "auto", if no family here has its model_type; "always"; "never".
-
-    Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
-    """
-    if by_transformers == "never" or (by_transformers == "auto" and has_family(folder)):
-        return read_model(folder)[1]
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(
-            f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
-        )
-    from longctx.hf import transformers_folder
-
-    return transformers_folder.read_config(Path(folder))
 
 
 def pretrained(

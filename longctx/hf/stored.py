@@ -73,14 +73,9 @@ def inventory(folder: Path) -> dict[str, Stored]:
     their headers.
     """
     if not any(os.path.lexists(folder / name) for name in (SINGLE, INDEX)):
-        pickled = next(iter(sorted(folder.glob("*.bin"))), None)
-        also = (
-            f" ({pickled.name} is not read: a pickle can run code; save the model as safetensors)"
-            if pickled
-            else ""
-        )
         raise FileNotFoundError(
-            f"{folder}: no model.safetensors and no model.safetensors.index.json{also}"
+            f"{folder}: no model.safetensors and no model.safetensors.index.json; pickles (*.bin) "
+            "are not read, since they can run code: save the model as safetensors"
         )
     stored: dict[str, Stored] = {}
     for name in [SINGLE] if os.path.lexists(folder / SINGLE) else shards_of(folder):

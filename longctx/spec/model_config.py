@@ -399,6 +399,11 @@ class GPTConfig(Group):
         return self.vocab_size
 
 
+def weights_reader() -> Any:
+    """Return what reads Hugging Face folders: hf, which the core does not import."""
+    return resolve_name("longctx.hf.model_folder")
+
+
 LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.values())
 
 

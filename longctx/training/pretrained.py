@@ -19,11 +19,11 @@ from longctx.config.train_config import TrainConfig
 from longctx.data import chat
 from longctx.data.sources import mix
 from longctx.data.tokenizer import check_same_ids
-from longctx.hf import model_folder
-from longctx.model import GPT, restore
+from longctx.model import GPT
+from longctx.model.saved_weights import copy_weights
 from longctx.parallel import sharding
 from longctx.runs import checkpoints, run_folder
-from longctx.spec.model_config import GPTConfig
+from longctx.spec.model_config import GPTConfig, weights_reader
 from longctx.untrusted import opened
 
 BALANCE = "model.experts.balance"
@@ -72,11 +72,6 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     is_given = "model.vocab_size" in overrides
     vocab_size = config.model.vocab_size if is_given else None
     if run_folder.is_run(folder):
-        if config.transformers != "auto":
-            raise ValueError(
-                f"transformers={config.transformers}: the run of init={init} has decided that; "
-                "leave it out"
-            )
         file, model = read_run(init, folder, vocab_size)
         init = str(file)
         tokenizer = file.resolve().parent.parent
@@ -107,10 +102,10 @@ def read_hugging_face(
     init: str, folder: Path, vocab_size: int | None, by_transformers: str
 ) -> GPTConfig:
     """Return the model of a Hugging Face folder, after checking the files."""
-    model = model_folder.read_config(folder, by_transformers)
+    model = weights_reader().read_config(folder, by_transformers)
     if vocab_size is not None:
         model = model.with_vocabulary(vocab_size)
-    model_folder.check_weights(model, model_folder.with_weights(init, "init"))
+    weights_reader().check_weights(model, weights_reader().with_weights(init, "init"))
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
@@ -137,12 +132,12 @@ def copy_into(model: GPT, name: str) -> None:
     """Copy the weights of `name` (a folder, a checkpoint, a model of the Hub with its commit) into
     `model`; this rank may hold a part of it.
     """
-    init = model_folder.with_weights(name, "init")
+    init = weights_reader().with_weights(name, "init")
     if not run_folder.is_run(init):
-        model_folder.load_weights(model, init, sharding.write)
+        weights_reader().load_weights(model, init, sharding.write)
         return
     with opened(init):
-        restore.copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
+        copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
 
 
 def keep_for_export(config: TrainConfig, folder: Path) -> None:

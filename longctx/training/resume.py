@@ -15,7 +15,7 @@ from typing import Any
 
 from longctx import files
 from longctx.config.train_config import TrainConfig
-from longctx.model import restore
+from longctx.model import saved_weights
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.spec.step import Division
 from longctx.training import kernel_lock, optimizers
@@ -148,8 +148,8 @@ def check_state(run: Run, path: Path, checkpoint: dict[str, Any]) -> None:
     state of `run`. Nothing is computed with them before.
     """
     workload = run.workload
-    model = restore.skeleton(workload.model, workload.attention, workload.lora)
-    restore.check_weights(path, checkpoint, model)
+    model = saved_weights.skeleton(workload.model, workload.attention, workload.lora)
+    saved_weights.check_weights(path, checkpoint, model)
     optimizer = optimizers.build(model, run)
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # an optimizer that does not name its states may have any

@@ -195,9 +195,7 @@ def test_a_pickle_is_not_read(llama, changed):
     folder = changed()
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(
-        FileNotFoundError, match=r"no model\.safetensors .*pytorch_model\.bin is not read: a pickle"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors .*pickles"):
         pretrained(folder)
 
 

@@ -4,6 +4,7 @@ config.json that it was read from, and an export repeats it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,10 +48,25 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         raise source.error(f"its keys are not as transformers writes them ({reason})") from error
 
 
-def has_family(folder: str | Path) -> bool:
-    """Return True if the model_type in `folder`/config.json has a family here, or there is none."""
-    model_type = _text_model(folder).get("model_type")
-    return not isinstance(model_type, str) or model_type in FAMILIES
+def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
+    """The model of `folder`/config.json. `by_transformers` says if transformers computes it:
+    "auto", if no family here has its model_type; "always"; "never".
+
+    Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
+    """
+    if by_transformers == "auto":
+        model_type = _text_model(folder).get("model_type")
+        is_ours = not isinstance(model_type, str) or model_type in FAMILIES
+        by_transformers = "never" if is_ours else "always"
+    if by_transformers == "never":
+        return read_model(folder)[1]
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(
+            f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
+        )
+    from longctx.hf import transformers_folder
+
+    return transformers_folder.read_config(Path(folder))
 
 
 def _text_model(folder: str | Path) -> ConfigJson:

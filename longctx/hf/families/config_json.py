@@ -25,24 +25,6 @@ COVERED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
 }
-SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "layer_types",
-    ORIGINAL,
-)
 
 
 class ConfigJson:
@@ -156,7 +138,7 @@ class ConfigJson:
                 self.refuse_unless(key, self.keys.get(key, values[0]), values)
         for key, value in self.keys.items():
             known = key in read or key in harmless or key in covered or key.startswith("_")
-            if not known and key not in SHARED and value is not None:
+            if not known and value is not None:
                 raise self.error(
                     f"{key}={_short(value)} is not covered yet; "
                     "take the key out if the model computes the same without it"

@@ -22,6 +22,7 @@ from longctx.spec.parts import Piece
 
 TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 HARMLESS = frozenset(TABLES.pop("harmless").split())
+SHARED = frozenset(TABLES.pop("shared").split())
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 # What every family reads and writes: key of config.json → key of GPTConfig
@@ -135,7 +136,7 @@ class Family:
             if source.get(other) is not None:
                 source = source.with_keys(**{key: source.size(other)})
         covered = {key: (*values, None) for key, values in self.covered.items()}
-        source.refuse_uncovered(self.read_keys(), {*HARMLESS, *self.harmless}, covered)
+        source.refuse_uncovered(self.read_keys() | SHARED, HARMLESS.union(self.harmless), covered)
         # Files from before grouped queries: every head has keys of its own
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))

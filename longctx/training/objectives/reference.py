@@ -27,9 +27,9 @@ from longctx.data.cache import cached, contents, fingerprint, is_whole
 from longctx.data.dataset import SPLITS, SourcePart
 from longctx.data.preferences import SIDES
 from longctx.data.store import Store, progress
-from longctx.hf import model_folder
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
+from longctx.spec.model_config import weights_reader
 from longctx.training.batches import NO_WINDOW, dealt
 from longctx.training.objectives.answers import LogP, answers, collate
 from longctx.training.run import Run
@@ -112,7 +112,7 @@ def described(run: Run) -> list[Any]:
     """Return the values that decide the reference's log-probabilities of an answer."""
     workload = run.workload
     return [
-        contents(model_folder.with_weights(run.config.init or "", "init")),
+        contents(weights_reader().with_weights(run.config.init or "", "init")),
         # The same weights compute otherwise with rope=, or with an edited config.json
         asdict(workload.model),
         workload.lora.base,

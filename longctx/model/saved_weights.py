@@ -1,4 +1,4 @@
-"""The model of a checkpoint: its weights mapped from disk, or copied into a model that is there."""
+"""The weights of a checkpoint, checked and copied into a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from longctx.attention.description import AttentionConfig
 from longctx.model.gpt import GPT, build
 from longctx.model.lora import add as add_lora
-from longctx.model.lora import merged_weights, stack
+from longctx.model.lora import merged_weights
 from longctx.model.packed import is_packed
-from longctx.runs import checkpoints, run_folder
+from longctx.runs import checkpoints
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
@@ -50,43 +50,6 @@ def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
 def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
     """Return the LoRA that a checkpoint was trained with."""
     return LoraConfig(**checkpoint["longctx"]["config"].get("lora", {}))
-
-
-def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> GPT:
-    """Return the model of `config` with a checkpoint's weights and LoRA, mapped from disk.
-
-    Raises ValueError if the weights belong to another model.
-    """
-    model = skeleton(config, "naive", lora_of(checkpoint))
-    check_weights(path, checkpoint, model)
-    rows = checkpoint["state_dict"].items()
-    model.load_state_dict({name.removeprefix("model."): x[:] for name, x in rows}, assign=True)
-    return model
-
-
-def adapted_model(
-    path: Path, checkpoint: dict[str, Any], config: GPTConfig
-) -> tuple[GPT, LoraConfig, dict[str, Any]]:
-    """Return the mapped model of a checkpoint, its LoRA, and the configuration of its run.
-
-    If the run continued one with LoRA, the model has the first run's weights, and the products of
-    all are one; the configuration is that of the first run.
-    """
-    lora, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
-    before = Path(str(settings.get("init")))
-    if lora.rank is not None and run_folder.is_run(before) and before.exists():
-        before = run_folder.checkpoint_of(before, "init")
-        checkpoints.verify(before)
-        first = checkpoints.read(before)
-        if lora_of(first).rank is not None:
-            check_weights(path, checkpoint, skeleton(config, "naive", lora))
-            model, earlier, settings = adapted_model(before, first, config)
-            weights = checkpoint["state_dict"].items()
-            stack(model, {name.removeprefix("model."): x for name, x in weights}, lora)
-            both = [*dict.fromkeys([*earlier.targets, *lora.targets])]
-            rank = (earlier.rank or 0) + lora.rank
-            return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
-    return mapped_model(path, checkpoint, config), lora, settings
 
 
 def copy_weights(
