@@ -87,10 +87,8 @@ def folder(text: str, key: str, weights: Iterable[str] = ()) -> Path:
 
 def is_snapshot(path: Any, text: Any) -> bool:
     """Return True if `path` is the folder, on some machine, of `text`, a name with its commit."""
-    match = NAME.fullmatch(str(text))
-    return match is not None and Path(str(path)).parts[-3:] == (
-        *(_cache(match[1]).name, "snapshots", match[2]),
-    )
+    commit = str(text).partition("@")[2]
+    return bool(COMMIT.fullmatch(commit)) and str(path).endswith(f"/snapshots/{commit}")
 
 
 def _cache(repo: str) -> Path:

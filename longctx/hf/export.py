@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longctx import files, hub_snapshot, plugins, untrusted
+from longctx.data import Tokenizer
 from longctx.hf import model_folder
 from longctx.hf.families import multimodal, read_model, write_config
 from longctx.hf.stored import warn_of_not_finite, write_json
@@ -102,17 +103,9 @@ def _generation(tokenizers: Path) -> dict[str, Any]:
     """Return the tokenizer's generation_config.json, else one with its BOS and EOS ids."""
     if (tokenizers / "generation_config.json").is_file():
         return untrusted.read_settings(tokenizers / "generation_config.json")
-    described = untrusted.read_settings(tokenizers / "tokenizer.json", untrusted.TOKENIZER_SIZE)
-    vocabulary = described.get("model", {}).get("vocab", {})
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    ids |= {token["content"]: token["id"] for token in described.get("added_tokens", [])}
-    settings = untrusted.read_settings(tokenizers / "tokenizer_config.json")
-    special: dict[str, Any] = {}
-    for kind, token in settings.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if kind in ("bos_token", "eos_token") and isinstance(text, str) and text in ids:
-            special[f"{kind}_id"] = ids[text]
-    return {"_from_model_config": True, **special}
+    tokenizer = Tokenizer.load(tokenizers)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {"_from_model_config": True, **{key: x for key, x in ids.items() if x is not None}}
 
 
 def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: bool) -> None:
@@ -212,11 +205,6 @@ def run_adapter(
         source = read_model(folder)[1]
         positions = ("rope_theta", "rope_scaling", "context")
         if any(getattr(model.config, key) != getattr(source, key) for key in positions):
-            if is_wrapped:
-                raise ValueError(
-                    f"adapter=true: the positions of init={init}, a multimodal model, are "
-                    "stretched; leave adapter out"
-                )
             opened_with = write_config(model.config, max(seq_len, model.config.context or 0))
     export_adapter(model, added, base, out, opened_with, revision, is_wrapped)
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")

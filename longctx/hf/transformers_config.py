@@ -73,24 +73,18 @@ class TransformersConfig(GPTConfig):
 
     def accepted(self, request: Any) -> Any:
         memory = request.memory
-        remedies = {
-            "precision=fp8": (request.precision == "fp8", "use precision=bf16"),
-            "compile=true": (request.compile.lower() == "true", "use compile=auto"),
-            "graphs=true": (request.graphs.lower() == "true", "use graphs=auto"),
-            f"optimizer={request.optimizer.name}": (
-                request.optimizer.traits.orthogonalizes,
-                "its matrices are not known; use optimizer=adamw",
-            ),
-            f"rope={request.rope.type}": (request.rope.type != "keep", "use rope=keep"),
-            "memory.recompute=mlp": (
-                memory.recompute == "mlp",
-                "use memory.recompute=none or block",
-            ),
+        used = {
+            "precision=fp8": request.precision == "fp8",
+            "compile=true": request.compile.lower() == "true",
+            "graphs=true": request.graphs.lower() == "true",
+            # Its matrices are not known
+            f"optimizer={request.optimizer.name}": request.optimizer.traits.orthogonalizes,
+            f"rope={request.rope.type}": request.rope.type != "keep",
+            "memory.recompute=mlp": memory.recompute == "mlp",
         }
         for name, unused in WHOLE_LAYERS.items():
-            is_used = getattr(memory, name) not in (None, unused)
-            remedies[f"memory.{name}"] = is_used, "leave it out"
-        refuse(*((is_wrong, f"{key}: {THEIRS}; {x}") for key, (is_wrong, x) in remedies.items()))
+            used[f"memory.{name}"] = getattr(memory, name) not in (None, unused)
+        refuse(*((x, f"{key}: {THEIRS} without it; leave it out") for key, x in used.items()))
         return replace(request, memory=replace(memory, **WHOLE_LAYERS))
 
     def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:

@@ -253,10 +253,13 @@ class TransformersDecoder(Decoder):
 
     def _after(self, texts: Sequence[Tensor]) -> Tensor:
         model: Any = self.model
+        model.documents.begin(None)
         logits: list[Tensor] = []
         for n, ids in enumerate(texts):
-            x, self.caches[n] = model.continued(ids[None], self.caches[n])
-            logits.append(model.logits(x[:, -1], model.lm_head_weight))
+            cache = {"past_key_values": self.caches[n], "use_cache": True}
+            out = model.computed(input_ids=ids[None], **cache)
+            self.caches[n] = out.past_key_values
+            logits.append(model.logits(out.last_hidden_state[:, -1], model.lm_head_weight))
         return torch.cat(logits)
 
 
@@ -297,7 +300,9 @@ class TransformersModel(GPT):
         self.documents = Documents(attention.backend, dict(attention.options))
         for module in self.backbone.modules():
             module.__dict__["documents"] = self.documents
-            if is_norm(module) or module is self.embed:
+            ndims = {weight.ndim for weight in module.parameters()}
+            is_norm = ndims == {1} and not list(module.children())
+            if is_norm or module is self.embed:
                 module.register_forward_hook(in_precision_of_autocast)
         if self.memory.recompute != "none":
             recompute(self.blocks, self.documents)
@@ -405,21 +410,6 @@ class TransformersModel(GPT):
             out = self.backbone(**inputs)
         out.last_hidden_state = out.last_hidden_state.to(dtype)
         return out
-
-    def continued(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return the normed x (1, n, C) of the next tokens (1, n), and the cache with them too.
-
-        `cache` holds the tokens before; None: there are none.
-        """
-        self.documents.begin(None)
-        out = self.computed(input_ids=tokens, past_key_values=cache, use_cache=True)
-        return out.last_hidden_state, out.past_key_values
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return True for a module whose only weights are vectors."""
-    weights = [weight.ndim for weight in module.parameters()]
-    return set(weights) == {1} and not list(module.children())
 
 
 def in_precision_of_autocast(module: nn.Module, inputs: Any, x: Any) -> Any:

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from longctx import untrusted
-from longctx.hf.families import dense, experts, multimodal  # noqa: F401
+from longctx.hf.families import multimodal
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import CODE, FAMILIES, TABLES, Family, register
+from longctx.hf.families.family import FAMILIES, TABLES, Family, register
 from longctx.spec.model_config import GPTConfig
 
 for _name, _table in TABLES.items():
-    register(CODE.get(_name, Family)(_name, **_table))
+    _code = resolve_name(f"{__name__}.{_table.pop('code', 'family:Family')}")
+    register(_code(_name, **_table))
 
 # What a model without a source is written as: the first that says all of it
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]

@@ -9,7 +9,6 @@ further on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import KEYS, ORIGINAL
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, TwoRopes, code_of
+from longctx.hf.families.family import Family, TwoRopes
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Interleaved, Piece
 
 
-@code_of("smollm3")
 class SmolLM3(Family):
     """Layers without rotation, which have no window either by default."""
 
@@ -39,17 +37,8 @@ class SmolLM3(Family):
         return [n for n in range(layers) if not flags[n]]
 
 
-@code_of("phi3")
 class Phi3(Family):
     """Plain RoPE or longrope."""
-
-    def read(self, source: ConfigJson) -> GPTConfig:
-        rope = source.get(source.rope_key)
-        # what the first folders called longrope
-        if isinstance(rope, dict) and rope.get("type", rope.get("rope_type")) in ("su", "yarn"):
-            rope = {key: rope[key] for key in rope if key != "type"} | {"rope_type": "longrope"}
-            source = source.with_keys(**{source.rope_key: rope})
-        return super().read(source)
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         kind = source.rope()[1].get("rope_type", "default")
@@ -57,7 +46,6 @@ class Phi3(Family):
         return {}
 
 
-@code_of("hunyuan_v1_dense")
 class HunYuanDenseV1(Family):
     """A "dynamic" rope with an alpha is a larger base for every length."""
 
@@ -73,7 +61,6 @@ class HunYuanDenseV1(Family):
 BETA = "llama_4_scaling_beta"
 
 
-@code_of("ministral3")
 class Ministral3(Family):
     """The growth stands among the rope_parameters, with the length that both share."""
 
@@ -107,7 +94,6 @@ QWEN2_SPLIT = (
 )
 
 
-@code_of("qwen3")
 class UpperWindows(Family):
     """Windows by layer_types, else in the layers from max_window_layers on."""
 
@@ -115,7 +101,6 @@ class UpperWindows(Family):
         return range(max(0, source.get("max_window_layers", 28)), layers)
 
 
-@code_of("qwen2")
 class Qwen2(UpperWindows):
     """A tokenizer of its own."""
 
@@ -131,7 +116,6 @@ class Qwen2(UpperWindows):
             )
 
 
-@code_of("granite")
 class Granite(Family):
     """Logits are divided by a number."""
 
@@ -139,36 +123,6 @@ class Granite(Family):
         return {"multipliers.logits": 1 / source.number("logits_scaling", 1.0)}
 
 
-@code_of("granite_swa")
-class GraniteSWA(Granite):
-    """A base of RoPE for each layer, 0: no positions."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        features = super().read_features(source, layers)
-        thetas = source.get("layer_rope_theta")
-        if thetas is None:
-            return features
-        if len(thetas) != layers:
-            raise source.error(f"layer_rope_theta must be a list of {layers} numbers")
-        windowed = self.read_windowed(source, layers)
-        bases = {theta for n, theta in enumerate(thetas) if theta and n in windowed}
-        full = {theta for n, theta in enumerate(thetas) if theta and n not in windowed} or bases
-        if len(full) > 1 or len(bases) > 1 or (len(full | bases) > 1 and source.rope()[1]):
-            raise source.error(
-                f"layer_rope_theta={json.dumps(thetas)[:80]} is not covered yet; only one base for "
-                "layers with a window, which is not scaled, and one for those without"
-            )
-        features["nope_layers"] = [n for n, theta in enumerate(thetas) if not theta]
-        features["rope_theta"] = float(max(full, default=source.rope()[0]))
-        if len(full | bases) > 1:
-            features["window_rope_theta"] = float(max(bases))
-        return features
-
-    def default_windowed(self, source: ConfigJson, layers: int) -> Sequence[int]:
-        return [n for n in range(layers) if n % 4]
-
-
-@code_of("exaone4")
 class Exaone4(Family):
     """If some layers have a window, the others have no positions."""
 
@@ -182,7 +136,6 @@ class Exaone4(Family):
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
-@code_of("gemma3_text")
 class Gemma3Text(TwoRopes):
     """The embedding is scaled, and attention by a number that may be another than the head's."""
 
@@ -197,7 +150,6 @@ class Gemma3Text(TwoRopes):
         }
 
 
-@code_of("glm4")
 class Glm4(Family):
     """Rotary pairs are folded."""
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.hf.families.config_json import ConfigJson
-from longctx.hf.families.family import Family, code_of
+from longctx.hf.families.family import Family
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Fold, Piece
 
 
-@code_of("mixtral")
 class BalancedExperts(Family):
     """The loss that balances experts is trained only with output_router_logits, as in transformers,
     whatever its coefficient.
@@ -35,7 +34,6 @@ class BalancedExperts(Family):
         return super().changed(config) | balanced
 
 
-@code_of("qwen3_moe")
 class Qwen3Moe(BalancedExperts):
     """Experts in some layers."""
 
@@ -74,7 +72,6 @@ def _turned(tensor: Any) -> Any:
     return tensor.mT if tensor.ndim == 3 else tensor
 
 
-@code_of("gpt_oss")
 class GptOss(BalancedExperts):
     """Experts in one tensor, in MXFP4 too, and windows in every second layer."""
 
@@ -105,7 +102,6 @@ class GptOss(BalancedExperts):
                 )
 
 
-@code_of("glm4_moe")
 class Glm4Moe(Family):
     """The layers behind the last one, which predict further tokens, are left out."""
 
@@ -120,7 +116,6 @@ class Glm4Moe(Family):
         return layer.isdecimal() and int(layer) >= config.layers
 
 
-@code_of("afmoe")
 class Afmoe(Family):
     """No positions in layers without a window."""
 

@@ -1,14 +1,14 @@
 """What a model family is: one `model_type` of transformers, and the GPTConfig that it stands for.
 
-A family is a table of families.toml, and a class in dense.py or experts.py if it needs code.
-Reading, loading and writing of folders ask the registry and name no family.
+A family is a table of families.toml. If it needs code, the table names a class in dense.py or
+experts.py. Reading, loading and writing of folders ask the registry and name no family.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -237,7 +237,6 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {}
-CODE: dict[str, type[Family]] = {}  # by model_type
 
 
 def register(family: Family) -> None:
@@ -246,17 +245,6 @@ def register(family: Family) -> None:
     FAMILIES[family.model_type] = family
 
 
-def code_of(*model_types: str) -> Callable[[type[Family]], type[Family]]:
-    """Let the decorated class read and write these families."""
-
-    def decorate(code: type[Family]) -> type[Family]:
-        CODE.update(dict.fromkeys(model_types, code))
-        return code
-
-    return decorate
-
-
-@code_of("olmo3")
 class TwoRopes(Family):
     """A family with rope_parameters for each kind of layer; those of windows are not scaled."""
 

@@ -99,21 +99,11 @@ FACTORS = BIASES | {
     **{"embedding_multiplier": [1.0, 12], "residual_multiplier": [1.0, 0.22]},
     **{"attention_multiplier": [0.2, 0.4], "logits_scaling": [3.0, 7]},
 }
-# Layers 0 and 4 have no window; 0 stands for no positions
-BASES = [[0, 300.0, 300.0, 300.0, 0], [300.0, 0, 0, 0, 300.0], [5e5, 300.0, 300.0, 300.0, 5e5]]
 
 
 class TestGranite(FamilyTests):
     config_class = transformers.GraniteConfig
     drawn = {**FACTORS, "head_dim": [8, 10]}
-
-
-class TestGraniteSWA(FamilyTests):
-    config_class = transformers.GraniteSWAConfig
-    drawn = FACTORS | {
-        **{"sliding_window": [3, 8, 20], "num_hidden_layers": [5], "layer_rope_theta": BASES}
-    }
-    stretched = {"sliding_window": 40, "layer_rope_theta": None}
 
 
 # Phi: fused projections and a share that rotates

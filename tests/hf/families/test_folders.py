@@ -25,7 +25,7 @@ from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from tests.hf.families import test_families as families
-from tests.hf.families.parity import OLD, check_computation, reference, write_tokenizer
+from tests.hf.families.parity import check_computation, reference, write_tokenizer
 from tests.hf.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN
 
 ROPE_OF_WINDOWS = "rope_parameters.sliding_attention="
@@ -48,11 +48,6 @@ def read(folder: Path, content: dict[str, Any]) -> GPTConfig:
             "layer_types[1]=sliding_attention is not",
         ),
         ("ministral3", {}, "llama_4_scaling_beta=0.0 must be a number above 0"),
-        (
-            "granite_swa",
-            {"layer_rope_theta": [100.0, 300.0, 300.0, 500.0]},
-            "layer_rope_theta=[100",
-        ),
         ("phi3", {"rope_parameters": LINEAR}, "rope_parameters.rope_type=linear is not"),
         *(
             ("olmo3", {"rope_parameters": {FULL: YARN, WINDOWED: YARN | other}}, ROPE_OF_WINDOWS)
@@ -103,18 +98,6 @@ def test_older_files_name_two_ropes_otherwise(tmp_path):
     assert (config.rope_theta, config.window_rope_theta) == (5000.0, 300.0)
     assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
     assert config.window_layers == [0, 2]
-
-
-def test_the_first_folders_say_su_for_longrope(tmp_path):
-    old = {
-        "type": "su",
-        **{key: families.HALF_LONGROPE[key] for key in ("short_factor", "long_factor")},
-    }
-    content = {"model_type": "phi3", "rope_scaling": old, OLD: 32}
-    content |= {"partial_rotary_factor": 0.5, "auto_map": {"AutoConfig": "a.B"}}
-    config = read(tmp_path, WITHOUT_ROPE | content)
-    scaling = config.rope_scaling
-    assert (scaling["rope_type"], scaling[OLD], config.rotary_share) == ("longrope", 32, 0.5)
 
 
 @pytest.mark.parametrize(
