@@ -31,7 +31,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.data.chat import Template, has_template
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation import passkey, results, ruler
-from longctx.evaluation.load import TrainedModel, build_model, documents_of, open_model
+from longctx.evaluation.load import TrainedModel, build_model, of_run, of_source, open_model
 from longctx.evaluation.passkey import TOKENS_TOGETHER
 from longctx.evaluation.perplexity import perplexity
 from longctx.evaluation.score import OnBatch, Progress, Scorer
@@ -46,7 +46,7 @@ from longctx.parallel.devices import (
 from longctx.parallel.launch import Launched
 from longctx.parallel.mesh import Layout, Parallel, parallel_of
 from longctx.planner.plans import plan
-from longctx.runs import evaluations
+from longctx.runs import checkpoints, evaluations
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import precision_of
@@ -77,7 +77,12 @@ class Setup(NamedTuple):
 
     def documents(self) -> Iterator[EncodedDocument]:
         """Return the documents to score or to make texts of."""
-        return documents_of(self.model, self.config, self.own_split)
+        config, model = self.config, self.model
+        if not self.own_split:
+            return of_source(config.data, model.tokenizer, config.documents)
+        assert model.run is not None
+        fingerprint = checkpoints.read(model.file)["longctx"]["data"]
+        return of_run(model.folder, model.run, config.split, fingerprint, config.documents)
 
 
 def evaluate(request: Request[EvalConfig], processes: Launched) -> int:
@@ -225,8 +230,9 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
     began = time.perf_counter()
     stem, content = measure_kind(setup, scorer)
     backend = config.attention.backend
+    decisive = [key for key in asdict(config) if keys(EvalConfig)[key].compared]
     about = {
-        "asked": decisive(config),
+        "asked": {key: asdict(config)[key] for key in decisive},
         "checkpoint": str(setup.model.file),
         "trained_seq_len": setup.model.seq_len,
         "attention": backend,
@@ -234,11 +240,6 @@ def measure(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:
         "seconds": round(time.perf_counter() - began, 3),
     }
     return stem, about | content
-
-
-def decisive(config: EvalConfig) -> dict[str, Any]:
-    """Return the keys that decide the results."""
-    return {key: value for key, value in asdict(config).items() if keys(EvalConfig)[key].compared}
 
 
 def measure_perplexity(setup: Setup, scorer: Scorer) -> tuple[str, dict[str, Any]]:

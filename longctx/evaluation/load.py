@@ -23,7 +23,6 @@ from torch import nn
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.config import fields
-from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import refuse
 from longctx.data import DataConfig, Tokenizer, load, read_documents
 from longctx.data.dataset import EncodedDocument
@@ -131,17 +130,6 @@ def round_matrices(model: GPT, dtype: torch.dtype) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and f"{name}.weight" not in model.exact:
             module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
-
-
-def documents_of(
-    model: TrainedModel, config: EvalConfig, own_split: bool
-) -> Iterator[EncodedDocument]:
-    """Return the documents of `config`: of the run's own split, or of data=; at most its limit."""
-    if not own_split:
-        return of_source(config.data, model.tokenizer, config.documents)
-    assert model.run is not None
-    fingerprint = checkpoints.read(model.file)["longctx"]["data"]
-    return of_run(model.folder, model.run, config.split, fingerprint, config.documents)
 
 
 def of_run(

@@ -9,7 +9,7 @@ mask.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from longctx.evaluation.score import Batch, OnBatch, Scorer
 
 # Batches that are packed together, and sequences at least: more waste less of each sequence.
 AHEAD = (4, 32)
+# (B, T) losses on the CPU, once a GPU has reached the event
+Launched = tuple[Tensor, torch.cuda.Event | None]
 
 
 class Window(NamedTuple):
@@ -138,7 +140,7 @@ def losses(
     through the model at a time, on each data rank. `on_batch` gets the tokens of each batch that
     is done, without padding.
     """
-    launched: deque[tuple[list[list[Window]], Callable[[], Tensor]]] = deque()
+    launched: deque[tuple[list[list[Window]], Launched]] = deque()
     ahead = int(scorer.device.type == "cuda")
     for batch in batches(windows, context, batch_size * scorer.data_ranks, scorer.packs):
         launched.append((batch, _launch(scorer, batch)))
@@ -150,9 +152,12 @@ def losses(
 
 
 def _read(
-    batch: list[list[Window]], wait: Callable[[], Tensor], on_batch: OnBatch
+    batch: list[list[Window]], launched: Launched, on_batch: OnBatch
 ) -> Iterator[tuple[Window, np.ndarray]]:
-    for sequence, values in zip(batch, wait().double().numpy(), strict=True):  # (T,)
+    losses, copied = launched
+    if copied is not None:
+        copied.synchronize()
+    for sequence, values in zip(batch, losses.double().numpy(), strict=True):  # (T,)
         start = 0
         for window in sequence:
             end = start + window.length
@@ -161,8 +166,8 @@ def _read(
     on_batch(sum(window.length for sequence in batch for window in sequence))
 
 
-def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
-    """Start a batch on the model's device; the function returned waits for its (B, T) losses."""
+def _launch(scorer: Scorer, batch: list[list[Window]]) -> Launched:
+    """Start a batch on the model's device."""
     # Lay the windows side by side in sequences.
     T = max(sum(window.length for window in sequence) for sequence in batch)
     rows = []
@@ -180,15 +185,9 @@ def _launch(scorer: Scorer, batch: list[list[Window]]) -> Callable[[], Tensor]:
     is_alone = all(len(sequence) == 1 for sequence in batch) and not scorer.follows_length
     arrays = np.array(rows, dtype=np.int64).swapaxes(0, 1)  # (3, B, T)
     x, y, documents = map(torch.from_numpy, arrays)
-    losses = scorer.ask(Batch(x, y, None if is_alone else documents))
-    if losses.device.type != "cuda":
-        return lambda: losses
+    losses = scorer.ask(Batch(x, y, None if is_alone else documents)).to("cpu", non_blocking=True)
     # Reading them waits for no batch that the GPU was given after this one
-    copy, copied = losses.to("cpu", non_blocking=True), torch.cuda.Event()
-    copied.record()
-
-    def wait() -> Tensor:
-        copied.synchronize()
-        return copy
-
-    return wait
+    copied = torch.cuda.Event() if scorer.device.type == "cuda" else None
+    if copied is not None:
+        copied.record()
+    return losses, copied

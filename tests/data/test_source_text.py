@@ -292,21 +292,7 @@ def test_a_path_without_documents_is_refused(tmp_path, monkeypatch, path, messag
         read(path)
 
 
-def test_an_unreadable_folder_is_named(tmp_path, monkeypatch):
-    (tmp_path / "closed").mkdir()
-    real = os.scandir
-
-    def scandir(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(OSError, match=r"Permission denied.*closed"):
-        texts(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.parquet.gz"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.parquet.gz"])
 def test_a_bomb_is_refused(tmp_path, name):
     file = tmp_path / name
     with gzip.open(file, "wb", compresslevel=1) as stream:

@@ -65,14 +65,6 @@ def test_a_text_can_be_written(text, message):
         list(shard.documents())
 
 
-def test_a_registered_source_is_mixed(counting, corpus):
-    mix = {"own": {"source": "counting", "length": 640}, "files": {"path": str(corpus)}}
-    data = load(replace(counting, source="mix", length=8192, mix=mix), 32)
-    names = {document.name.partition("/")[0] for document in data.documents("train")}
-    assert names == {"own", "files"}
-    assert data.summary()["mix"]["own"]["documents"] == 20
-
-
 def test_a_registered_source_checks_its_keys(counting):
     check_refused(replace(counting, length=513), r"data\.length=513: ")
     with pytest.raises(ValueError, match=r"data\.path=docs: data=counting "):

@@ -1,16 +1,13 @@
 """eval.py on several processes, each of which leaves a file named after its number in the folder
-MARKS when it begins to score: how many numbers of the weights it holds. If FULL is set, the disk is
-full when the result is written.
+MARKS when it begins to score: how many numbers of the weights it holds.
 """
 
-import errno
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from longctx import cli
-from longctx.evaluation import results
 from longctx.evaluation.score import Scorer
 from longctx.parallel import sharding
 
@@ -25,12 +22,6 @@ def marked(scorer: Scorer, *arguments: Any) -> Any:
     return forward(scorer, *arguments)
 
 
-def full(*arguments: Any) -> Path:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 if __name__ == "__main__":
     Scorer._forward = marked
-    if "FULL" in os.environ:
-        results.save = full
     sys.exit(cli.main(["eval", *sys.argv[1:]]))

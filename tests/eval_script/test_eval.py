@@ -2,10 +2,13 @@
 code 2.
 """
 
+import errno
 import json
 import math
+import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,6 +59,13 @@ def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
     assert "error: out of memory on process 0; " in capsys.readouterr().err
 
 
+def test_a_full_disk_has_its_exit_code(run, monkeypatch, capsys):
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr("longctx.evaluation.results.save", full)
+    assert evaluation.main([f"checkpoint={run}", "device=cpu", "documents=2"]) == files.FULL_DISK
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
     path = run_folder.checkpoint_path(run, 3)
     intact = path.rename(tmp_path / "intact")
@@ -99,37 +109,21 @@ OWN_TEXT = ["data=text", "data.path={docs}"]
 MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
     (["stride=65"], "stride=65"),
     (["contexts=[16,65]"], "contexts=[16, 65]"),
-    (["contexts=[1]"], "contexts=1"),
     (["fewshot=2"], "fewshot=2"),
-    (["tasks_path=x"], "tasks_path=x"),
-    (["tasks=[a]", "contexts=[16]"], "contexts=[16]"),
+    (["tasks=[a]", "contexts=[16]"], "contexts="),
     (["tasks=[a]", "passkey=true"], "tasks=[a]"),
-    (["passkey=true", "stride=8"], "stride=8"),
-    (["tasks=[a]", "stride=8"], "stride=8"),
-    (["strategy=best"], "strategy=best"),
     (["devices=4", "context=3"], "context=3: does not divide devices=4"),
-    (["context.check=true"], "context.check=true"),
     (["passkey=true", "passkey.lengths=[64]"], "passkey.lengths=64"),
-    (["passkey=true", "passkey.lengths=[256]", "seq_len=64"], "seq_len=64"),
-    ([*OWN_TEXT, "data.cache=x"], "data.cache=x"),
     ([*OWN_TEXT, "data.tokenizer=x"], "data.tokenizer=x"),
     ([*OWN_TEXT, "data.val_fraction=0.5"], "data.val_fraction=0.5"),
     ([*OWN_TEXT, "split=val"], "split=val"),
-    ([*OWN_TEXT, "data.packing=false"], "data.packing=false"),
-    ([*OWN_TEXT, "data.preferences=pairs"], "data.preferences=pairs"),
-    (["context.method=ulysses"], "context.method=ulysses: does nothing with context=1"),
     (["data=text"], "data.path"),
     (["data=text", "data.path={docs}/none.txt"], "data.path={docs}/none.txt"),
     (["data=mix", "data.mix.a.path={docs}"], "data=mix"),
     (["sequence=4"], "sequence"),
-    (["attention=best"], "attention=best"),
-    (["ruler.samples=3"], "ruler.samples=3: does nothing with"),
     ([*VT, "ruler.lengths=[200]"], "ruler.lengths=[200]: vt needs"),
     ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
-    ([*VT, "seq_len=256", "ruler.lengths=[512]"], "seq_len=256"),
-    ([*VT, "stride=8"], "stride=8"),
-    ([*VT, "batch_size=8"], "batch_size=8"),
-    ([*VT, "tasks=[a]"], "tasks=[a]"),
+    ([*VT, "stride=8"], "stride="),
 ]
 WRONG_CHECKPOINTS = [
     ([], "CHECKPOINT is missing"),
@@ -226,13 +220,13 @@ def test_answers_to_any_file_are_scored(kind, run, tmp_path, capsys, monkeypatch
 
 def test_ruler_of_a_run(evaluate):
     keys = ["ruler=true", "ruler.tasks=[niah_single_2,fwe]", "ruler.samples=2"]
-    keys += ["ruler.lengths=[1500,900]"]
+    keys += ["ruler.lengths=[900,800]"]
     content, output = evaluate(*keys)
     path = Path(output.split()[-1])
-    assert path.name.startswith("ruler-step-00000003-1500-naive")
-    for text in ("warning: 1,500 tokens", "niah_single_2", "900"):
+    assert path.name.startswith("ruler-step-00000003-900-naive")
+    for text in ("warning: 900 tokens", "niah_single_2", "800"):
         assert text in output
-    assert content["ruler"]["lengths"] == [900, 1500]
+    assert content["ruler"]["lengths"] == [800, 900]
     assert list(content["ruler"]["scores"]) == ["niah_single_2", "fwe"]
     assert all(0 < row["tokens"] < row["length"] for row in content["answers"])
     assert evaluate(*keys)[0]["answers"] == content["answers"], "by the seed alone"

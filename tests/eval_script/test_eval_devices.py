@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from longctx.files import FULL_DISK
 from longctx.runs import checkpoints, run_folder
 from longctx.spec.model_config import GPTConfig
 from tests.eval_script.sample import write_tasks
@@ -27,7 +26,6 @@ PASSKEYS = [
     "passkey.lengths=[600,501]",
     "passkey.depths=[0,1]",
 ]
-RULER = ["ruler=true", "ruler.tasks=[niah_single_2,fwe]", "ruler.samples=3", "ruler.lengths=[900]"]
 TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=61", "batch_size=2"]
 
 
@@ -37,7 +35,6 @@ TASKS = ["tasks=[my_choice,my_text,my_answer]", "tasks_path={tasks}", "seq_len=6
     [
         (DOCUMENTS, ["context=2", "strategy=fsdp"], TORCHRUN),
         (PASSKEYS, ["devices=2", "context=2"], ()),
-        (RULER, ["devices=2"], ()),
         (TASKS, ["devices=2", "strategy=fsdp"], ()),
     ],
 )
@@ -82,14 +79,6 @@ def flat(content: Any) -> Iterator[Any]:
             yield from flat(value)
     else:
         yield content
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line_and_ends_all(run, tmp_path):
-    words = [f"checkpoint={run}", "device=cpu", "devices=2", "documents=2"]
-    process = finished(MARKED, words, tmp_path, MARKS=tmp_path, FULL=1)
-    assert process.returncode == FULL_DISK
-    assert process.stderr.startswith("error: ") and process.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

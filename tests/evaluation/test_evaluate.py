@@ -1,11 +1,11 @@
-"""What is decided before an evaluation: how devices share a model, and which keys decide."""
+"""What is decided before an evaluation: how devices share a model."""
 
 import pytest
 import torch
 
 from longctx.config.eval_config import EvalConfig
 from longctx.config.layout_config import StrategyConfig
-from longctx.evaluation.evaluate import choose_strategy, decisive
+from longctx.evaluation.evaluate import choose_strategy
 from longctx.spec.hardware import Chip, Machine
 from longctx.spec.model_config import GPTConfig
 
@@ -28,8 +28,3 @@ def test_devices_hold_slices_if_copies_do_not_fit(gib, devices, keys, strategy):
     config = EvalConfig("runs/a", devices=devices, **keys)
     machine = Machine(devices, Chip("H100", gib * GIB, None, None, 0.0), 2.0**40)
     assert choose_strategy(config, LARGE, machine, torch.bfloat16) == strategy
-
-
-def test_device_and_batch_size_decide_nothing():
-    assert decisive(EvalConfig(device="cpu", batch_size=3)) == decisive(EvalConfig())
-    assert decisive(EvalConfig(documents=1)) != decisive(EvalConfig())

@@ -3,7 +3,6 @@ without a network.
 """
 
 import json
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,6 @@ from longctx.evaluation.load import open_model
 from longctx.evaluation.score import Scorer
 from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
-from longctx.runs.evaluations import task_scores
 from tests.data.chat_templates import CHATML, write_tokenizer
 from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import TEXT, write_tasks
@@ -57,15 +55,6 @@ def ln_p(model: GPT, before: list[int], after: list[int]) -> float:
         logits = model(torch.tensor([before + after[:-1]]))[0, len(before) - 1 :]
     logp = logits.double().log_softmax(-1)
     return float(logp.gather(1, torch.tensor(after)[:, None]).sum())
-
-
-def test_greedy_continuations_are_known(model, tokenizer):
-    before, after = [7, 8, 9], list[int]()
-    for _ in range(3):
-        after.append(int(model(torch.tensor([before + after]))[0, -1].argmax()))
-    requests = [(("", ""), before, after), (("", ""), before, [*after[:2], after[2] ^ 1])]
-    answers = harness(model, tokenizer)._loglikelihood_tokens(requests)
-    assert [is_greedy for _, is_greedy in answers] == [True, False]
 
 
 def test_answers_beyond_the_context_or_sampled_are_refused(model, tokenizer):
@@ -185,24 +174,3 @@ def test_padding_does_not_stretch_a_model(tokenizer):
     together = harness(model, tokenizer)._loglikelihood_tokens(requests)
     for (_, before, after), (total, _) in zip(requests, together, strict=True):
         assert total == pytest.approx(ln_p(model, before, after), rel=1e-4)
-
-
-def test_local_tasks_run_without_a_network(model, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, lm = write_tasks(tmp_path / "tasks"), harness(model, tokenizer)
-    output = evaluate_tasks(lm, ["my_choice", "my_text", "my_answer"], tmp_path, folder)
-    json.dumps(output, allow_nan=False)
-    scores = task_scores(output["results"])
-    rows = {(score["task"], score["metric"]): score["value"] for score in scores}
-    prompt = tokenizer.encode("a rose is a")
-    options = [ln_p(model, prompt, tokenizer.encode(x)) for x in (" rose", " violet")]
-    best = int(options[1] > options[0])
-    assert rows["my_choice", "acc"] == pytest.approx(sum(n % 2 == best for n in (1, 2, 3)) / 3)
-    texts = [TEXT * n for n in (1, 2, 3)]
-    nats = -sum(lm.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts]))
-    n_bytes = sum(len(text.encode()) for text in texts)
-    assert rows["my_text", "bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-6)
-    assert ("my_answer", "exact_match") in rows
-    (folder / "data.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"tasks=\[my_text\]: "):
-        evaluate_tasks(lm, ["my_text"], tmp_path, folder)

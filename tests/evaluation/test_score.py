@@ -1,17 +1,15 @@
-"""Forward passes of an evaluation: greedy answers of several prompts, and their speed."""
+"""Forward passes of an evaluation: greedy answers of several prompts."""
 
 import copy
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from longctx.data.dataset import EncodedDocument
-from longctx.evaluation import score
 from longctx.evaluation.load import round_matrices
 from longctx.evaluation.perplexity import perplexity
-from longctx.evaluation.score import Progress, Scorer
+from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 9]]
@@ -54,17 +52,6 @@ def test_a_batch_stops_when_each_answer_has_ended(model):
     answers = Scorer(model).answers([[1, 2], [7]], 9, [63], 11, has_ended)
     assert list(map(len, answers)) == [2, 3]
     assert max(count for _, count in seen) == 3
-
-
-def test_speed_is_that_after_the_first_batch(monkeypatch):
-    """By a clock that says 0, 90, 180, … seconds."""
-    clock = iter(range(0, 900, 90))
-    monkeypatch.setattr(score, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    with Progress("tokens", 100) as progress:
-        progress.count(50)
-        assert progress.units_per_second is None
-        progress.count(20)
-    assert progress.units_per_second == 20 / 90
 
 
 # On a GPU: losses arrive while the next batch is computed, a long text costs no tokens × vocabulary
