@@ -69,11 +69,6 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def contents(folder: Path) -> dict[str, Any]:
-    """Return size and hash of each file of weights in `folder`."""
-    return {file.name: described(file) for file in sorted(folder.glob("*.safetensors"))}
-
-
 def described(file: Path) -> dict[str, Any]:
     """Return the size of a file and the SHA-256 of the SHA-256 of its pieces."""
     with untrusted.open_file(file) as opened:

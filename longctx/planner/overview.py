@@ -21,7 +21,7 @@ from longctx.planner.peak_memory import TERMS, predict
 from longctx.spec.hardware import GIB, Chip
 from longctx.spec.step import Measured, Workload
 from longctx.tables import count_of, grid
-from longctx.training.schedule import drawn, schedule_of
+from longctx.training.schedule import schedule_of
 
 SIZES = ("GPU GiB", "host GiB", "fits")
 SPEED = ("s/step", "tokens/s", "MFU")
@@ -62,7 +62,6 @@ def run(
     schedule = schedule_of(request, answered)
     print(answer(answered, chip, host, schedule.max_steps, price), end="\n\n")
     print_machine(answered, chip, host, of_host)
-    print(f"{drawn(schedule)}\n")
     if first.devices > 1:
         shown = requests.get(AttentionConfig().backend, request)
         print_layouts(shown, chip, host, per_machine, measured)

@@ -28,10 +28,6 @@ from longctx.untrusted import opened
 
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
-DROPOUTS = (
-    *("attention_dropout", "hidden_dropout", "residual_dropout"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
-)
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -78,8 +74,6 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     else:
         model = read_hugging_face(init, folder, vocab_size, config.transformers)
         tokenizer = folder
-        if dropout := dropout_of(folder):
-            source += f", without its {dropout}"
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
         experts = replace(model.experts, balance=config.model.experts.balance)
@@ -90,12 +84,6 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
         check_same_ids(given, tokenizer)
     data = replace(config.data, tokenizer=given or str(tokenizer))
     return Pretrained(replace(config, init=init, data=data), model, name, source)
-
-
-def dropout_of(folder: Path) -> str:
-    """Return the dropout of `folder`/config.json, which is left out; "" for none."""
-    settings = untrusted.read_settings(folder / "config.json")
-    return ", ".join(f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name))
 
 
 def read_hugging_face(

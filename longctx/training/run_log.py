@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,20 +18,13 @@ from longctx import attention, files, plugins, system, tables
 from longctx.config.data_config import SOURCES
 from longctx.parallel.mesh import Parallel
 from longctx.runs import metrics, metrics_file
-from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, figures, finite, is_step
+from longctx.runs.metrics import SAMPLE, Metric, Record, Shown, figures, is_step
 from longctx.runs.run_folder import checkpoints
 from longctx.runs.tracking import Tracker
 from longctx.spec.step import Workload
 from longctx.tables import count_of
 from longctx.training.memory import predicted_gib
 from longctx.training.run import Run
-
-WIDTH, HEIGHT = 60, 8  # characters of the loss curve, each of 2 x 4 dots
-FEWEST_POINTS = 4  # that show a curve
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character
-BLANK = 0x2800
-
-FEW_TOKENS = 10_000  # to validate on; the standard error of their mean loss is some 0.03 nats
 
 
 class Display:
@@ -154,13 +146,12 @@ class RunLog(Display):
             self._report_copies(self.tracker)
 
     def summary(self, code: int, stopped_by: str | None) -> None:
-        """Print the loss curve, the results and the next commands."""
+        """Print the results and the next commands."""
         if self.tracker is None:
             return
         if stopped_by is not None:
             self.say(f"stopped by {stopped_by} after step {self.steps_done:,}, saved")
-        for line in ["", *loss_curve(metrics_file.read(self.run.folder)), ""]:
-            self.say(line)
+        self.say("")
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         config = self.run.config
@@ -255,38 +246,6 @@ def summary(metric: Metric, rows: list[Record], numbers: Record) -> str:
     return text
 
 
-def loss_curve(rows: Sequence[Record]) -> list[str]:
-    """Return lines that show the loss over the steps of `rows`; none if there is no curve yet."""
-    points = [
-        (row["step"], row["loss"]) for row in rows if is_step(row) and finite([row.get("loss")])
-    ]
-    if len(points) < FEWEST_POINTS:
-        return []
-    steps, losses = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    low, high = losses.min(), losses.max()
-    # The height of the curve in each column of dots, interpolated between the steps
-    columns = np.arange(2 * WIDTH)
-    along = np.interp(columns, np.linspace(0, 2 * WIDTH - 1, 2), [steps[0], steps[-1]])
-    heights = (high - np.interp(along, steps, losses)) / max(high - low, 1e-9)
-    dots = np.rint(heights * (4 * HEIGHT - 1)).astype(int)
-    canvas = np.full((HEIGHT, WIDTH), BLANK)
-    for column, dot in zip(columns.tolist(), dots.tolist(), strict=True):
-        canvas[dot // 4, column // 2] |= DOTS[column % 2][dot % 4]
-    # The largest loss at the top, the smallest at the bottom, the steps below
-    labels = [f"{high:.2f}", *[""] * (HEIGHT - 2), f"{low:.2f}"]
-    margin = max(map(len, labels))
-    first, last = f"{int(steps[0]):,}", f"step {int(steps[-1]):,}"
-    return [
-        f"{'loss':>{margin}}",
-        *(
-            f"{label:>{margin}} │{''.join(map(chr, line))}"
-            for label, line in zip(labels, canvas.tolist(), strict=True)
-        ),
-        f"{'':>{margin}} └{'─' * WIDTH}",
-        f"{'':>{margin}}  {first}{last:>{WIDTH - len(first)}}",
-    ]
-
-
 def run_metadata(run: Run) -> dict[str, Any]:
     """Return the settings of a run and what follows from them, for trackers."""
     workload, model, data = run.workload, run.workload.model, run.data
@@ -360,7 +319,6 @@ def opening(run: Run) -> list[str]:
             f"{run.max_steps * workload.tokens_per_step:,} tokens",
             stages and f"first {listed(*stages)} tokens per sequence",
         ),
-        "lr": run.rate_note,
         "graphs": f"off: {reason}" if reason else "",
         "layout": run.layout_note,
         "kernels": run.lock_note,
@@ -418,8 +376,8 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: files not read, endless answers, much padding, few tokens to validate on,
-    patience without effect, or positions beyond those of init's weights.
+    """Return warnings: files not read, endless answers, much padding, or positions beyond
+    those of init's weights.
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
@@ -436,18 +394,6 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
         lines.append(
             f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "
             "there is little text, or data.packing=false; give a smaller seq_len"
-        )
-    if counts["val_documents"] and counts["val_tokens"] < FEW_TOKENS:
-        lines.append(
-            f"warning: {counts['val_tokens']:,} tokens are few to validate on; see the standard "
-            "error of val_loss, give more text, or a larger data.val_fraction"
-        )
-    # The first validation only sets the loss, and the last step ends the run anyway
-    validations, patience = (run.max_steps - 1) // run.val_every, run.config.patience
-    if patience is not None and patience >= validations and not run.steps_done:
-        lines.append(
-            f"warning: patience={patience} cannot end this run: between first and last step it "
-            f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
         )
     model, seq_len = run.workload.model, run.workload.seq_len
     trained = model.context or seq_len

@@ -1,25 +1,21 @@
 """The schedule of a run: its number of steps, its peak rate, and the rate of each step.
 
-Training takes its rates from here, and `longctx plan` draws them, so both agree. The shapes are in
-longctx/training/learning_rate.py, which the door lr_schedule= imports.
+The shapes are in longctx/training/learning_rate.py, which the door lr_schedule= imports.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES
-from longctx.config.train_config import TrainConfig, check_warmup, default_warmup
+from longctx.config.train_config import TrainConfig, default_warmup
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import Workload
 
 MAX_STEPS = {"cuda": 300, "cpu": 40}  # if max_steps is not given
 FLOPS_ON_CPU = 8e12  # two slow cores compute so many in 4 to 5 minutes
-COLUMNS = 40  # of a drawing
-BARS = "▁▂▃▄▅▆▇█"
 
 
 class Schedule(NamedTuple):
@@ -37,13 +33,6 @@ class Schedule(NamedTuple):
             return self.lr * (step + 1) / self.warmup_steps
         # The shapes end at the last step; a stock Trainer may ask for one more
         return self.lr * SCHEDULES[self.name].share(min(step, self.max_steps - 1), self)
-
-    def stable_steps(self) -> int:
-        """Return the steps before the rate falls below its peak; all of them if it never falls."""
-        after = range(self.warmup_steps, self.max_steps)
-        # A bisection, since a run may have 10^9 steps
-        falling = bisect.bisect_left(after, True, key=lambda step: self.rate(step) < self.lr)
-        return self.warmup_steps + falling
 
     def check(self) -> None:
         """Raise ValueError for a decay that never begins, or begins before the peak."""
@@ -85,21 +74,3 @@ def default_learning_rate(config: TrainConfig, model: GPTConfig) -> float:
     if config.lora.rank is not None:
         return share * 2e-4
     return share * (2e-5 if config.init is not None else 0.5 / model.channels)
-
-
-def drawn(schedule: Schedule) -> str:
-    """Return a line of bars, a column for a share of the steps, and a line of the figures."""
-    check_warmup(schedule.warmup_steps, schedule.max_steps)
-    schedule.check()
-    last, steps = schedule.max_steps - 1, schedule.stable_steps()
-    columns = [round(last * column / (COLUMNS - 1)) for column in range(COLUMNS)]
-    # Of the peak, which may be 0
-    shape = schedule._replace(lr=1.0)
-    heights = [shape.rate(step) * len(BARS) for step in columns]
-    bars = "".join(BARS[max(0, math.ceil(height - 1e-9) - 1)] for height in heights)
-    falls = f", falls after step {steps:,}" if steps < schedule.max_steps else ""
-    return (
-        f"lr_schedule={schedule.name}  {bars}  {schedule.max_steps:,} steps\n"
-        f"learning rate {schedule.lr:.3g} at step {max(1, schedule.warmup_steps):,}{falls}, "
-        f"{schedule.rate(last):.3g} at the end"
-    )

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.table import Table
 
 from longctx import tables
@@ -14,8 +13,6 @@ from longctx.training.run_log import (
     Display,
     brief,
     closing_table,
-    loss_curve,
-    validated_documents,
     warnings,
 )
 from longctx.training.sweep import Job, sweep_table
@@ -84,24 +81,6 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     assert "150.0" in text
 
 
-@pytest.mark.parametrize(
-    ("documents", "tokens", "few"), [(0, 0, False), (12, 20_000, False), (1, 405, True)]
-)
-def test_a_small_validation_set_is_a_warning(documents, tokens, few):
-    counts = COUNTS | {"val_documents": documents, "val_tokens": tokens}
-    counts |= {"tokens": 1_000_000}
-    assert (f"{tokens:,} tokens of {documents} " in validated_documents(counts)) == (tokens > 0)
-    lines = warnings(sample_run(TrainConfig()), counts)
-    assert ["few to validate on" in line for line in lines] == [True] * few
-
-
-def test_patience_that_cannot_act_is_a_warning():
-    for patience, warns in ((None, False), (3, False), (4, True)):
-        config = TrainConfig(max_steps=50, val_every=10, patience=patience)
-        lines = warnings(sample_run(config), COUNTS)
-        assert [f"patience={patience}" in line for line in lines] == [True] * warns
-
-
 def test_the_documents_are_warned_about(tmp_path):
     for name in ("a.txt", "b.pdf", "c.pdf.gz", "d", "e.1", "e.2", "e.3", "e.4"):
         (tmp_path / name).write_text("x")
@@ -139,13 +118,3 @@ def test_a_narrow_terminal_cuts_nothing_of_the_bar(monkeypatch, capsys):
         display.show(row_of(1234, 9.7376, 1710.0, 2395.0, 9.0))
     printed = capsys.readouterr().out
     assert "1,234/20,000" in printed and "617.00 GiB" in printed and "-:--:--" in printed
-
-
-def test_a_curve_goes_from_the_first_loss_to_the_last():
-    rows = [{"step": n, "loss": 8 - n / 10, "ms_per_step": 1.0} for n in range(3, 40, 2)]
-    lines = loss_curve([*rows, {"step": 39, "val_loss": 99.0}])
-    assert lines[1].startswith("7.70 │") and lines[-3].startswith("4.10 │")
-    assert lines[-1].split() == ["3", "step", "39"]
-    drawn = [[letter != "\u2800" for letter in line.partition("│")[2]] for line in lines[1:-2]]
-    assert drawn[0][0] and drawn[-1][-1]
-    assert all(any(column) for column in zip(*drawn, strict=True)), "no gap"

@@ -14,7 +14,6 @@ from safetensors import numpy
 import train
 from longctx import cli
 from longctx.config.doors import ObjectiveConfig
-from longctx.data.cache import described
 from longctx.evaluation.load import of_run, open_model
 from longctx.training import resolve
 from longctx.training.objectives import answers, preferences
@@ -126,26 +125,6 @@ def test_another_reference_is_not_resumed(rows, tuned, capsys):
         change()
         assert train.main([f"resume={run}", "max_steps=2"]) == 2, name
         assert str(file) in capsys.readouterr().err, name
-
-
-def test_another_rope_has_another_reference(rows, tuned):
-    for factor in (2, 8):
-        keys = keys_of("dpo", rows) | {"rope": "linear", "rope__factor": factor, "max_steps": 1}
-        (first, *_) = validations(tuned(f"factor-{factor}", **keys))
-        assert abs(first["val_rewards/margins"]) < 1e-5
-
-
-def test_a_changed_cache_of_the_reference_is_refused(rows, tuned, start, tmp_path, capsys):
-    keys = keys_of("dpo", rows) | {"data__cache": tmp_path / "own", "max_steps": 1}
-    tuned("first", **keys)
-    (file,) = (tmp_path / "own/references").glob(f"*/{FILE}")
-    # An answer has about 20 tokens
-    numpy.save_file({"": numpy.load_file(file)[""] - 2}, file)
-    complete = file.with_name("complete.json")
-    content = json.loads(complete.read_text())
-    complete.write_text(json.dumps(content | {file.name: described(file)}))
-    assert train.main(start(**keys, name="second")) == 2
-    assert "not the log-probabilities of this model" in capsys.readouterr().err
 
 
 def test_undesirable_answers_are_not_scored(rows, tuned):
