@@ -2,8 +2,8 @@
 
 One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
 and its page, and the metric definitions at wandb all read this table, so a new metric is one more
-line here, next to the code that computes it. The key `busy_ms/*` covers all
-keys that begin with `busy_ms/`.
+line here, next to the code that computes it. The key `facts_found/*` covers
+all keys that begin with `facts_found/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ Record = dict[str, Any]  # of metrics.jsonl
 BY_POSITION = "val_loss_by_position"  # key/N: loss of targets with N to 2N - 1 tokens before them
 FACTS_FOUND = "facts_found"  # key/kind/N: share of pass keys found in texts of N tokens
 SAMPLE = "sample"  # a sample of the model, in a record of its own
-BUSY_OF_RANK = "busy_ms"  # key/N: milliseconds per step in which rank N waits for no other
 
 
 class Shown(Flag):
@@ -149,9 +148,6 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "communication_ms", "communication", ",.0f", "ms/step communicating", ALL, "min", "median"
     ),
-    Metric("imbalance", "imbalance", ".2f", "", ALL, "min", "median"),
-    Metric("slowest_rank", "slowest rank", ".0f", "", LIVE, None, "median"),
-    Metric(f"{BUSY_OF_RANK}/*", "busy", ",.0f", "ms", hidden=True),
     # Parts of a step
     Metric("forward_ms", "forward", unit="ms", of_run="median"),
     Metric("backward_ms", "backward", unit="ms", of_run="median"),

@@ -136,10 +136,7 @@ class EarlyStopping(Callback):
         return self.patience is not None and self.since >= self.patience
 
     def ended(self) -> None:
-        if not self.ends():
-            return
-        self.log.out_of_patience = True
-        if self.log.steps_done < self.run.max_steps:
+        if self.ends() and self.log.steps_done < self.run.max_steps:
             self.log.say(
                 f"ended after step {self.log.steps_done:,}: {self.since:,} validations without a "
                 f"lower loss than {self.loss:.4f} after step {self.step:,} "

@@ -1,9 +1,8 @@
 """The kernel lock of a run: the kernels that compute its attention, identified before step 1.
 
-A lock is a dictionary of plain values: backend and kernel, versions of everything that compiles,
-sha256 of the sources, and of the results for fixed inputs. kernel.lock.json, every
-checkpoint and wandb's configuration hold it. A resumed run compares its lock with the checkpoint's,
-since those kernels made its weights.
+A lock has backend and kernel, versions of everything that compiles, sha256 of the sources, and of
+the results for fixed inputs. A resumed run compares its lock with the checkpoint's, since those
+kernels made its weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from longctx.spec.step import Workload
 
 Lock = dict[str, Any]
 FILE = "kernel.lock.json"
-FORMAT = 2
 TOKENS = 1000  # of the inputs
 BORDERS = (97, 98, 298, 333)  # of documents in them
 
@@ -35,10 +33,8 @@ def of_workload(workload: Workload) -> Lock:
 
     Its kernels run once, forward and backward, on a small input. A run needs these kernels anyway.
     """
-    device = torch.device(workload.device)
-    if workload.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    chosen = workload.attention
+    index = torch.cuda.current_device() if workload.device == "cuda" else None
+    device, chosen = torch.device(workload.device, index), workload.attention
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
     if source := backend.source():
@@ -47,10 +43,9 @@ def of_workload(workload: Workload) -> Lock:
         # The first use of a kernel tests it, and may raise SelfTestFailed
         results |= fingerprint(workload, device)
         kernel = kernels_run()[chosen.backend]
-    lock: Lock = {"format": FORMAT, "backend": chosen.backend, "kernel": kernel}
+    lock: Lock = {"backend": chosen.backend, "kernel": kernel}
     lock |= {"machine": machine(device) | backend.versions(), "fingerprint": results}
-    if ours := sources(kernel):
-        lock["sources"] = ours
+    lock |= {"sources": sources(kernel)}
     return run_folder.plain(lock)  # torch.__version__, for one, is no plain string
 
 
@@ -98,11 +93,11 @@ def held(
         return None, None
     if not isinstance(old, dict):
         return new, "recorded now: the run had no kernel lock before"
-    before, now = ({k: str(v) for k, v in run_folder.flat(lock).items()} for lock in (old, new))
-    pairs = {field: (before.get(field, "none"), now.get(field, "none")) for field in before | now}
-    listed = "; ".join(f"{k}: {a[:12]} -> {b[:12]}" for k, (a, b) in pairs.items() if a != b)
-    if not listed:
+    before, now = (run_folder.flat(lock) for lock in (old, new))
+    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    if not changed:
         return new, None
+    listed = "; ".join(f"{key}: {before.get(key)!s:.12} -> {now.get(key)!s:.12}" for key in changed)
     if config.kernel.lock != "record":
         raise ValueError(
             f"resume={config.resume}: the attention kernels are not those of the run, so it would "

@@ -10,7 +10,7 @@ import torch
 
 from longctx.model.offload import HostBuffers
 from longctx.planner import plans
-from longctx.planner.peak_memory import PARAMETERS, predict
+from longctx.planner.peak_memory import PARAMETERS
 from longctx.runs.metrics import duration
 from longctx.spec.hardware import GIB, Machine
 from longctx.spec.step import Workload
@@ -41,7 +41,8 @@ def predicted_gib(run: Run, has_model: bool = True) -> float:
     """Return the predicted peak of a GPU; on a CPU of this process, which copies its checkpoints,
     and has the model already or not.
     """
-    expected = predict(run.workload)
+    expected = run.memory
+    assert expected is not None, "only `resolve` predicts"
     if run.workload.device == "cuda":
         return expected.peak / GIB
     # The last checkpoint is written without a copy

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from longctx import files, hub_snapshot, untrusted
 from longctx.config.train_config import TrainConfig
-from longctx.data import chat
-from longctx.data.sources import mix
+from longctx.data import Data, chat
 from longctx.data.tokenizer import check_same_ids
 from longctx.model import GPT
 from longctx.model.saved_weights import copy_weights
@@ -128,7 +127,7 @@ def copy_into(model: GPT, name: str) -> None:
         copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)
 
 
-def keep_for_export(config: TrainConfig, folder: Path) -> None:
+def keep_for_export(config: TrainConfig, data: Data, folder: Path) -> None:
     """Copy the chat template, its tokens, and the generation settings of init= into the folder of a
     run that began with weights or reads conversations.
     """
@@ -138,8 +137,7 @@ def keep_for_export(config: TrainConfig, folder: Path) -> None:
     # A checkpoint is in the folder `checkpoints` of its run
     own = init.parent.parent if init is not None and init.suffix == ".ckpt" else init
     is_of_init = own is not None and not config.data.replace_tokenizer
-    sources = [config.data, *(member.config for member in mix.members(config.data).values())]
-    if not is_of_init and not any(data.chat for data in sources):
+    if not is_of_init and not any(part.config.chat for part in data.parts.values()):
         return
     settings = untrusted.read_settings(source / "tokenizer_config.json")
     template = chat.template_in(settings)

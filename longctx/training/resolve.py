@@ -19,9 +19,10 @@ from longctx.attention.context_parallel import padded
 from longctx.attention.description import AUTO, AttentionConfig
 from longctx.config import presets
 from longctx.config.asked import divisions, with_vocabulary, workload_of
+from longctx.config.data_config import DataConfig
 from longctx.config.presets import Request
 from longctx.config.train_config import TrainConfig, check_warmup
-from longctx.data import Data, load, open_tokenizer
+from longctx.data import load, open_tokenizer
 from longctx.data.sources.registry import pinned
 from longctx.model import packed
 from longctx.model.context_extension import extended
@@ -48,6 +49,7 @@ class Choice:
     config: TrainConfig
     device: str
     model: GPTConfig
+    data: DataConfig  # with the tokenizer that the run reads
     name: str  # for the name of the folder
     source: str  # such as "tiny (model=auto)" or "weights of FOLDER"
 
@@ -73,7 +75,12 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
         step = replace(step, model=replace(choice.model, vocab_size=step.model.vocab_size))
     config = replace(config, attention=step.attention)
     wait_for_compilers = compile_ahead.begin(step)
-    data = open_data(config, step.seq_len)
+    data = load(choice.data, step.seq_len)
+    if not len(data.train):
+        raise ValueError(
+            f"data={config.data.source}: no document is left to train on; "
+            f"data.val_fraction={config.data.val_fraction}"
+        )
     wait_for_compilers()
 
     run = scheduled(config, step)
@@ -81,8 +88,15 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     check_validation(data, run, request.overrides)
     for callback in CALLBACKS.values():
         callback.check(run, data)
+    locks = config.kernel.lock != "off" and not config.dry_run
     run = replace(
-        run, model_source=choice.source, layout_note=plan.note, data=data, seconds=plan.time
+        run,
+        model_source=choice.source,
+        layout_note=plan.note,
+        data=data,
+        memory=plan.memory,
+        seconds=plan.time,
+        kernel_lock=kernel_lock.of_workload(step) if locks else None,
     )
     if config.resume:
         return resume.continued(run)
@@ -120,7 +134,7 @@ def choose_model(request: Request[TrainConfig], device: str) -> Choice:
     config.check_model(model)
     if config.lora.base is not None:
         packed.bitsandbytes()
-    return Choice(config, device, model, name, source)
+    return Choice(config, device, model, data_config(config), name, source)
 
 
 def length_of(config: TrainConfig) -> int:
@@ -137,14 +151,14 @@ def step_of(choice: Choice, tokens: int, overrides: Collection[str], say: Say) -
     able = able_backends(config, model, device) if is_open or device == "cuda" else []
     if not is_open:
         check_attention(config, model, device)
-    each = divisions(config, model)
+    possible = divisions(config, model)
     if config.resume:
-        each = resume.with_steps_of_run(each, config, overrides)
+        possible = resume.with_steps_of_run(possible, config, overrides)
     step = workload_of(config, device, length_of(config), model)
     step = replace(
         with_vocabulary(step, tokens),
         machines=launched(config).nodes,
-        divisions=tuple(each),
+        divisions=tuple(possible),
         backends=tuple(AttentionConfig(**presets.read("attention", name)) for name in able),
         merges=config.batch_size is None and config.accumulate is None,
         is_longest=config.seq_len == "max",
@@ -165,7 +179,7 @@ def vocabulary(choice: Choice) -> int:
     if the model has fewer.
     """
     config, size = choice.config, choice.model.vocab_size
-    tokens = open_tokenizer(data_config(config)).vocab_size
+    tokens = open_tokenizer(choice.data).vocab_size
     # A resumed run tells of its documents if they are others
     if not config.resume and size is not None and size < tokens:
         raise ValueError(
@@ -173,17 +187,6 @@ def vocabulary(choice: Choice) -> int:
             "null to follow it"
         )
     return tokens
-
-
-def open_data(config: TrainConfig, seq_len: int) -> Data:
-    """Return the data; raise ValueError if no document is left to train on."""
-    data = load(data_config(config), seq_len)
-    if not len(data.train):
-        raise ValueError(
-            f"data={config.data.source}: no document is left to train on; "
-            f"data.val_fraction={config.data.val_fraction}"
-        )
-    return data
 
 
 def check_schedule(run: Run) -> None:
@@ -209,24 +212,22 @@ def check_schedule(run: Run) -> None:
 
 
 def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
-    """Return the new run with its kernel lock and its folder, the first thing that is written; the
-    preset of each group is in `choices`. A dry run has neither.
+    """Return the new run with its folder, the first thing that is written, which a dry run does
+    not make; the preset of each group is in `choices`.
     """
-    config, workload = run.config, run.workload
-    stem = run_folder.stem(choices, workload.seq_len, overrides)
+    config = run.config
+    stem = run_folder.stem(choices, run.workload.seq_len, overrides)
     if config.dry_run:
         return replace(run, folder=Path(config.runs) / (config.name or stem))
-    lock = kernel_lock.of_workload(workload) if config.kernel.lock != "off" else None
     folder = run_folder.create(Path(config.runs), config.name, stem)
-    run = replace(run, config=replace(config, name=folder.name), folder=folder, kernel_lock=lock)
+    run = replace(run, config=replace(config, name=folder.name), folder=folder)
     assert run.data is not None
     # A folder that is not complete would look like a run
     try:
         run.data.tokenizer.save(folder / "tokenizer.json")
-        pretrained.keep_for_export(config, folder)
+        pretrained.keep_for_export(config, run.data, folder)
         (folder / "checkpoints").mkdir()
-        kernel_lock.write(folder, lock)
-        run_folder.write_config(folder, run.settings())
+        run.write()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

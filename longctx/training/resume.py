@@ -61,7 +61,6 @@ def continued(run: Run) -> Run:
     """
     config, folder = run.config, Path(run.config.resume or "")
     path, checkpoint, damaged = newest_intact(run, folder)
-    now = kernel_lock.of_workload(run.workload) if config.kernel.lock != "off" else None
     with opened(path, folder):
         about, steps_done = checkpoint["longctx"], checkpoint["steps_done"]
         validations = checkpoint["best"]["since"]
@@ -75,7 +74,7 @@ def continued(run: Run) -> Run:
                 f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a "
                 "larger max_steps="
             )
-        lock, note = kernel_lock.held(config, now, about.get("kernel_lock"), steps_done)
+        lock, note = kernel_lock.held(config, run.kernel_lock, about.get("kernel_lock"), steps_done)
     return replace(
         run,
         folder=folder,
@@ -151,6 +150,5 @@ def continue_folder(run: Run) -> None:
             f"{path}: {what}; set aside as {aside.name}, the run goes on from {run.checkpoint}",
             file=sys.stderr,
         )
-    kernel_lock.write(run.folder, run.kernel_lock)
-    run_folder.write_config(run.folder, run.settings() | {"resume": None})
+    run.write()
     metrics_file.drop_after(run.folder, run.steps_done)

@@ -10,9 +10,10 @@ from longctx.config.asked import workload_of
 from longctx.config.fields import build
 from longctx.config.train_config import TrainConfig, default_val_every
 from longctx.data import Data
-from longctx.planner import Seconds
+from longctx.planner import Memory, Seconds
 from longctx.runs import run_folder
 from longctx.spec.step import Workload
+from longctx.training import kernel_lock
 from longctx.training.schedule import Schedule, schedule_of
 
 TOKENS_PER_VALIDATION = {"cuda": 262144, "cpu": 32768}
@@ -40,6 +41,7 @@ class Run:
     kernel_lock: dict[str, Any] | None = None
     lock_note: str = ""  # about kernels that changed
     layout_note: str = ""  # about a layout that was chosen here
+    memory: Memory | None = None  # predicted
     seconds: Seconds | None = None  # predicted, of a step
     data: Data | None = field(default=None, compare=False, repr=False)
 
@@ -91,6 +93,11 @@ class Run:
         if self.config.kernel.lock == "record":  # new kernels are accepted once, not for ever
             decided["kernel"] = {"lock": "auto"}
         return run_folder.plain(self.config) | run_folder.plain(decided)
+
+    def write(self) -> None:
+        """Write config.yaml and kernel.lock.json into the folder."""
+        kernel_lock.write(self.folder, self.kernel_lock)
+        run_folder.write_config(self.folder, self.settings() | {"resume": None})
 
     def context(self) -> dict[str, Any]:
         """Return the keys of context= as decided; without sharing, the method stays open."""

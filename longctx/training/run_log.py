@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 
 from longctx import attention, files, plugins, system, tables
 from longctx.config.data_config import SOURCES
@@ -51,13 +51,6 @@ class Display:
         """Print a line, above the bar if there is one."""
         with self._heard():
             self.console.print(text, soft_wrap=True)
-
-    def print(self, table: Table) -> None:
-        """Print a table without breaking lines: a path that is broken in two cannot be copied."""
-        width, self.console.width = self.console.width, tables.WIDEST
-        with self._heard():
-            self.console.print(table, soft_wrap=True)
-        self.console.width = width
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
@@ -105,7 +98,6 @@ class RunLog(Display):
             if parallel.is_first
             else None
         )
-        self.out_of_patience = False
         self.figures: dict[str, float] = {}  # of context.check, for the first row
         if self.tracker is not None:
             for line in [*opening(run), self.tracker.opening()]:
@@ -155,17 +147,10 @@ class RunLog(Display):
         # The next command depends on how the run ended
         finished = code == 0 and self.steps_done >= self.run.max_steps
         config = self.run.config
-        self.print(
-            closing_table(
-                self.run.folder,
-                self._kernels(),
-                finished,
-                self.steps_done,
-                self.out_of_patience,
-                config.data.chat,
-                plugins.as_typed(config.plugins) if config.plugins else "",
-            )
-        )
+        named = plugins.as_typed(config.plugins) if config.plugins else ""
+        closing = (self.run.folder, self._kernels(), finished, self.steps_done)
+        for line in closing_lines(*closing, config.data.chat, named):
+            self.say(line)
 
     def _kernels(self) -> dict[str, str]:
         """Return the run's backend → its kernel. Checks may have run other backends."""
@@ -195,44 +180,39 @@ def brief(row: Record) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def closing_table(
+def closing_lines(
     folder: Path,
     kernels: dict[str, str],
     finished: bool,
     steps: int,
-    out_of_patience: bool = False,
     chat: bool = False,
     plugins: str = "",
-) -> Table:
-    """Return the results of a run after `steps`, its folder, and the next commands.
-
-    finished: it has done all its steps. out_of_patience: its last validations brought no lower
-    loss. plugins: the argument that names its plugins.
+) -> list[str]:
+    """Return the results of a run after `steps`, its folder, and the next commands, to which
+    `plugins` is an argument. `finished`: it has done all its steps.
     """
     rows = metrics_file.read(folder)
     numbers = figures(rows)
     if numbers.get("step") != steps:  # it was stopped after steps that no row has counted
         numbers.pop("tokens_seen", None)
         numbers["step"] = steps
-    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for metric in metrics.shown(Shown.CLOSING):
-        if metric.key in numbers:
-            table.add_row(metric.label, summary(metric, rows, numbers))
+    lines = {
+        metric.label: summary(metric, rows, numbers)
+        for metric in metrics.shown(Shown.CLOSING)
+        if metric.key in numbers
+    }
     ran = ", ".join(f"{backend}: {kernel}" for backend, kernel in kernels.items())
-    table.add_row("attention", ran or "did not run")
-    table.add_row("run", str(folder))
+    lines |= {"attention": ran or "did not run", "run": str(folder)}
     if checkpoints(folder):
-        more = f" max_steps={2 * numbers['step']}" if finished else ""
-        more += " patience=null" if out_of_patience else ""
-        longctx, path = system.typed_command(), shlex.quote(str(folder))
-        path += f" {shlex.quote(plugins)}" if plugins else ""
-        table.add_row("evaluate", f"{longctx} eval {path}")
+        path = " ".join([shlex.quote(str(folder)), *([shlex.quote(plugins)] if plugins else [])])
+        more = f" max_steps={2 * steps}" if finished else ""
         text = f"chat {path}" if chat else f"generate {path} prompt='Once upon a time'"
-        table.add_row("write text", f"{longctx} {text}")
-        table.add_row("train on", f"{longctx} resume {path}{more}")
-    return table
+        commands = {"evaluate": f"eval {path}", "write text": text}
+        commands["train on"] = f"resume {path}{more}"
+        longctx = system.typed_command()
+        lines |= {name: f"{longctx} {command}" for name, command in commands.items()}
+    width = max(map(len, lines))
+    return [f"{name:<{width}}  {line}" for name, line in lines.items()]
 
 
 def summary(metric: Metric, rows: list[Record], numbers: Record) -> str:

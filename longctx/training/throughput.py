@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from longctx.attention.communication import Laps
 from longctx.parallel.mesh import Parallel
-from longctx.runs.metrics import BUSY_OF_RANK
 from longctx.spec import hardware
 from longctx.spec.step import Workload
 from longctx.training.batches import StepBatch
@@ -126,7 +124,7 @@ class Meter:
         if self.flops_of_device is not None:
             possible = elapsed * self.flops_of_device * self.parallel.ranks
             row["mfu"] = self.flops(real, pairs) / possible
-        row |= self.ranks(real / elapsed, now - max(self.window, self.started) - self.aside)
+        row |= self.ranks(real / elapsed)
         row |= measured(self.device) | self.times(now)
         self._begin_window(now)
         return row
@@ -137,30 +135,19 @@ class Meter:
         all_devices = self.device_seconds + here * self.parallel.ranks
         return {"seconds": self.seconds + here, "device_seconds": all_devices}
 
-    def ranks(self, tokens_per_second: float, elapsed: float) -> dict[str, Any]:
-        """Return how long several ranks wait in collectives, and which rank the others wait for.
+    def ranks(self, tokens_per_second: float) -> dict[str, float]:
+        """Return how long several ranks wait in collectives, the mean over the ranks.
 
-        A rank is busy while it does not wait in a collective. FSDP2 issues collectives of its own,
-        whose waits nobody measures, so under fsdp nobody knows the slowest rank. `elapsed` is the
-        seconds of the window in this process.
+        FSDP2 issues collectives of its own, whose waits nobody measures.
         """
-        if self.parallel.clock is None:
+        clock, ranks = self.parallel.clock, self.parallel.ranks
+        if clock is None:
             return {}
-        steps = max(self.steps - self.steps_before, 1)
-        waits = 1000 * self.parallel.clock.take() / steps
-        mine = [waits, max(1000 * elapsed / steps - waits, 0.0)]
-        of_ranks = self.parallel.all_gather_objects(mine)
-        row: dict[str, Any] = {
-            "tokens_per_second_per_device": tokens_per_second / self.parallel.ranks,
-            "communication_ms": fmean(waits for waits, _ in of_ranks),
-        }
-        if self.parallel.strategy.shards_weights:
-            return row
-        busy = [ms for _, ms in of_ranks]
-        return row | {
-            "slowest_rank": busy.index(max(busy)),
-            "imbalance": max(busy) / max(fmean(busy), 1e-9),
-            **{f"{BUSY_OF_RANK}/{rank}": ms for rank, ms in enumerate(busy)},
+        waits = torch.tensor(clock.take(), dtype=torch.float64, device=self.device)
+        waits = 1000 * self.parallel.all_reduce_sum(waits) / max(self.steps - self.steps_before, 1)
+        return {
+            "tokens_per_second_per_device": tokens_per_second / ranks,
+            "communication_ms": float(waits) / ranks,
         }
 
     def flops(self, tokens: float, pairs: float) -> float:

@@ -12,7 +12,7 @@ from longctx.report.run_view import read, watch
 from longctx.runs import metrics
 from longctx.runs.metrics import LIVE, Metric, Shown, figures
 from longctx.runs.wandb_copy import define_metrics
-from longctx.training.run_log import brief, closing_table
+from longctx.training.run_log import brief, closing_lines
 from longctx.training.sweep import Job, sweep_table
 from tests.report.run_files import compare, make
 
@@ -39,7 +39,7 @@ def cells(table: Any) -> str:
 def test_a_new_metric_is_on_the_terminal(run, capsys):
     assert "2,000.0 pages/h" in brief(ROWS[1])
     assert "gate a at 3 7.5" in brief(ROWS[1])
-    assert "2,500.0 pages/h (median)" in cells(closing_table(run, {}, finished=False, steps=3))
+    assert "2,500.0 pages/h (median)" in "\n".join(closing_lines(run, {}, finished=False, steps=3))
     assert "reading 2,500.0 pages/h" in cells(sweep_table([Job(["seed=1"], 0, run)]))
     watch(run)
     assert "3,000.0 pages/h" in capsys.readouterr().out

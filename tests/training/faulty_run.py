@@ -6,19 +6,16 @@ python -m tests.training.faulty_run FAULT devices=2 key=value ...
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from longctx import cli
-from longctx.training import batches, loop
+from longctx.training import batches
 from longctx.training.module import TrainingModule
 
-HOUR = 3600.0
 FOLDER = Path(os.environ.get("FAULTY_RUN", ""))  # for files of a fault
 is_rank_1 = os.environ.get("LOCAL_RANK") == "1"
-load, optimizer_step, validate = batches.load, loop.optimizer_step, loop.validate
-training_step, clock = TrainingModule.training_step, time.perf_counter
+load, training_step = batches.load, TrainingModule.training_step
 
 
 def absent() -> None:
@@ -38,23 +35,6 @@ def grow() -> None:
         batches.load = grow_and_load
 
 
-def lag() -> None:
-    """Let the clock of rank 1 count an hour more in every step and validation."""
-    ahead = [0.0]
-
-    def slowed(function: Any) -> Any:
-        def slow(*arguments: Any) -> Any:
-            ahead[0] += HOUR
-            return function(*arguments)
-
-        return slow
-
-    if is_rank_1:
-        loop.optimizer_step = slowed(optimizer_step)
-        loop.validate = slowed(validate)
-        time.perf_counter = lambda: clock() + ahead[0]
-
-
 def wait() -> None:
     """Let the forward pass wait for the device, so that no CUDA graph can capture it."""
 
@@ -67,6 +47,6 @@ def wait() -> None:
 
 
 if __name__ == "__main__":
-    faults = {"absent": absent, "grow": grow, "lag": lag, "wait": wait}
+    faults = {"absent": absent, "grow": grow, "wait": wait}
     faults[sys.argv[1]]()
     sys.exit(cli.main(["train", *sys.argv[2:]]))

@@ -12,7 +12,7 @@ from longctx.system import typed_command
 from longctx.training.run_log import (
     Display,
     brief,
-    closing_table,
+    closing_lines,
     warnings,
 )
 from longctx.training.sweep import Job, sweep_table
@@ -52,7 +52,7 @@ def run(folder: Path) -> Path:
 
 def test_the_closing_table_says_what_to_type_next(tmp_path):
     folder = run(tmp_path / "r[b]")
-    text = printed(closing_table(folder, {"flash": "triton-portable"}, finished=True, steps=9))
+    text = "\n".join(closing_lines(folder, {"flash": "triton-portable"}, finished=True, steps=9))
     for part in (
         "8,000.00 → 150.00",
         "9.0000 → 6.0000",
@@ -63,11 +63,11 @@ def test_the_closing_table_says_what_to_type_next(tmp_path):
         f"{typed_command()} eval '{folder}'",
     ):
         assert part in text
-    stopped = printed(closing_table(folder, {}, finished=False, steps=12, chat=True))
+    stopped = "\n".join(closing_lines(folder, {}, finished=False, steps=12, chat=True))
     assert ["steps", "12"] in [line.split() for line in stopped.splitlines()]
     assert "max_steps" not in stopped and "810" not in stopped  # tokens after step 9
     assert f"chat '{folder}'" in stopped
-    own = printed(closing_table(folder, {}, True, steps=9, plugins="plugins=[my.py]"))
+    own = "\n".join(closing_lines(folder, {}, True, steps=9, plugins="plugins=[my.py]"))
     assert own.count(f"'{folder}' 'plugins=[my.py]'") == 3
 
 

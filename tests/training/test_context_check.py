@@ -13,6 +13,7 @@ from longctx.runs import metrics_file
 from longctx.training import context_check
 from longctx.training.run import scheduled
 from tests.processes import finished, run_on
+from tests.training.sample_run import steps
 from tests.training.test_devices import ROOT, close, run
 
 SCRIPT = Path(__file__).with_name("checked_layouts.py")
@@ -35,6 +36,9 @@ def test_a_checked_run_trains_as_on_one_device(overrides, tmp_path):
     assert train.main(overrides(name="one", **shape)) == 0
     run(tmp_path, overrides(name="checked", context__check=True, **SHARED, **shape))
     close(tmp_path / "runs" / "checked", tmp_path / "runs" / "one")
+    for row in steps(tmp_path / "runs" / "checked"):
+        speed, of_device = (row[f"tokens_per_second{of}"] for of in ("", "_per_device"))
+        assert of_device == pytest.approx(speed / 2) and row["communication_ms"] > 0
     first, *others = metrics_file.read(tmp_path / "runs" / "checked")
     assert 0 <= first["context_check/loss"] < 1e-5
     assert 0 <= first["context_check/gradients"] < 1e-5

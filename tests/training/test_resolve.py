@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def planned(
     """Return the step that is planned on a machine, with a tokenizer of so many tokens."""
     say = [].append if lines is None else lines.append
     device = "cpu" if machine.gpu is None else "cuda"
-    choice = resolve.Choice(config, device, config.model, "", "")
+    choice = resolve.Choice(config, device, config.model, config.data, "", "")
     step = resolve.step_of(choice, tokens, (), say)
     find_longest = partial(longest_of, config, machine, say)
     return planner.plan(step, machine, say, find_longest).step
@@ -309,7 +310,7 @@ def test_what_may_run_is_not_refused(overrides, machine):
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(overrides, tmp_path, monkeypatch, refused):
-    def refuse(config: TrainConfig, folder: Path) -> None:
+    def refuse(config: TrainConfig, data: Any, folder: Path) -> None:
         raise ValueError(f"init={folder}: not a chat template")
 
     monkeypatch.setattr("longctx.training.pretrained.keep_for_export", refuse)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longctx.kernels import HAS_TRITON
 from longctx.kernels.attention import IMPLEMENTATIONS
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -60,21 +62,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def compilers() -> dict[str, str]:
-    """Return the versions of Triton and of the ptxas that it calls."""
-    try:
-        versions = {"Triton": importlib.metadata.version("triton")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"Triton": "none"}
-    if torch.version.cuda is not None and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        versions["ptxas"] = ptxas(10 * major + minor)
-    return versions
-
-
-def ptxas(arch: int) -> str:
-    """Return the version of the ptxas that Triton calls for sm_`arch`, such as 12.8.93."""
-    from triton.backends.nvidia.compiler import get_ptxas_version
-
-    text = get_ptxas_version(arch)
-    match = re.search(r"\bV(\d[\d.]*)", text)
-    return match[1] if match else text.strip()
+    """Return the version of Triton, which brings a ptxas, and the path of another ptxas."""
+    versions = {"Triton": importlib.metadata.version("triton") if HAS_TRITON else "none"}
+    other = os.environ.get("TRITON_PTXAS_PATH")
+    return versions | ({"ptxas": other} if other else {})
