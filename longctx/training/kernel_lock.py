@@ -33,8 +33,7 @@ def of_workload(workload: Workload) -> Lock:
 
     Its kernels run once, forward and backward, on a small input. A run needs these kernels anyway.
     """
-    index = torch.cuda.current_device() if workload.device == "cuda" else None
-    device, chosen = torch.device(workload.device, index), workload.attention
+    chosen, device = workload.attention, torch.empty(0, device=workload.device).device
     backend, kernel = registered()[chosen.backend], "unknown before it runs"
     results: dict[str, str] = {}
     if source := backend.source():
