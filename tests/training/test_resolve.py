@@ -151,7 +151,7 @@ def test_device_is_what_there_is_or_a_mistake(overrides, machine, outcome):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.ffn=100"], "precision=fp8: the matrix of mlp.gate_up is 200 × 128"),
+        (["model.ffn=100"], "precision=fp8: mlp.gate_up is 200 × 128"),
         (["bf16_layers=[0,4]"], "bf16_layers=[0, 4]: layers from 0 to 3"),
         (["bf16_layers=[0,1,2,-1]"], "bf16_layers=[0, 1, 2, -1]: leaves no layer in FP8"),
         (["bf16_layers=[0,-1]"], None),
