@@ -68,7 +68,6 @@ class Experts(nn.Module):
         super().__init__()
         keys = part.keys
         self.per_token, self.normalize, self.clamp = keys.per_token, keys.normalize, keys.clamp
-        self.groups, self.groups_per_token = keys.groups, keys.groups_per_token
         self.scale, self.is_balanced = keys.scale, keys.balance > 0
         router, gate_up, down = part.linears[:3]
         self.router = Linear(router.columns, router.outputs, router.has_bias)
@@ -119,10 +118,10 @@ class Experts(nn.Module):
         balance = running() if self.is_balanced else None
         if balance is not None:
             chances = _Balanced.apply(chances, balance)
-        if scores is None:
+        if scores is None or self.correction is None:
             weights, experts = torch.topk(chances, self.per_token)
         else:
-            experts = self.corrected(scores)
+            experts = self.correction(scores).topk(self.per_token).indices
             weights = chances.gather(1, experts)
         if balance is not None:
             balance.count(chances, experts)
@@ -131,20 +130,6 @@ class Experts(nn.Module):
         elif total is not None:
             weights = weights * total
         return weights if self.scale == 1 else weights * self.scale, experts
-
-    def corrected(self, scores: Tensor) -> Tensor:
-        """Return the experts (N, k) of the largest corrected scores, in the groups whose two
-        largest have the largest sums.
-        """
-        assert self.correction is not None
-        scores = self.correction(scores)
-        if self.groups > 1:
-            grouped = scores.unflatten(1, (self.groups, -1))
-            sums = grouped.topk(2).values.sum(-1)
-            best = sums.topk(self.groups_per_token).indices
-            is_left_out = torch.ones_like(sums, dtype=torch.bool).scatter_(1, best, False)
-            scores = grouped.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
-        return scores.topk(self.per_token).indices
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

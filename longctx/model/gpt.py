@@ -90,7 +90,7 @@ class GPT(nn.Module):
             if linear.into_residual
         }
         for name, module in self.named_modules():
-            if isinstance(module, RMSNorm) and module.weight is not None:
+            if isinstance(module, RMSNorm):
                 nn.init.constant_(module.weight, 0.0 if module.plus_one else 1.0)
             elif isinstance(module, Correction):
                 nn.init.zeros_(module.weight)

@@ -59,35 +59,32 @@ def linears(part: parts.Part) -> list[Linear]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) · factor, if it has weights, computed in fp32 and returned in x's dtype."""
+    """x / rms(x) · factor, computed in fp32 and returned in x's dtype."""
 
-    def __init__(
-        self, size: int, eps: float, has_weight: bool = True, plus_one: bool = False
-    ) -> None:
-        super().__init__(size, eps, has_weight)
+    def __init__(self, size: int, eps: float, plus_one: bool = False) -> None:
+        super().__init__(size, eps)
         self.plus_one = plus_one
 
     @property
-    def factor(self) -> Any:
+    def factor(self) -> Tensor:
         """The weight, or 1 + weight: a small weight in 16 bits is not rounded to those of 1."""
-        if not self.plus_one or self.weight is None:
+        if not self.plus_one:
             return self.weight
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + 1
 
     def forward(self, x: Tensor) -> Tensor:
         # a 16-bit residual stream and fp32 weights: fp32
         weight = self.factor
-        own = torch.float32 if weight is None else weight.dtype
-        wide = torch.promote_types(x.dtype, own)
-        weight = None if weight is None else weight.to(wide)
-        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        y = F.rms_norm(x.to(wide), self.normalized_shape, weight.to(wide), self.eps)
+        return y.to(x.dtype)
 
 
 class StreamNorm(RMSNorm):
     """An RMSNorm of the residual stream; on a GPU one kernel each way."""
 
     def __init__(self, part: parts.Norm) -> None:
-        super().__init__(part.size, part.eps, plus_one=part.plus_one)
+        super().__init__(part.size, part.eps, part.plus_one)
 
     def forward(self, x: Tensor) -> Tensor:
         if not fused(x):
@@ -133,9 +130,8 @@ class SelfAttention(nn.Module):
         self.attend = Attention(backend.backend, backend.options)
         self.qkv, self.out, *gates = linears(part)
         self.gate = gates[0] if gates else None
-        self.gate_activation = model.attention_gate_activation
-        traits = model.norm_eps, model.qk_norm_weight, model.norm_plus_one
-        norms: list[nn.Module] = [RMSNorm(n, *traits) for n in part.norms]
+        eps, plus_one = model.norm_eps, model.norm_plus_one
+        norms: list[nn.Module] = [RMSNorm(n, eps, plus_one) for n in part.norms]
         self.q_norm, self.k_norm = norms or [nn.Identity(), nn.Identity()]
         self.norms_heads = model.qk_norm == "head"
         self.norms_after_rope = model.qk_norm_after_rope
@@ -181,9 +177,8 @@ class SelfAttention(nn.Module):
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """Return attention's output (B, T, H, D) times its gate, made of attention's input x."""
         assert self.gate is not None
-        is_sigmoid = self.gate_activation == "sigmoid"
-        gate = torch.sigmoid(self.gate(x)) if is_sigmoid else F.softplus(self.gate(x))
-        return out * gate.unflatten(-1, (self.heads, -1)).to(out.dtype)
+        gate = torch.sigmoid(self.gate(x)).unflatten(-1, (self.heads, -1))
+        return out * gate.to(out.dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attention's output, (B, T, H, D), before its projection."""

@@ -43,15 +43,6 @@ class ExpertsConfig(Group):
         choices=("softmax", "sigmoid_bias"),
         needs="count",
     )
-    groups: int = positive(
-        1,
-        "equal parts of the experts, of which a token chooses first",
-        limit=2048,
-        needs="router=sigmoid_bias",
-    )
-    groups_per_token: int = positive(
-        1, "groups in which a token has its experts", limit=2048, needs="router=sigmoid_bias"
-    )
     shared: int = key(
         0,
         "experts that compute every token, side by side as one, as in AFMoE",
@@ -75,20 +66,11 @@ class ExpertsConfig(Group):
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for more experts per token than there are, and for unequal groups."""
+        """Yield a message for more experts per token than there are."""
         if self.count is not None and self.per_token > self.count:
             yield (
                 f"model.experts.per_token={self.per_token}: there are "
                 f"model.experts.count={self.count}; give at most that"
-            )
-        groups, chosen = self.groups, self.groups_per_token
-        each, rest = divmod(self.count or 0, groups)
-        is_right = chosen <= groups and not rest and each > 1 and each * chosen >= self.per_token
-        if max(groups, chosen) > 1 and not is_right:
-            yield (
-                f"model.experts.groups={groups}: {self.count} experts must make so many equal "
-                f"groups, of two or more; model.experts.groups_per_token={chosen} of them must "
-                f"have {self.per_token}"
             )
 
 

@@ -104,20 +104,10 @@ class GPTConfig(Group):
     qk_norm_after_rope: bool = key(
         False, "q and k are normalized after they rotate, as in HunYuan", needs="qk_norm"
     )
-    qk_norm_weight: bool = key(
-        True, "the norms of q and k have weights; Muse's have none", needs="qk_norm"
-    )
     attention_gate: str = key(
         "none",
-        "factors of attention's output, made of its input: head: one for every head; channel: one "
-        "for every channel, as in AFMoE",
-        choices=("none", "head", "channel"),
-    )
-    attention_gate_activation: str = key(
-        "sigmoid",
-        "of these factors; softplus as in Laguna",
-        choices=("sigmoid", "softplus"),
-        needs="attention_gate",
+        "channel: attention's output is multiplied by σ of a product of its input, as in AFMoE",
+        choices=("none", "channel"),
     )
     attention_scale: float | None = key(
         None, "factor of attention's scores; null: head size ** -0.5", above=0

@@ -231,9 +231,7 @@ class AttentionKeys(Protocol):
     out_bias: bool
     qk_norm: str
     qk_norm_after_rope: bool
-    qk_norm_weight: bool
     attention_gate: str
-    attention_gate_activation: str
     attention_scale: float | None
     sinks: bool
     softcap: float | None
@@ -271,18 +269,16 @@ class AttentionSpec(Part):
             LinearSpec("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
         )
         gate = LinearSpec("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
-        return products if self.model.attention_gate == "none" else (*products, gate)
+        return (*products, gate) if self.gate_size else products
 
     @property
     def gate_size(self) -> int:
         """Number of factors of its output."""
-        sizes = {"none": 0, "head": self.model.heads, "channel": self.query_size}
-        return sizes[self.model.attention_gate]
+        return 0 if self.model.attention_gate == "none" else self.query_size
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
-        weights = zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=False)
-        norms = tuple(weights) if self.model.qk_norm_weight else ()
+        norms = tuple(zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=False))
         return (*norms, ("sinks", self.model.heads)) if self.model.sinks else norms
 
     @property
@@ -328,7 +324,7 @@ class AttentionSpec(Part):
 
         In FP8 that is counted already, and the gate's input is saved once more.
         """
-        if self.model.attention_gate == "none":
+        if not self.gate_size:
             return 0
         other = p.fp8_input * self.size or p.activation * self.query_size
         return p.activation * self.gate_size + other

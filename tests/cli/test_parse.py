@@ -17,8 +17,6 @@ from longctx.training.run import scheduled
 PRESETS = sorted((path.parent.name, path.stem) for path in presets.CONFIGS.glob("*/*.yaml"))
 MIX = "data=mix data.mix.code.source=embedded"
 EXPERTS = "model=tiny model.experts.count=4"
-ONE_GROUP = f"{EXPERTS} model.experts.router=sigmoid_bias"
-GROUPED = f"{ONE_GROUP} model.experts.groups=2"
 
 
 def compose(*words: str, gpu: bool = False) -> Request[TrainConfig]:
@@ -155,16 +153,13 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         ("lr_schedule=wsd lr_decay_from=3 lr_decay_share=0.5", "share=0.5 and lr_decay_from=3"),
         ("lr_schedule=wsd lr_decay_shape=steep", "lr_decay_shape=steep: one of"),
         (f"{EXPERTS} model.experts.per_token=5", "model.experts.per_token=5"),
-        (f"{EXPERTS} model.experts.groups=2", "model.experts.groups=2: does nothing with"),
         (f"{EXPERTS} model.experts.ffn=20", "model.experts.ffn=20"),
         (f"{EXPERTS} model.experts.dense_layers=[9]", "model.experts.dense_layers=[9]"),
         (
             f"{EXPERTS} model.layers=1 model.experts.dense_layers=[0]",
             "leaves no layer with experts",
         ),
-        (f"{ONE_GROUP} model.experts.groups_per_token=2", "model.experts.groups=1: 4 experts"),
         (f"{EXPERTS} model.activation=gelu_tanh", "model.activation=gelu_tanh"),
-        (f"{GROUPED} model.experts.per_token=3", "model.experts.groups=2: 4 experts must make"),
         ("objective=dpo objective.gamma=1", "objective.gamma=1: not a key of objective=dpo"),
         ("objective=dpo data=embedded", "objective=dpo: data=embedded has no answers"),
     ],

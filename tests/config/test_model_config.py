@@ -70,8 +70,6 @@ VARIANTS = [
     {"qk_norm": "head"},
     {"head_dim": 10},
     {"kv_heads": 6},
-    {"qk_norm": "whole", "qk_norm_weight": False},
-    {"attention_gate": "head"},
     {"attention_gate": "channel"},
 ]
 

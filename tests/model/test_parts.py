@@ -40,16 +40,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "post": {"norms": "post"},
     "whole": {"qk_norm": "whole"},
     "after rope": {"qk_norm_after_rope": True},
-    "no weight": {"qk_norm_weight": False, "qk_norm_after_rope": True, "rotary_share": 0.5},
     "gate": {"attention_gate": "channel", "norms": "sandwich"},
-    "gate of heads": {"attention_gate": "head", "attention_gate_activation": "softplus"},
     "scale": {"attention_scale": 0.3},
     "gelu": {"activation": "gelu_tanh"},
     "experts": {"experts": ExpertsConfig(5, 3, ffn=16, dense_layers=[1])},
     "shared experts": {
         "experts": ExpertsConfig(
-            **{"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias", "groups": 3},
-            **{"groups_per_token": 2, "shared": 2, "scale": 1.7},
+            **{"count": 6, "per_token": 2, "ffn": 16, "router": "sigmoid_bias"},
+            **{"shared": 2, "scale": 1.7},
         )
     },
     "raw sigmoid": {
@@ -75,7 +73,7 @@ def make(changes: dict[str, Any], attention: str = "flash", memory: str = "fast"
     return model
 
 
-def rms(x: Tensor, weight: Tensor | int) -> Tensor:
+def rms(x: Tensor, weight: Any) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + SMALL.norm_eps).sqrt() * weight
 
 
@@ -106,7 +104,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         q, k, v = (
             t if c.qk_norm == "whole" else t.view(T, -1, D) for t in qkv.split(widths, dim=1)
         )
-        weights = [of.get(f"attention.{s}_norm.weight", 1) for s in ("q", "k")]
+        weights = [of.get(f"attention.{s}_norm.weight") for s in ("q", "k")]
         if c.qk_norm != "none" and not c.qk_norm_after_rope:
             q, k = (rms(t, weight) for t, weight in zip((q, k), weights, strict=True))
         q, k, v = (t.reshape(T, -1, D) for t in (q, k, v))
@@ -131,8 +129,7 @@ def formula(model: GPT, tokens: Tensor, documents: Tensor) -> Tensor:
         out = torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :T], v)
         if c.attention_gate != "none":
             gate = (normed @ of["attention.gate.weight"].T).view(T, c.heads, -1)
-            is_sigmoid = c.attention_gate_activation == "sigmoid"
-            out = out * (gate.sigmoid() if is_sigmoid else (1 + gate.exp()).log())
+            out = out * gate.sigmoid()
         branch = out.reshape(T, -1) @ of["attention.out.weight"].T
         if c.norms != "pre":
             branch = rms(branch, of["attention_out_norm.weight"])
@@ -156,12 +153,7 @@ def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
     """Return what experts make of x (T, C): all of them compute, those not chosen weigh 0."""
     z = x @ of["mlp.router.weight"].T
     p = z.softmax(-1) if c.router == "softmax" else z.sigmoid()
-    scores = (p + of.get("mlp.correction.weight", 0)).unflatten(1, (c.groups, -1))
-    if c.groups > 1:
-        best = scores.topk(2).values.sum(-1)
-        least = best.topk(c.groups_per_token).values[:, -1:]
-        scores = scores.masked_fill((best < least)[..., None], -1e9)
-    scores = scores.flatten(1)
+    scores = p + of.get("mlp.correction.weight", 0)
     w = p.masked_fill(scores < scores.topk(c.per_token).values[:, -1:], 0)
     w = (w / w.sum(-1, keepdim=True) if c.normalize else w) * c.scale
     shared = torch.zeros(())
@@ -247,7 +239,6 @@ N = 512 * 32  # tokens of a micro-batch on a GPU
         # In 4 layers the output of 128 channels; for 4 heads the sinks' share twice, and a mask
         ("flash", {"sinks": True}, 4 * N * (4 * 128 + 4 * (4 + 4 + 1))),
         # In 4 layers the gate, and the gated output of 128 channels
-        ("flash", {"attention_gate": "head"}, 4 * N * 4 * (4 + 128)),
         ("flash", {"attention_gate": "channel"}, 4 * N * 4 * (128 + 128)),
         # tanh of 4 heads' scores in 4 layers, 512 keys for each of the tokens
         ("naive", {"softcap": 30.0}, 4 * 4 * 4 * 512 * N),

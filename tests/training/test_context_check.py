@@ -103,7 +103,7 @@ PARTS = {
 }
 EXPERTS = {
     **{"model.experts.count": 4, "model.experts.router": "sigmoid_bias"},
-    **{"model.experts.shared": 1, "model.attention_gate": "head"},
+    **{"model.experts.shared": 1, "model.attention_gate": "channel"},
 }
 # What must pass beside random layouts, which test_devices.py compares: number of ranks → case →
 # what it has beside SHAPE.

@@ -229,13 +229,13 @@ class TestGlm4Moe(ExpertsTests):
     config_class = transformers.Glm4MoeConfig
     drawn = BIAS | {
         **{"moe_intermediate_size": [8, 24], "head_dim": [8, 16], "num_nextn_predict_layers": [0]},
-        **{"n_routed_experts": [8], "num_experts_per_tok": [1, 2], "n_group": [2, 4]},
+        **{"n_routed_experts": [8], "num_experts_per_tok": [1, 2]},
         **{"n_shared_experts": [1, 2], "routed_scaling_factor": [1.0, 2.5]},
-        **{"norm_topk_prob": [True, False], "use_qk_norm": [True, False], "topk_group": [1, 2]},
+        **{"norm_topk_prob": [True, False], "use_qk_norm": [True, False]},
         **{"first_k_dense_replace": [0, 1]},
     }
     special = {"head_dim": 16}
-    stretched = {"head_dim": 16, "n_group": 1, "topk_group": 1}
+    stretched = {"head_dim": 16}
 
 
 class TestAfmoe(ExpertsTests):
