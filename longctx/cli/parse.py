@@ -247,8 +247,7 @@ def check_preset(group: str, name: Any, known: Collection[str]) -> None:
     names = presets.names(group)
     if not names:
         inner = [key for key in known if key.startswith(f"{group}.")]
-        more = ", …" if inner[6:] else ""
-        raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner[:6])}{more}")
+        raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner)}")
     if name not in names:
         advice = closest(str(name), names)
         if group == "data" and "/" in str(name):

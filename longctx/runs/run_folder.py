@@ -168,8 +168,6 @@ def checkpoint_of(path: Path, key: str = "checkpoint") -> Path:
         close = difflib.get_close_matches(path.name, runs, n=1)
         remedy = f"did you mean {path.parent / close[0]}?" if close else "give a run or a model"
         why = f"no such file or folder; {remedy}"
-    elif path.is_file():
-        why = f"a file, and no model; text is given as data=text data.path={path}"
     elif (path / "adapter_config.json").exists():
         why = "an adapter, which lacks the weights it adds to; give the run, or a full export"
     elif (path / "config.yaml").exists():

@@ -120,7 +120,7 @@ def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dt
         (["export", "{run}", "{new}.gguf"], ".gguf: an export is a folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
         (["export", "{run}/checkpoints", "{new}"], "neither a run"),
-        (["export", "{run}/tokenizer.json", "{new}"], "a file, and no model"),
+        (["export", "{run}/tokenizer.json", "{new}"], "neither a run"),
     ],
 )
 def test_a_mistake_is_one_line(run, tmp_path, refused, overrides, message):

@@ -22,30 +22,12 @@ from tests.report.run_files import compare, make, step
 
 GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
 MAPS = {"kinds": {"needle": GRID}}
-LOCK = {
-    "format": 1,
-    "backend": "flash",
-    "kernel": "triton-portable",
-    "machine": {"torch": "2.13.0", "triton": "3.7.1"},
-    "sources": {"portable.py": "a" * 64},
-    "fingerprint": {"out": "b" * 64},
-}
 
 
 def evaluated(folder: Path, content: Any) -> Path:
     """A run with one evaluation."""
     (make(folder) / "eval").mkdir()
     (folder / "eval" / "val-x.json").write_text(json.dumps(content))
-    return folder
-
-
-def locked(folder: Path, lock: dict[str, Any], **changed: str) -> Path:
-    """A run with a kernel lock, in its config.yaml `changed` words."""
-    config = (make(folder) / "config.yaml").read_text()
-    for word, other in changed.items():
-        config = config.replace(word, other)
-    (folder / "config.yaml").write_text(config)
-    (folder / "kernel.lock.json").write_text(json.dumps(lock))
     return folder
 
 
@@ -62,7 +44,7 @@ def test_each_kind_of_evaluation_is_shown(tmp_path, capsys):
     total = {"tokens": 9, "perplexity": 3.5, "word_perplexity": 77.25, "standard_error": 0.01}
     content = {"context": 256, "stride": 8, "total": total, "by_context": rows}
     folder = evaluated(tmp_path / "a", content)
-    scores = {"acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5, "4096,none": -1}
+    scores = {"acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5}
     tasks = {"context": 2048, "results": {"arc": scores}}
     scores = {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
     ruler = {"ruler": {"lengths": [512, 2048], "scores": scores}}
