@@ -67,7 +67,8 @@ def run(
         print_layouts(shown, chip, host, per_machine, measured)
 
     shared = ("layout",) if first.devices > 1 else ()
-    columns = ("backend", "memory", *shared, "sequences", *map(heading, TERMS), *SIZES, *SPEED)
+    terms = [term.split()[0] for term in TERMS]
+    columns: tuple[str, ...] = ("backend", "memory", *shared, "sequences", *terms, *SIZES, *SPEED)
     rows = [{"backend": backend} | figures(step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
     grid(f"Predicted peak by term, GiB{layout}", columns, rows)
@@ -160,17 +161,12 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
         "method": step.context_method if step.context > 1 else "",
         "tokens": step.seq_len,
         "sequences": f"{step.batch_size} × {step.accumulate}",
-        **{heading(term): f"{memory.gpu[term] / GIB:.2f}" for term in TERMS},
+        **{term.split()[0]: f"{memory.gpu[term] / GIB:.2f}" for term in TERMS},
         "GPU GiB": f"{memory.peak / GIB:.1f}",
         "host GiB": f"{on_host / GIB:.1f}",
         "fits": fit,
         **dict(zip(SPEED, map(format, speed, formats), strict=False)),
     }
-
-
-def heading(term: str) -> str:
-    """Return the heading of a term of memory: its first word."""
-    return term.partition(" ")[0]
 
 
 def without_data(request: TrainConfig, device: str) -> Workload:

@@ -149,11 +149,10 @@ class _Step:
         """Return the bytes of one block."""
         kept = list(block_memory.kept(block, through))
         freed = sum(part.bytes for part in kept if part.until == block_memory.MLP)
-        without_input = block_memory.kept(block, through, keeps_input=False)
         attention = block_memory.attention_backward(block, through) + self.exchanged
         return _Costs(
             saved=sum(part.bytes for part in kept),
-            saved_without_input=sum(part.bytes for part in without_input),
+            saved_without_input=sum(x.bytes for x in block_memory.kept(block, through, False)),
             mlp=block_memory.mlp_backward(block, through),
             attention=attention + self.backend.workspace(self.layer),
             freed=freed if self.memory.recompute == "none" else 0,

@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 FP32 = 4  # bytes of a number
 NF4_BLOCK = 64  # weights of a scale of lora.base=nf4; a matrix has a multiple of as many columns
@@ -220,31 +220,11 @@ class RopeSpec(NamedTuple):
         return self.size + bool(self.growth)
 
 
-class AttentionKeys(Protocol):
-    """The keys of a model that its attention layers have in common."""
-
-    heads: int
-    kv_heads: int
-    norm_eps: float
-    norm_plus_one: bool
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: str
-    qk_norm_after_rope: bool
-    attention_gate: str
-    attention_scale: float | None
-    sinks: bool
-    softcap: float | None
-
-    @property
-    def head_size(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class AttentionSpec(Part):
     """Grouped-query attention with a fused projection of q, k and v."""
 
-    model: AttentionKeys
+    model: Any  # the GPTConfig, whose keys its attention layers have in common
     window: int | None  # keys that a query sees; None: all before it
     rope: RopeSpec
     rotates: bool  # False: a layer without positions, as in SmolLM3
