@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -44,19 +45,7 @@ UNKNOWN = (
 )
 PADDING_INSIDE = "attention_mask has padding inside a text; move it to an end"
 # model_types whose packed documents `check` let pass, of small models with random weights
-TRIED = frozenset(
-    """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cwm dbrx
-    deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo
-    flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
-    gpt-sw3 gpt2 gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
-    helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
-    jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
-    ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt phi
-    phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu
-    """.split()  # noqa: SIM905
-)
+TRIED = frozenset((Path(__file__).parent / "hf" / "tried.txt").read_text().split())
 LAYERS = 12  # that `check` computes at most
 LONG = 4096  # tokens of a window that `check` leaves out
 TOLERANCE = 1e-4
@@ -293,25 +282,18 @@ def padding_of(numbers: Tensor, attention_mask: Tensor) -> Tensor:
 
 def after_padding(attention_mask: Tensor, queries: int, window: int | None) -> Mask:
     """Return causal intervals that leave out padding; attention_mask is (B, Tk)."""
-    keys = attention_mask.shape[1]
-    first, last = text_of(attention_mask)
-    ends = torch.arange(keys - queries, keys, device=first.device)[None].minimum(last)
-    begins = first.expand_as(ends)
-    if window is not None:
-        begins = torch.maximum(begins, ends - window + 1)
-    return Mask.intervals(begins, ends)
-
-
-def text_of(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last token of each text, (B, 1); attention_mask is (B, Tk)."""
-    is_text = attention_mask.bool()
+    is_text, keys = attention_mask.bool(), attention_mask.shape[1]
     first = is_text.int().argmax(1, keepdim=True)
     last = first + is_text.sum(1, keepdim=True) - 1
     # A chunk may have no text yet of a row
     has_text = is_text.any(1, keepdim=True)
     is_cut = has_text & (is_text.cumsum(1).argmax(1, keepdim=True) != last)
     refuse((is_cut.any(), PADDING_INSIDE))
-    return first, last
+    ends = torch.arange(keys - queries, keys, device=first.device)[None].minimum(last)
+    begins = first.expand_as(ends)
+    if window is not None:
+        begins = torch.maximum(begins, ends - window + 1)
+    return Mask.intervals(begins, ends)
 
 
 @torch.compiler.disable
