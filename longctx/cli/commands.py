@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import longctx
 from longctx import files, hub_snapshot, plugins, system
@@ -47,7 +47,6 @@ from longctx.runs import run_folder
 WIDTH = 80
 COLUMN = 28  # at which the meanings of --help begin
 EVERYTHING = 10**6  # a range that ends above this is shown as open, its counts with units
-Sampling = TypeVar("Sampling", bound=SampleConfig)
 
 
 class Command(NamedTuple):
@@ -349,25 +348,17 @@ def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
         plugins.check_checkpoint(of_run, config.plugins)
 
 
-def _generate(argv: list[str]) -> int:
-    config = _opened(GenerateConfig, argv)
-    with libraries():
-        from longctx.generation import run
-    return run(config)
+def _generates(schema: type[SampleConfig], function: str) -> Callable[[list[str]], int]:
+    """Return the command that calls `function` of longctx.generation with the filled `schema`."""
 
+    def run(argv: list[str]) -> int:
+        config: SampleConfig = compose(schema, argv).config
+        open_checkpoint(config)
+        with libraries():
+            answer_with: Callable[[SampleConfig], int] = resolve_name(function)
+        return answer_with(config)
 
-def _chat(argv: list[str]) -> int:
-    config = _opened(ChatConfig, argv)
-    with libraries():
-        from longctx.generation import chat
-    return chat(config)
-
-
-def _opened(schema: type[Sampling], argv: list[str]) -> Sampling:
-    """Return the filled `schema`, its checkpoint found."""
-    config: Sampling = compose(schema, argv).config
-    open_checkpoint(config)
-    return config
+    return run
 
 
 def _plan(argv: list[str]) -> None:
@@ -397,8 +388,8 @@ COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
-    "generate": Command(GenerateConfig, _generate),
-    "chat": Command(ChatConfig, _chat),
+    "generate": Command(GenerateConfig, _generates(GenerateConfig, "longctx.generation:run")),
+    "chat": Command(ChatConfig, _generates(ChatConfig, "longctx.generation:chat")),
     "plan": Command(PlanOptions, _plan, trains=True),
     "data": Command(options.DataOptions, _data, trains=True),
     "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),

@@ -30,14 +30,6 @@ def _if_true(**ours: Any) -> Callable[[Any, Mapping[str, Any]], Values | None]:
     return lambda value, _: given if value in (True, "auto") else None if value else {}
 
 
-def _adapter(value: Any, theirs: Mapping[str, Any]) -> Values | None:
-    return {"lora": {}, "qlora": {"lora.base": "nf4"}}.get(str(value))
-
-
-def _alpha(value: Any, theirs: Mapping[str, Any]) -> Values | None:
-    return {"lora.scaling": value / theirs["lora_r"]} if theirs.get("lora_r") else None
-
-
 def _targets(value: Any, theirs: Mapping[str, Any]) -> Values:
     names = [value] if isinstance(value, str) else value
     return {"lora.targets": list(dict.fromkeys(other_names.VALUES.get(x, x) for x in names))}
@@ -64,8 +56,10 @@ def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
 
 # A key of theirs, its value and all of theirs → ours; None: not carried over
 CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Values | None]] = {
-    "adapter": _adapter,
-    "lora_alpha": _alpha,
+    "adapter": lambda value, _: {"lora": {}, "qlora": {"lora.base": "nf4"}}.get(str(value)),
+    "lora_alpha": lambda value, theirs: (
+        {"lora.scaling": value / theirs["lora_r"]} if theirs.get("lora_r") else None
+    ),
     "lora_target_modules": _targets,
     "lora_target_linear": _if_true(),
     "load_in_4bit": _if_true(lora__base="nf4"),

@@ -350,7 +350,8 @@ class TrainConfig(Group):
     def _problems_of_schedules(self) -> Iterator[str]:
         """Yield a message for wrong lengths, and for keys of another schedule than lr_schedule."""
         yield from self._problems_of_lengths()
-        values = {name: getattr(self, name) for name in keys_of_schedules()}
+        names = dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys)
+        values = {name: getattr(self, name) for name in names}
         own = SCHEDULES[self.lr_schedule].keys
         yield from foreign_keys(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
@@ -415,11 +416,6 @@ class TrainConfig(Group):
             yield f"{setting}: layers from 0 to {layers - 1}, or from the last, -1"
         if len({layer % layers for layer in self.bf16_layers}) == layers:
             yield f"{setting}: leaves no layer in FP8; use precision=bf16"
-
-
-def keys_of_schedules() -> list[str]:
-    """Return the keys that some schedules have and others refuse."""
-    return list(dict.fromkeys(name for traits in SCHEDULES.values() for name in traits.keys))
 
 
 def default_warmup(steps: int) -> int:
