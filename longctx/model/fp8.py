@@ -128,7 +128,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         needs_dx, needs_dweight, needs_dbias = ctx.needs_input_grad[:3]
-        dy8 = quantized(dy, GRADIENTS, rows=needs_dx or ctx.gated, columns=needs_dweight)
+        dy8 = quantized(dy, GRADIENTS, rows=needs_dx or bool(ctx.gated), columns=needs_dweight)
         dx = dweight = None
         if needs_dx or ctx.gated:
             known = w_scale if ctx.has_scales else None
