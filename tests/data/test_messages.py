@@ -1,16 +1,13 @@
 """Rows of other formats become the same conversation, and messages say whether they are learned."""
 
-import gzip
 import json
 from typing import Any
 
 import pytest
 
-from longctx.cli import main
 from longctx.data import load
 from longctx.data.messages import format_of, is_learned, read
 from tests.data.chat_templates import CHATML, INST, shipped, write
-from tests.data.conftest import check_refused
 from tests.data.test_chat import (
     CALL,
     CALLING,
@@ -60,37 +57,6 @@ def test_of_a_completion_the_prompt_is_not_learned():
     assert [message["content"] for message in messages] == [each["content"] for each in PLAIN]
     assert [message for message in messages if is_learned(message)] == PLAIN[3:]
     assert format_of({"prompt": "q", "completion": "a", "label": True}) is None
-
-
-@pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
-def test_an_array_is_read_as_its_lines(folder, name):
-    rows = [{"conversations": sharegpt(PLAIN)}, {"instruction": "who", "output": "a rose"}]
-    opened = gzip.open if name.endswith(".gz") else open
-    with opened(folder / name, "wt") as file:
-        json.dump(rows, file)
-    lines = load(chats(folder, *rows), 256)
-    array = load(chats(folder, path=str(folder / name)), 256)
-    assert array.fingerprint == lines.fingerprint
-    assert len(array.lengths) == 2
-
-
-def test_other_formats_are_named(folder):
-    for row, name in (
-        ({"conversations": sharegpt(PLAIN)}, "data.chat=true"),
-        ({"a": 1}, "text_column"),
-    ):
-        check_refused(chats(folder, row, chat=False), f"chats.jsonl:1: no field 'text' .*{name}")
-
-
-def test_a_conversation_is_shown_with_its_targets(folder, capsys):
-    config = chats(folder, {"instruction": "[b] who", "output": "a rose " * 100})
-    overrides = ["data=text", f"data.path={config.path}", "data.chat=true", "data.val_fraction=0"]
-    overrides += [f"data.tokenizer={folder}", f"data.cache={folder / 'cache'}"]
-    assert main(["data", *overrides]) == 0
-    printed = capsys.readouterr().out
-    assert "\n<|im_start|>user\n[b] who<|im_end|>\n<|im_start|>assistant\n⟦a rose a" in printed
-    assert " … " in printed
-    assert printed.endswith(" a rose<|im_end|>\n⟧\n")
 
 
 @pytest.mark.parametrize(("template", "ends"), [(CHATML, True), ("glm4moe", False)])

@@ -107,19 +107,14 @@ def test_conversations_are_mixed_with_text(text_config, folder, corpus):
     [
         ({"mix": {}}, "data.mix is not set"),
         ({"mix": {"a": 3}}, "data.mix.a=3: .*data.mix.a.path="),
-        ({"mix": {"a": {"chat": "no"}}}, "data.mix.a.chat=no: .*true"),
         ({"mix": {"a": {"pth": "x"}}}, r"data\.mix\.a\.pth is not a key; did you mean path"),
         ({"mix": {"a": {"packing": False}}}, "data.mix.a.packing: "),
-        ({"mix": {"a": {"preferences": "pairs"}}}, "data.mix.a.preferences: "),
         ({"preferences": "pairs", "mix": {"a": {}}}, "data.*preferences=pairs: data=embedded"),
         ({"mix": {"a": {"weight": 0}}}, "data.mix.a.weight=0"),
-        ({"mix": {"a": {"source": "text"}}}, "data.mix.a: data.path is not set"),
         ({"mix": {"a": {"source": "books"}}}, "data.mix.a: data.source=books: .*embedded"),
         ({"mix": {"a": {"source": "mix"}}}, "data.mix.a: data.source=mix: "),
         ({"mix": {"a": {"split": "x"}}}, "data.mix.a.split=x: data=embedded .*data=hub"),
         ({"chat": True, "mix": {"a": {}}}, "data.mix.a: data.chat=true: "),
-        ({"source": "embedded", "mix": {"a": {}}}, "data.mix=.*data=embedded .*data=mix"),
-        ({"mix": {"a": {"path": "nowhere"}}}, "data.mix.a: data.path=nowhere: "),
     ],
 )
 def test_a_mistake_is_one_line(text_config, changes, message):

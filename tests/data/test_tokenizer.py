@@ -149,9 +149,3 @@ def test_a_broken_tokenizer_is_named(tmp_path, content, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_vocabulary_size_covers_ids_with_gaps(tmp_path):
-    words = models.WordLevel({"a": 0, "</s>": 41, "[UNK]": 2}, unk_token="[UNK]")
-    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).vocab_size == 42

@@ -134,16 +134,6 @@ def test_documents_of_a_run_are_those_of_its_split(folder, tokenizer, capsys):
     assert str(run) in capsys.readouterr().err
 
 
-def test_begin_of_text_has_no_bytes_in_a_cut_document(folder, tokenizer):
-    (run := folder / "run").mkdir()
-    with_begin(tokenizer).save(run / "tokenizer.json")
-    (folder / "one.txt").write_text("a rose is a rose \n" * 90)
-    data = {"source": "text", "path": str(folder / "one.txt"), "cache": str(folder / "cache")}
-    (cut,) = of_run(run, {"data": data | {"val_fraction": 0.5}, "seq_len": 64}, "train", "")
-    assert cut.name.endswith("(before its end)")
-    assert cut.n_bytes == len(tokenizer.decode(cut.ids[1:]).encode())
-
-
 def test_a_conversation_is_scored_as_its_val_loss(folder):
     (run := folder / "run").mkdir()
     write_tokenizer(run)
