@@ -36,7 +36,6 @@ from longctx.training import compile_ahead, dry_run, kernel_lock, pretrained, re
 from longctx.training.batches import data_config
 from longctx.training.callbacks import CALLBACKS
 from longctx.training.run import Run, scheduled
-from longctx.training.validation import check_validation
 
 SOME_LENGTH = 4096  # tokens of seq_len=max, for choices that are made before the length is known
 Say = Callable[[str], None]
@@ -85,7 +84,6 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
 
     run = scheduled(config, step)
     check_schedule(run)
-    check_validation(data, run, request.overrides)
     for callback in CALLBACKS.values():
         callback.check(run, data)
     locks = config.kernel.lock != "off" and not config.dry_run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -157,14 +157,3 @@ def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float
     """
     groups = (Filled(pieces[n], nats[n][:n]) for n in range(1, BUCKETS))
     return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}
-
-
-def check_validation(data: Data, run: Run, overrides: Mapping[str, str]) -> None:
-    """Raise ValueError for an override about validations if no document is left to validate on."""
-    for key in ("val_every", "val_rows", "passkey.enabled", "keep_best", "patience"):
-        value = overrides.get(key, "null")
-        if value.lower() not in ("null", "false") and not len(data.val):
-            raise ValueError(
-                f"{key}={value}: no document is left to validate on, "
-                f"data.val_fraction={run.config.data.val_fraction}; raise it"
-            )

@@ -23,10 +23,6 @@ from longctx.training.optimizers import adamw
         ({"data.path": "EMPTY"}, "data.path"),
         ({"data.path": "SHORT"}, "none of 5 documents has"),
         ({"passkey": "true", "passkey.lengths": "[1000000]"}, "passkey.lengths=[1000000]"),
-        (
-            {"val_every": "1", "data.val_fraction": "0"},
-            "val_every=1: no document is left to validate on",
-        ),
         ({"context.check": "true"}, "context.check=true: compares several devices with one"),
         ({"context.check": "true", "devices": "2", "seq_len": "4"}, "seq_len=4: too short"),
     ],
