@@ -75,13 +75,14 @@ def test_a_block_of_the_docs_runs(code, workspace, monkeypatch):
     exec(compile(code, "docs/python.md", "exec"), {})
 
 
-@pytest.mark.slow  # half a minute: two small runs and an evaluation
+@pytest.mark.slow  # two small runs, of a few steps instead of a hundred, and an evaluation
 def test_commands_of_the_tutorial_run_in_order(tmp_path, monkeypatch, capsys):
     (tmp_path / "longctx").symlink_to(ROOT / "longctx")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     written = {}
     for arguments in commands("tutorial.md"):
+        arguments += ["max_steps=4"] if arguments[0] == "train" else []
         assert cli.main(arguments) == 0, f"{arguments}\n{capsys.readouterr().err}"
         printed = capsys.readouterr()
         assert "warning" not in printed.err, f"{arguments}\n{printed.err}"

@@ -130,18 +130,23 @@ def test_a_notebook_runs(path, tmp_path):
     client.execute(env=os.environ | {"PYTHONPATH": PYTHONPATH, "LONGCTX_CACHE": cache})
 
 
-@pytest.mark.slow  # each imports transformers and trains
-@pytest.mark.parametrize("script", ["hf_trainer", "trl_sft"])
-def test_a_script_of_another_trainer_trains(script, tmp_path):
+@pytest.mark.slow  # imports transformers, and trains twice
+def test_scripts_of_other_trainers_train(tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a rose\n" for number in range(200)))
-    path, words = EXAMPLES / "trainers" / f"{script}.py", [tmp_path / "model", text]
-    process = finished(path, words, tmp_path, CUDA_VISIBLE_DEVICES="")
+    scripts = [EXAMPLES / "trainers" / f"{name}.py" for name in ("hf_trainer", "trl_sft")]
+    code = "import os, runpy\n"
+    for script in scripts:
+        code += f"os.makedirs({script.stem!r}); os.chdir({script.stem!r})\n"
+        code += f"runpy.run_path({str(script)!r}, run_name='__main__'); os.chdir('..')\n"
+    words = [code, str(tmp_path / "model"), str(text)]
+    process = finished("-c", words, tmp_path, CUDA_VISIBLE_DEVICES="")
     assert process.returncode == 0, process.stderr
-    assert (tmp_path / "trained" / "model.safetensors").is_file()
+    for script in scripts:
+        assert (tmp_path / script.stem / "trained" / "model.safetensors").is_file()
 
 
 def test_the_plugin_of_axolotl_registers_the_attention(monkeypatch):

@@ -75,7 +75,7 @@ def masks(draw: st.DrawFn) -> tuple[Mask, torch.Tensor]:
 
 
 @given(masks(), st.integers(0, 2**31))
-@examples(60)
+@examples(40)
 def test_attention_is_its_definition_under_any_mask(case, seed):
     mask, visible = case
     Tq, Tk = visible.shape
@@ -100,7 +100,7 @@ def test_attention_is_its_definition_under_any_mask(case, seed):
 
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(2, 64))
-@examples(150)
+@examples(100)
 def test_packing_has_every_token_once_in_rows_that_hold_them(sizes, seq_len):
     documents = np.arange(len(sizes), dtype=np.int64)
     packing = pack(np.asarray(sizes, dtype=np.int64), seq_len, documents)
@@ -124,7 +124,7 @@ words |= st.builds("+{}={}".format, keys, values) | st.builds("~{}".format, keys
 
 
 @given(st.lists(words, min_size=1, max_size=3))
-@examples(120)
+@examples(80)
 def test_any_words_are_a_configuration_or_one_line(words):
     mistake = None
     try:
@@ -183,7 +183,7 @@ FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/val-a.json"]
 
 
 @given(st.sampled_from(FILES), contents, st.booleans())
-@examples(400)
+@examples(200)
 def test_any_file_of_a_run_is_shown_or_one_line(name, content, appends):
     with tempfile.TemporaryDirectory() as place:
         folder, other = make(Path(place) / "run"), make(Path(place) / "other")

@@ -95,7 +95,7 @@ def test_the_wheel_trains_in_its_own_environment(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     # The wheel is built from the sdist, so that the sdist is tested too
-    run(sys.executable, "-m", "build", "--outdir", "dist", source, cwd=tmp_path)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", source, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     assert zipfile.ZipFile(wheel).read("longctx/py.typed") == b""
 

@@ -1,10 +1,9 @@
 """context.check in one group of processes, for runs in which something is wrong, or nothing.
 
     python -m torch.distributed.run --nproc-per-node 2 tests/training/checked_layouts.py CASES OUT
-    python tests/training/checked_layouts.py train FAULT KEY=VALUE ...
 
 CASES is JSON: case → {"fault": a name of FAULTS or null, "keys": the command line of the run}.
-Rank 0 writes OUT: case → what the check says. The second line is train.py with a fault.
+Rank 0 writes OUT: case → what the check says.
 """
 
 import json
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import train
 from longctx import system
 from longctx.attention import Mask
 from longctx.attention.registry import Attention
@@ -184,8 +182,5 @@ def main(cases: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "train":
-        with patch.object(TrainState, "__init__", begun), FAULTS[sys.argv[2]]():
-            system.exit_with(train.main(sys.argv[3:]))
     main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
     system.exit_with(0)

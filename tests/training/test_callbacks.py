@@ -58,9 +58,21 @@ def test_a_spike_is_flagged_again_on_resume(trained, capsys):
     assert [row.get("loss_spikes", 0) for row in steps(folder)] == counts
 
 
-def test_watching_a_run_changes_no_bit(trained):
-    plain = trained("plain", max_steps=4, val_every=2)
-    watched = trained("watched", max_steps=4, val_every=2, keep_best=True, patience=9)
+def samples(folder: Path) -> dict[int, str]:
+    """Step → the sample after it."""
+    return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
+
+
+def test_watching_a_run_changes_no_bit(trained, capsys):
+    prompt, every = "a row, 'of' \\names: ", {"max_steps": 3, "val_every": 2}
+    watched = trained(
+        "watched", keep_best=True, patience=9, sample_prompt=prompt, sample_every=2, **every
+    )
+    texts = samples(watched)
+    assert list(texts) == [2, 3]
+    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts.values())
+    assert capsys.readouterr().out.count(prompt) == 2
+    plain = trained("plain", **every)
     check_equal_weights(plain, watched)
     assert losses(plain) == losses(watched)
 
@@ -111,21 +123,6 @@ def test_patience_ends_a_run(trained, refused, capsys):
     refused(train.main([f"resume={folder}"]), "give a larger patience=")
     assert train.main([f"resume={folder}", "patience=5", "max_steps=6"]) == 0
     assert names(folder) == ["step-00000006"]
-
-
-def samples(folder: Path) -> dict[int, str]:
-    """Step → the sample after it."""
-    return {row["step"]: row["sample"] for row in metrics_file.read(folder) if "sample" in row}
-
-
-def test_samples_leave_training_as_it_is(trained, capsys):
-    prompt = "a row, 'of' \\names: "
-    sampled = trained("sampled", max_steps=3, sample_prompt=prompt, sample_every=2)
-    texts = samples(sampled)
-    assert list(texts) == [2, 3]
-    assert all(text.startswith(prompt) and len(text) > len(prompt) for text in texts.values())
-    assert capsys.readouterr().out.count(prompt) == 2
-    assert losses(sampled) == losses(trained("plain", max_steps=3))
 
 
 @pytest.mark.slow

@@ -1,30 +1,28 @@
 """CUDA graphs of a step change no bit of a run, and what cannot be captured is refused by name."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import train
 from longctx import cli
 from longctx.config.asked import with_vocabulary, workload_of
 from longctx.data.sequences import IGNORED
 from longctx.model import GPT, GPTConfig
-from longctx.runs import metrics_file
 from longctx.spec.step import Workload
 from longctx.training.batches import MicroBatch, micro_batch
 from longctx.training.cuda_graphs import StaticBatch, StepGraphs
 from tests.processes import ROOT, finished
 from tests.training.sample_run import (
     FAULTY,
-    Overrides,
     check_equal_weights,
     check_resumes_exactly,
+    figures,
     losses,
     steps,
+    validations,
 )
 
 LENGTH = 37
@@ -137,19 +135,6 @@ SMALL = {
 }
 
 
-def figures(folder: Path) -> list[tuple[Any, ...]]:
-    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "val_loss")
-    return [tuple(row.get(key) for key in keys) for row in metrics_file.read(folder)]
-
-
-def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Path:
-    """The folder of a finished run."""
-    name = f"graphs-{graphs}".lower()
-    keys = SMALL | {"graphs": graphs, "name": name} | changes
-    assert train.main(overrides(**keys)) == 0
-    return runs / name
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes",
@@ -165,28 +150,26 @@ def run(overrides: Overrides, runs: Path, graphs: bool, **changes: object) -> Pa
         pytest.param({"seq_len_schedule": "[[64,3],[128,3]]", "accumulate": 2}, id="stages"),
     ],
 )
-def test_graphs_change_no_bit_of_a_run(overrides, tmp_path, changes, capsys):
-    runs = tmp_path / "runs"
-    without = run(overrides, runs, False, **changes)
+def test_graphs_change_no_bit_of_a_run(trained, changes, capsys):
+    without = trained("without", **SMALL | {"graphs": False} | changes)
     assert "CUDA graphs" not in capsys.readouterr().out
-    captured = run(overrides, runs, True, **changes)
+    captured = trained("captured", **SMALL | {"graphs": True} | changes)
     assert "CUDA graphs" in capsys.readouterr().out
     assert figures(captured) == figures(without)
+    pairs = zip(validations(captured), validations(without), strict=True)
+    assert all(one["val_loss"] == other["val_loss"] for one, other in pairs)
     check_equal_weights(captured, without)
 
 
 @pytest.mark.gpu
-def test_a_captured_run_resumes_bit_for_bit(overrides, tmp_path):
-    folder = run(overrides, tmp_path / "runs", True, checkpoint_every=5, accumulate=2)
-    check_resumes_exactly(folder)
+def test_a_captured_run_resumes_bit_for_bit(trained):
+    check_resumes_exactly(trained(**SMALL, graphs=True, checkpoint_every=5))
 
 
 @pytest.mark.gpu
-def test_unordered_embedding_gradients_are_captured(overrides, tmp_path):
-    without, captured = (
-        losses(run(overrides, tmp_path / "runs", graphs, deterministic=False))
-        for graphs in (False, True)
-    )
+def test_unordered_embedding_gradients_are_captured(trained):
+    keys = SMALL | {"deterministic": False}
+    without, captured = (losses(trained(f"{x}", **keys, graphs=x)) for x in (False, True))
     assert captured == pytest.approx(without, rel=1e-3)
 
 
@@ -203,20 +186,24 @@ def test_a_failed_capture_is_one_line(overrides):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_captured_steps_fit_the_predicted_memory(overrides, tmp_path, optimizer):
+def test_captured_steps_fit_the_predicted_memory(trained, optimizer):
     """A graph's pool is in no tensor, so that the run is given no more memory than predicted."""
     shape = {"model": "124m", "model.vocab_size": 50304, "seq_len": 1024, "batch_size": 4}
     unset = dict.fromkeys(("model.channels", "model.heads", "model.kv_heads", "model.ffn"))
-    keys = shape | unset | {"model.layers": 12, "max_steps": 6, "log_every": 1, "compile": True}
+    keys = (
+        SMALL
+        | shape
+        | unset
+        | {"graphs": True, "model.layers": 12, "max_steps": 6, "log_every": 1, "compile": True}
+    )
     keys |= {"val_every": 3, "val_rows": 8, "optimizer": optimizer, "deterministic": False}
-    folder = run(overrides, tmp_path / "runs", True, **keys)
-    predicted = steps(folder)[-1]["memory_predicted_gib"] * 2**30
+    predicted = steps(trained(**keys))[-1]["memory_predicted_gib"] * 2**30
     gc.collect()
     torch.cuda.empty_cache()
     left_over = torch.cuda.memory_reserved()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((left_over + 1.1 * predicted) / total)
     try:
-        run(overrides, tmp_path / "runs", True, **keys, name="capped")
+        trained("capped", **keys)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -163,14 +163,6 @@ def test_fp8_is_refused_for_sizes_that_do_not_fit(overrides, message):
         config.check_model(config.model)
 
 
-def test_model_auto_is_the_preset_of_the_device():
-    request = cli.compose("train", ["model=auto", "model.layers=3"])
-    for device, channels in (("cpu", 128), ("cuda", 768)):
-        choice = resolve.choose_model(request, device)
-        assert (choice.model.layers, choice.model.channels) == (3, channels)
-        assert choice.source.endswith("(model=auto)")
-
-
 WIDE = ["model=1b", "model.head_dim=128", "model.heads=16", "seq_len=32768"]
 NARROW = ["model=1b", "model.head_dim=80", "model.heads=24", "seq_len=32768"]
 

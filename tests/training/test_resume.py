@@ -28,9 +28,6 @@ from tests.training.sample_run import (
     [
         {"max_steps": 9, "log_every": 2, "checkpoint_every": 5},
         {"checkpoint_every": 3, "memory__optimizer_state": "bf16"},
-        {"checkpoint_every": 3, "memory__optimizer_state": "host"},
-        {"checkpoint_every": 3, "optimizer": "muon"},
-        {"checkpoint_every": 3, "optimizer": "muon", "memory__optimizer_state": "bf16"},
         {"checkpoint_every": 3, "optimizer": "muon", "memory__optimizer_state": "host"},
     ],
 )

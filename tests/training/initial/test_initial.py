@@ -241,12 +241,13 @@ def test_broken_weights_are_found_before_the_run(start, folder, tmp_path, refuse
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kind", ["outside", "fifo", "zero", "loop"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "kind"),
     [
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
-        *("chat_template.jinja", "generation_config.json"),
+        *(("config.json", kind) for kind in ("outside", "fifo", "zero", "loop")),
+        *(("model.safetensors", "outside"), ("tokenizer.json", "fifo")),
+        *(("tokenizer_config.json", "zero"), ("chat_template.jinja", "loop")),
+        *(("generation_config.json", "outside"), ("model.safetensors", "fifo")),
     ],
 )
 def test_what_lies_outside_of_the_folder_is_not_read(start, folder, tmp_path, refused, name, kind):

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -60,9 +59,8 @@ def test_stretched_run_opens_stretched_in_transformers(start, tuned, tmp_path, r
     refused(train.main(start(name="no", rope="yarn")), "rope=yarn: the weights' 96 tokens hold")
 
 
-@pytest.mark.parametrize("rslora", ["false", "true"])
-def test_lora_from_start_to_export(rslora, tuned, folder, tmp_path, capsys):
-    keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lora__rslora": rslora, "lr": 0.05}
+def test_lora_from_start_to_export(tuned, folder, tmp_path, capsys):
+    keys = {"seq_len": 192, "rope": "yarn", "lora__rank": 4, "lora__rslora": "true", "lr": 0.05}
     keys |= {"max_steps": 4, "checkpoint_every": 2}
     run, out, adapter = tuned(**keys), tmp_path / "out", tmp_path / "adapter"
     assert "frozen; LoRA of rank 4 trains" in capsys.readouterr().out
@@ -83,7 +81,7 @@ def test_lora_from_start_to_export(rslora, tuned, folder, tmp_path, capsys):
     assert export(["export", str(run), str(adapter), "adapter=true"]) == 0
     described = json.loads((adapter / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"]) == (4, 8.0)
-    assert described["use_rslora"] == (rslora == "true")
+    assert described["use_rslora"]
     assert described["base_model_name_or_path"] == str(folder)
     assert "its positions are stretched, which peft does not do" in capsys.readouterr().out
     settings = AutoConfig.from_pretrained(adapter)
@@ -136,13 +134,9 @@ def test_two_stages_export_one_adapter_of_the_original(tuned, folder, tmp_path, 
     torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0.05, atol=0.05)
 
 
-IN_BF16 = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05, "precision": "bf16"}
-
-
-@pytest.mark.parametrize("begins_with", ["folder", "run"])
-def test_lora_is_merged_into_what_was_trained(tuned, folder, tmp_path, begins_with):
-    init = tuned("first", lr=0.01) if begins_with == "run" else folder
-    run = tuned(**IN_BF16, init=init)
+def test_lora_is_merged_into_what_was_trained(tuned, tmp_path):
+    in_bf16 = {"lora__rank": 2, "lora__targets": "[qkv,down]", "lr": 0.05, "precision": "bf16"}
+    run = tuned(**in_bf16, init=(init := tuned("first", lr=0.01)))
     shutil.rmtree(init)  # the run has a copy, rounded to its precision
     assert export(["export", str(run), str(tmp_path / "out")]) == 0
     after, before = load_file(tmp_path / "out" / "model.safetensors"), newest(run)["state_dict"]

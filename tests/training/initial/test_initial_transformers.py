@@ -35,9 +35,9 @@ def test_it_trains_and_continues_to_the_bit(tuned, folder, capsys):
     check_resumes_exactly(run, "memory=fast")
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, rank, capsys):
-    run = tuned("r", lora__rank=rank, sample_every=1)
+def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, capsys):
+    """With LoRA, which is merged; plain weights: tests/hf/test_transformers_model.py."""
+    run = tuned("r", lora__rank=2, sample_every=1)
     assert evaluate.main([f"checkpoint={run}", "documents=2", "device=cpu"]) == 0
     assert evaluate.main([f"checkpoint={run}", "compile=true", "device=cpu"]) == 2
     new = ["max_new_tokens=3", "temperature=0", "device=cpu"]
@@ -59,12 +59,11 @@ def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, rank, capsys):
 def test_two_processes_compute_the_same(tuned, start, tmp_path):
     layouts: dict[str, dict[str, object]] = {
         "fsdp": {"strategy": "fsdp", "memory": "balanced", "batch_size": 1},
-        "ulysses": {"context": 2},
         "allgather": {"context": 2, "context__method": "allgather"},
-        "lora": {"lora__rank": 2, "strategy": "fsdp", "batch_size": 1},
+        "lora by ulysses": {"lora__rank": 2, "strategy": "fsdp", "context": 2},
     }
-    train_together(2, [start(name=name, max_steps=3, **keys) for name, keys in layouts.items()])
-    alone = {rank: tuned(f"rank-{rank}", max_steps=3, lora__rank=rank) for rank in (None, 2)}
+    train_together(2, [start(name=name, **keys) for name, keys in layouts.items()])
+    alone = {rank: tuned(f"rank-{rank}", lora__rank=rank) for rank in (None, 2)}
     for name, keys in layouts.items():
         expected = losses(alone[keys.get("lora__rank")])
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, rel=1e-5), name

@@ -77,15 +77,13 @@ def test_two_processes_train_as_one(
     # KTO's mean of unrelated answers is over the micro-batches of all ranks
     shapes: dict[str, dict[str, Any]] = {
         "dpo": keys_of("dpo", rows),
-        "kto": keys_of("kto", rows) | {"accumulate": 1},
-        "kto-ranks": keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1},
+        "kto": keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1},
     }
     sharded = {"strategy": "fsdp", "accumulate": 1}
     runs: dict[str, tuple[str, dict[str, Any]]] = {
         "dpo-context": ("dpo", {"context__degree": 2}),
         "dpo-fsdp": ("dpo", sharded),
-        "kto-context": ("kto", {"context__degree": 2}),
-        "kto-ddp": ("kto-ranks", {"strategy": "ddp", "batch_size": 2}),
+        "kto-ddp": ("kto", {"strategy": "ddp", "batch_size": 2}),
     }
     commands = [
         start(**shapes[shape] | layout, name=name) for name, (shape, layout) in runs.items()
