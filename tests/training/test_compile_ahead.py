@@ -8,11 +8,6 @@ from longctx.attention import registered
 from longctx.training import compile_ahead
 
 
-def test_nothing_is_compiled_ahead_on_a_cpu():
-    work = training_run(["model=tiny", "model.vocab_size=512"], "cpu").workload
-    assert compile_ahead.begin(work)() is None
-
-
 @pytest.mark.gpu
 def test_compiling_ahead_fails_in_silence(monkeypatch):
     def fails() -> None:
