@@ -45,30 +45,28 @@ def run(trained) -> Path:
 
 
 RESUME = "train resume=RUN max_steps=3"
-OTHERS = (
+COMMANDS = (
+    RESUME,
     "export RUN RUN/out",
+    RESUME,
     "generate RUN device=cpu max_new_tokens=1 prompt=a",
+    RESUME,
     "compare RUN out=RUN/x.html",
 )
 
 
-def check(
-    run: Path, number: int, place: Place, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Check that a resume, and one of the other commands in turn, does its work, or prints one line
-    that names the run.
-    """
+def check(run: Path, number: int, place: Place, value: Any, capsys: Any) -> None:
+    """Check that a command, each in turn, does its work, or prints one line that names the run."""
     copy = run.with_name("damaged")
-    for command in (RESUME, OTHERS[number % len(OTHERS)]):
-        words = command.replace("RUN", str(copy)).split()
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(run, copy, symlinks=True)
-        damage(run_folder.checkpoints(copy)[-1], place, value)
-        capsys.readouterr()
-        code = cli.main(words)
-        error = capsys.readouterr().err
-        assert code in (0, 2), (place, value, words)
-        assert code == 0 or (str(copy) in error and error.count("\n") == 1), (place, value, error)
+    words = COMMANDS[number % len(COMMANDS)].replace("RUN", str(copy)).split()
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy, symlinks=True)
+    damage(run_folder.checkpoints(copy)[-1], place, value)
+    capsys.readouterr()
+    code = cli.main(words)
+    error = capsys.readouterr().err
+    assert code in (0, 2), (place, value, words)
+    assert code == 0 or (str(copy) in error and error.count("\n") == 1), (place, value, error)
 
 
 KNOWN = [
@@ -88,8 +86,9 @@ KNOWN = [
 
 
 def test_known_damage_is_one_line(run, capsys):
-    for number, (place, value) in enumerate(KNOWN):
-        check(run, number, place, value, capsys)
+    for place, value in KNOWN:
+        for number in (0, 1, 3):
+            check(run, number, place, value, capsys)
 
 
 @pytest.mark.slow  # minutes

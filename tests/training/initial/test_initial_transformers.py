@@ -60,7 +60,7 @@ def test_two_processes_compute_the_same(tuned, start, tmp_path):
     layouts: dict[str, dict[str, object]] = {
         "fsdp": {"strategy": "fsdp", "memory": "balanced", "batch_size": 1},
         "allgather": {"context": 2, "context__method": "allgather"},
-        "lora by ulysses": {"lora__rank": 2, "strategy": "fsdp", "context": 2},
+        "lora-ulysses": {"lora__rank": 2, "strategy": "fsdp", "context": 2},
     }
     train_together(2, [start(name=name, **keys) for name, keys in layouts.items()])
     alone = {rank: tuned(f"rank-{rank}", lora__rank=rank) for rank in (None, 2)}
