@@ -87,7 +87,7 @@ KNOWN = [
 
 def test_known_damage_is_one_line(run, capsys):
     for place, value in KNOWN:
-        for number in (0, 1, 3):
+        for number in (0, 1, 3, 5):
             check(run, number, place, value, capsys)
 
 
