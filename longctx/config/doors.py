@@ -8,7 +8,7 @@ plugin registers its own names in the same way. Optimizers and objectives have k
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -122,11 +122,13 @@ class TrackerTraits(NamedTuple):
     opening: the keys `wandb` and the run's folder → lines that the run shows when it starts. If
         there are none, the tracker gets no copy.
     late: a command for rows that are not sent in time, with {folder} for the run's folder.
+    reads: the keys of `wandb` that it reads; None: all.
     """
 
     copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
     opening: Callable[[Any, Path], list[str]]
     late: str = ""
+    reads: Collection[str] | None = None
 
 
 OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")

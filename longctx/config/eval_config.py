@@ -149,6 +149,8 @@ class EvalConfig(Group):
         """Yield a message for keys that contradict each other in any evaluation."""
         if self.context.degree == "auto":
             yield "context=auto: is chosen for training; give eval.py a number"
+        if self.context.check:
+            yield "context.check=true: compares a step of training; give it to train.py"
         if self.tasks and find_spec("lm_eval") is None:
             yield f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval"
         if self.devices > 1:  # else a launcher may have started more
@@ -167,11 +169,15 @@ class EvalConfig(Group):
             yield f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
         if not chosen:
             return
-        unused = [name for name in ("contexts", "stride") if getattr(self, name) is not None]
+        names = ["contexts", "stride", *([] if self.tasks else ["batch_size"])]
+        unused = [name for name in names if getattr(self, name) is not None]
         if self.ruler.enabled and self.context.degree != 1:
             unused.append("context")  # each device answers texts of its own
         for name in unused:
             yield f"{name}=: does nothing with {chosen[0]}; leave {name} out"
+        for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
+            if texts.enabled and texts.lengths is not None and self.seq_len is not None:
+                yield f"seq_len={self.seq_len}: {name}.lengths gives the lengths; leave one out"
 
 
 def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
@@ -179,6 +185,8 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
     data_keys = [name for name in overrides if name.partition(".")[0] == "data"]
     reasons = {
         "data.vocab_size": "the checkpoint brings its tokenizer",
+        "data.cache": "an evaluation stores nothing of data=",
+        "data.packing": "windows share a sequence if the model keeps them apart",
         "data.preferences": "an evaluation scores plain text",
         "data.val_fraction": "all documents of data= are scored",
     }
@@ -188,6 +196,8 @@ def check_overrides(config: EvalConfig, overrides: Mapping[str, str]) -> None:
         reasons["split"] = "only the run's own data is split; leave out split, or data"
     if data_keys and "data" not in overrides:
         reasons |= dict.fromkeys(data_keys, "a source goes with it, such as data=text")
+    if config.context.degree == 1:
+        reasons["context.method"] = "does nothing with context=1"
     if config.tasks:
         reasons |= dict.fromkeys(("data", "split"), "tasks bring their own documents")
     for name, reason in reasons.items():

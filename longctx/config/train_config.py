@@ -317,8 +317,19 @@ class TrainConfig(Group):
     def problems_of_new_run(self) -> Iterator[str]:
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
         check_warmup(self.warmup_steps, self.max_steps)
+        if self.context.degree == 1 and self.context.method != "auto":
+            yield f"context.method={self.context.method}: does nothing with context=1; give both"
         if self.lora.rank is not None and self.init is None:
             yield f"lora.rank={self.lora.rank}: adds to trained weights; give init="
+
+    def unread(self) -> list[str]:
+        """Return the keys of `wandb` that no tracker reads, with their values."""
+        read, usual = [TRACKERS[name].reads for name in self.tracker], vars(WandbConfig())
+        return [
+            f"wandb.{name}={shown(value)}"
+            for name, value in vars(self.wandb).items()
+            if value != usual[name] and not any(keys is None or name in keys for keys in read)
+        ]
 
     def schedule_keys(self) -> dict[str, Any]:
         """Return the keys that lr_schedule has, with its defaults in place of nulls."""

@@ -99,9 +99,10 @@ def opening(text: str) -> Callable[[Any, Path], list[str]]:
 late = "wandb sync {folder}/wandb/*run-*"
 register("wandb", TrackerTraits(wandb_copy.copy, wandb_copy.opening, late))
 look = opening("look: tensorboard --logdir {folder.parent}")
-register("tensorboard", TrackerTraits(copy_to_tensorboard, look))
-register("mlflow", TrackerTraits(copy_to_mlflow, opening("look: mlflow ui")))
+register("tensorboard", TrackerTraits(copy_to_tensorboard, look, reads=()))
+look = opening("look: mlflow ui")
+register("mlflow", TrackerTraits(copy_to_mlflow, look, reads=("project",)))
 look = opening("look: trackio show --project {project}")
-register("trackio", TrackerTraits(copy_to_trackio, look))
+register("trackio", TrackerTraits(copy_to_trackio, look, reads=("project", "group")))
 # metrics.jsonl alone
-register("none", TrackerTraits(lambda *_: None, lambda *_: []))
+register("none", TrackerTraits(lambda *_: None, lambda *_: [], reads=()))

@@ -27,6 +27,10 @@ from longctx.untrusted import opened
 
 BALANCE = "model.experts.balance"
 OPEN_KEYS = ("model.vocab_size", BALANCE)  # the weights leave them open
+DROPOUTS = (
+    *("attention_dropout", "hidden_dropout", "residual_dropout"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+)
 # Copied to the run next to the tokenizer, for exports
 KEPT_FILES = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -73,6 +77,9 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     else:
         model = read_hugging_face(init, folder, vocab_size, config.transformers)
         tokenizer = folder
+        settings = untrusted.read_settings(folder / "config.json")
+        if dropout := [f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name)]:
+            source += f", without its {', '.join(dropout)}"
     # Weights do not say how their experts were balanced
     if BALANCE in overrides:
         experts = replace(model.experts, balance=config.model.experts.balance)

@@ -19,7 +19,8 @@ from longctx.model import saved_weights
 from longctx.runs import checkpoints, metrics_file, run_folder
 from longctx.spec.step import Division
 from longctx.training import kernel_lock, optimizers
-from longctx.training.run import Run
+from longctx.training.run import Run, run_of
+from longctx.training.schedule import Schedule
 from longctx.untrusted import opened
 
 
@@ -74,6 +75,8 @@ def continued(run: Run) -> Run:
                 f"resume={folder}: the run has done its {steps_done:,} steps; to go on, give a "
                 "larger max_steps="
             )
+        before = run_of(about["config"], run.workload.device).schedule
+        rate_note = changed_rate(run, before, steps_done)
         lock, note = kernel_lock.held(config, run.kernel_lock, about.get("kernel_lock"), steps_done)
     return replace(
         run,
@@ -84,7 +87,25 @@ def continued(run: Run) -> Run:
         model_source="",
         kernel_lock=lock,
         lock_note=note or "",
+        rate_note=rate_note,
     )
+
+
+def changed_rate(run: Run, before: Schedule, steps_done: int) -> str:
+    """Return a line about the next step's rate if another schedule or end has changed it; raise
+    ValueError if the rate of `run` falls in its steps done, in which it did not.
+    """
+    now, stable = run.schedule, run.schedule.stable_steps()
+    if stable < min(steps_done, before.stable_steps()):
+        raise ValueError(
+            f"resume={run.config.resume}: lr_schedule={run.config.lr_schedule} would have begun to "
+            f"fall after step {stable:,}, but the run has {steps_done:,} at its peak; to begin "
+            f"here, give lr_schedule=wsd lr_decay_from={steps_done}"
+        )
+    if now.rate(steps_done) == before.rate(steps_done):
+        return ""
+    rates = f"{before.rate(steps_done - 1):.3g} until now, {now.rate(steps_done):.3g} in the next"
+    return f"{rates} step: max_steps or lr_schedule has changed"
 
 
 def newest_intact(run: Run, folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:

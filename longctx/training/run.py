@@ -40,6 +40,7 @@ class Run:
     steps_done: int = 0  # at that checkpoint
     kernel_lock: dict[str, Any] | None = None
     lock_note: str = ""  # about kernels that changed
+    rate_note: str = ""  # about a resumed run's learning rate, if it jumps
     layout_note: str = ""  # about a layout that was chosen here
     memory: Memory | None = None  # predicted
     seconds: Seconds | None = None  # predicted, of a step

@@ -300,6 +300,7 @@ def opening(run: Run) -> list[str]:
             stages and f"first {listed(*stages)} tokens per sequence",
         ),
         "graphs": f"off: {reason}" if reason else "",
+        "lr": run.rate_note,
         "layout": run.layout_note,
         "kernels": run.lock_note,
     }
@@ -356,8 +357,8 @@ def validated_documents(counts: dict[str, Any]) -> str:
 
 
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
-    """Return warnings: files not read, endless answers, much padding, or positions beyond
-    those of init's weights.
+    """Return warnings: files not read, endless answers, much padding, keys and patience
+    without effect, or positions beyond those of init's weights.
     """
     lines = []
     if others := SOURCES[run.config.data.source].left_out(run.config.data):
@@ -374,6 +375,16 @@ def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
         lines.append(
             f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "
             "there is little text, or data.packing=false; give a smaller seq_len"
+        )
+    if unread := run.config.unread():
+        trackers = ",".join(run.config.tracker)
+        lines.append(f"warning: {', '.join(unread)}: not read by tracker=[{trackers}]")
+    # The first validation only sets the loss, and the last step ends the run anyway
+    validations, patience = (run.max_steps - 1) // run.val_every, run.config.patience
+    if patience is not None and patience >= validations and not run.steps_done:
+        lines.append(
+            f"warning: patience={patience} cannot end this run: between first and last step it "
+            f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
         )
     model, seq_len = run.workload.model, run.workload.seq_len
     trained = model.context or seq_len

@@ -5,6 +5,7 @@ The shapes are in longctx/training/learning_rate.py, which the door lr_schedule=
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -33,6 +34,13 @@ class Schedule(NamedTuple):
             return self.lr * (step + 1) / self.warmup_steps
         # The shapes end at the last step; a stock Trainer may ask for one more
         return self.lr * SCHEDULES[self.name].share(min(step, self.max_steps - 1), self)
+
+    def stable_steps(self) -> int:
+        """Return the steps before the rate falls below its peak; all of them if it never falls."""
+        after = range(self.warmup_steps, self.max_steps)
+        # A bisection, since a run may have 10^9 steps
+        falling = bisect.bisect_left(after, True, key=lambda step: self.rate(step) < self.lr)
+        return self.warmup_steps + falling
 
     def check(self) -> None:
         """Raise ValueError for a decay that never begins, or begins before the peak."""

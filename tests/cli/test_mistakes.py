@@ -78,6 +78,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "name=done"], "name=done: runs/done exists already"),
         (["train", "runs/done"], "resume=runs/done"),
         (["train", "lora.rank=4"], "lora.rank=4: adds to trained weights"),
+        (["train", "devices=2", "context.method=ulysses"], "context.method=ulysses: does nothing"),
+        (["eval", "runs/done", "context.method=ulysses"], "context.method=ulysses: does nothing"),
         (["train", "strategy=ddp"], "strategy=ddp: several devices"),
         (["eval", "runs/done", "strategy=fsdp"], "strategy=fsdp: several devices"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
@@ -143,3 +145,15 @@ def test_a_plan_needs_no_plugins_of_its_init(here):
     (here / "runs" / "done" / "config.yaml").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.yaml: no model\.layers"):
         plan.with_init(cli.compose("train", ["init=runs/done"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        ("", []),
+        ("tracker=none wandb.project=p wandb.tags=[a]", ["wandb.project=p", "wandb.tags=[a]"]),
+        ("tracker=[tensorboard,mlflow] wandb.project=p wandb.group=g", ["wandb.group=g"]),
+    ],
+)
+def test_keys_that_no_tracker_reads_are_said(words, unread):
+    assert cli.compose("train", words.split()).config.unread() == unread

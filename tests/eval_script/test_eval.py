@@ -130,7 +130,7 @@ WRONG_CHECKPOINTS = [
     (["checkpoint="], "CHECKPOINT is missing"),
     (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
     (["checkpoint={docs}"], "checkpoint={docs}"),
-    (["checkpoint={docs}/00.txt"], "checkpoint={docs}/00.txt: a file"),
+    (["checkpoint={docs}/00.txt"], "checkpoint={docs}/00.txt: neither a run"),
 ]
 
 

@@ -81,6 +81,13 @@ def test_a_sweep_shows_the_overrides_that_differ(tmp_path):
     assert "150.0" in text
 
 
+def test_patience_that_cannot_act_is_a_warning():
+    for patience, warns in ((None, False), (3, False), (4, True)):
+        config = TrainConfig(max_steps=50, val_every=10, patience=patience)
+        lines = warnings(sample_run(config), COUNTS)
+        assert [f"patience={patience}" in line for line in lines] == [True] * warns
+
+
 def test_the_documents_are_warned_about(tmp_path):
     for name in ("a.txt", "b.pdf", "c.pdf.gz", "d", "e.1", "e.2", "e.3", "e.4"):
         (tmp_path / name).write_text("x")

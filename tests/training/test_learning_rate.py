@@ -71,14 +71,17 @@ def test_a_decay_within_the_run_and_after_its_warm_up(start):
     config(lr_decay_from=5, **keys).schedule.check()
 
 
-def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path):
+def test_a_decay_begins_at_a_checkpoint_of_the_stable_part(overrides, tmp_path, refused, capsys):
     runs, keys = tmp_path / "runs", {"warmup_steps": 2, "lr": 0.01, "checkpoint_every": 3}
     decay = ["lr_schedule=wsd", "lr_decay_from=6", "lr_decay_shape=linear", "max_steps=10"]
     whole = ["name=whole", *decay, "min_lr_ratio=0"]
     given = [word for word in overrides(**keys) if not word.startswith("max_steps")]
     assert train.main([*given, *whole]) == 0
     assert train.main([*given, "name=cut", "max_steps=6", "lr_schedule=constant"]) == 0
-    assert train.main([f"resume={runs / 'cut'}", "min_lr_ratio=0", *decay]) == 0
+    resume = [f"resume={runs / 'cut'}", "lr_schedule=wsd", "min_lr_ratio=0"]
+    capsys.readouterr()
+    refused(train.main([*resume, "max_steps=7", "lr_decay_share=0.5"]), "give lr_schedule=wsd")
+    assert train.main([*resume, *decay[1:]]) == 0
     assert losses(runs / "cut") == losses(runs / "whole")
     check_equal_weights(runs / "cut", runs / "whole")
     rates = [row["lr"] for row in steps(runs / "cut")]

@@ -71,9 +71,10 @@ def test_a_resume_takes_no_more_gpu_memory(stored, overrides, tmp_path):
     assert peaks[1] <= peaks[0] + 64
 
 
-def test_a_finished_run_goes_on_with_more_steps(two_steps, refused):
+def test_a_finished_run_goes_on_with_more_steps(two_steps, refused, capsys):
     refused(train.main([f"resume={two_steps}"]), "has done its 2 steps")
     assert train.main([f"resume={two_steps}", "max_steps=5"]) == 0
+    assert "max_steps or lr_schedule has changed" in capsys.readouterr().out  # the rate jumps
     assert [row["step"] for row in steps(two_steps)] == [1, 2, 3, 4, 5]
 
 

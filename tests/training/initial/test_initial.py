@@ -30,10 +30,13 @@ TALK = [{"role": "user", "content": "the row?"}, {"role": "assistant", "content"
 
 
 def test_a_run_needs_the_folder_of_init_only_once(start, tuned, folder, tmp_path, capsys):
+    settings = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps(settings))
     assert train.main(start(max_steps=4, checkpoint_every=2, runs=tmp_path / "straight")) == 0
     straight = tmp_path / "straight" / "Small-1.5-flash-64-text-001"
     theirs = LlamaForCausalLM.from_pretrained(folder)
-    line = f"model      weights of {folder}, {theirs.num_parameters():,} parameters\n"
+    source = f"{folder}, without its attention_dropout=0.1"
+    line = f"model      weights of {source}, {theirs.num_parameters():,} parameters\n"
     assert line in capsys.readouterr().out
     first = metrics_file.read(straight)[0]
     assert first["step"] == 0
