@@ -255,17 +255,27 @@ def continuations(
     """Yield the next token of each prompt, `most` times; None if a token of `ends` has ended it.
 
     `choose` picks tokens (rows,) from logits (rows, V). It stops early if all have ended; without
-    `ends` it never does, as ranks that compute together need it.
+    `ends` it never does, as ranks that compute together need it. A GPU computes the next step
+    while tokens are read and shown.
     """
     logits, going = decoder.prefill(prompts), [True] * len(prompts)
+    copied = torch.cuda.Event() if decoder.device.type == "cuda" else None
     for n in range(most):
-        tokens = choose(logits)
-        chosen: list[int] = tokens.tolist()
+        tokens, last = choose(logits), n + 1 == most
+        # Into page-locked memory, and waited for alone: not for the step that follows it
+        arrived = tokens.to("cpu", non_blocking=True)
+        if copied is not None:
+            copied.record()
+            if not last:
+                logits = decoder.step(tokens)
+            copied.synchronize()
+        chosen: list[int] = arrived.tolist()
         yield [token if goes else None for token, goes in zip(chosen, going, strict=True)]
         going = [goes and token not in ends for token, goes in zip(chosen, going, strict=True)]
-        if n + 1 == most or not any(going):
+        if last or not any(going):
             return
-        logits = decoder.step(tokens)
+        if copied is None:
+            logits = decoder.step(tokens)
 
 
 class Sampler:
