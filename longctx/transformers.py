@@ -472,8 +472,10 @@ def differences(
         torch.randint(3, config.vocab_size, (1, n), generator=generator).to(weight.device)
         for n in lengths
     ]
+    # If other tokens in the first document change logits of the second, layers mix documents
     changed = [documents[0].flip(1), *documents[1:]]
     layers, training = layers or layers_to_check(config), model.training
+    # Dropout and noise of routers would differ between the two
     model.eval()
     try:
         with torch.no_grad(), implementation(model, name, layers):

@@ -151,6 +151,7 @@ def writer(
         max_shard_size=shard_bytes,
     )
 
+    # Norms and corrections of routers keep the precision in which they compute
     def tensor(piece: Piece) -> Tensor:
         saved: Tensor = piece.fold.save(parameters[piece.ours].detach()[piece.rows])
         return saved.to(torch.float32 if piece.fold.is_exact else dtype or saved.dtype)

@@ -69,10 +69,12 @@ def resolve(request: Request[TrainConfig], machine: Machine, say: Say = print) -
     plan = planner.plan(step, machine, say, partial(dry_run.longest_of, config, machine, say))
     step = plan.step
     choice.model.check_length(step.seq_len, "seq_len")
+    # Only now the length is known by which positions of trained weights are stretched
     if config.seq_len == "max":
         choice = stretched(choice, step.seq_len)
         step = replace(step, model=replace(choice.model, vocab_size=step.model.vocab_size))
     config = replace(config, attention=step.attention)
+    # Kernels compile while documents are read
     wait_for_compilers = compile_ahead.begin(step)
     data = load(choice.data, step.seq_len)
     if not len(data.train):
