@@ -128,7 +128,7 @@ def settings_of(kind: str) -> dict[str, Any]:
     config_class: Any = CONFIG_MAPPING[kind]
     known = set(getattr(config_class, "__dataclass_fields__", {}))
     known |= set(inspect.signature(config_class.__init__).parameters)
-    known |= set(config_class.attribute_map)
+    known |= {alias for alias, name in config_class.attribute_map.items() if name not in EXPERTS}
     keys = {key: value for key, value in (SIZES | EXPERTS | STATES).items() if key in known}
     return {"model_type": kind, **keys, **OWN.get(kind, {})}
 

@@ -193,13 +193,8 @@ def mask_of(
         return Mask.causal(window)
     # Without positions nobody knows where a document begins
     if source is None:
-        refuse(
-            (
-                queries > 1,
-                "the layers of this model pass no position_ids to their attention, so longctx does "
-                "not know its documents; give cu_seq_lens_q, or use another attention",
-            )
-        )
+        message = "this model's attention gets no position_ids, so documents are not known: give "
+        refuse((queries > 1, message + "cu_seq_lens_q, or use another attention"))
         return Mask.causal(window)
     # All layers of a forward share one mask
     by_shape: dict[Any, tuple[Mask, bool]] = _masks.setdefault(source, {})
@@ -234,20 +229,15 @@ def vouch(config: Any) -> None:
 def refuse_untried(config: Any) -> None:
     """Raise ValueError unless packed documents are right in models of this `config`."""
     kind = getattr(config, "model_type", None)
-    refuse(
-        (
-            kind not in TRIED and _checked.get(id(config)) is not config,
+    if kind not in TRIED and _checked.get(id(config)) is not config:
+        raise ValueError(
             f"model_type={kind}: packed documents were not tried with it; "
-            "longctx.transformers.check(model) tries them, and then lets them pass",
+            "longctx.transformers.check(model) tries them, and then lets them pass"
         )
-    )
 
 
 def document_numbers(
-    batch: int,
-    tokens: int,
-    offsets: Tensor | None,
-    positions: Tensor | None,
+    batch: int, tokens: int, offsets: Tensor | None, positions: Tensor | None
 ) -> Tensor:
     """Return the number of each token's document, (B, T): from `offsets` (documents + 1,) in the
     flattened batch, else from `positions` (B or 1, T) that restart.

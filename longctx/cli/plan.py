@@ -104,6 +104,8 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
             raise ValueError(f"{name}: init={config.init} brings its own model; leave one out")
     path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
     if not run_folder.is_hugging_face(path):
+        if config.transformers != "auto":
+            raise ValueError(f"transformers={config.transformers}: the run {path} decides that")
         # Its plugins may be missing: they are no part of the shape
         run = run_folder.checkpoint_of(path, "init").parent.parent
         run_folder.read_config(run, needed=["model.layers"])

@@ -132,8 +132,9 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
         packed.unpack(model, model.embed.weight.dtype)
         model = lora.merge(model)
         source = model.config.source
-        of_init = str(source.get("dtype", source.get("torch_dtype")))
-        dtype = dtype or getattr(torch, of_init, model.embed.weight.dtype)
+        of_init = f"torch.{source.get('dtype', source.get('torch_dtype'))}"
+        known = {str(x): x for x in SHORT_NAMES}
+        dtype = dtype or known.get(of_init, model.embed.weight.dtype)
     context = max(seq_len, model.config.context or 0)
     export(model, file.resolve().parent.parent, out, context, dtype, int(shard_gb * 1e9))
     name = SHORT_NAMES[dtype or model.embed.weight.dtype]
@@ -141,41 +142,33 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
     print(f"{out}: {parameters}, {name}, for {context:,} tokens")
 
 
-def mapped_model(path: Path, checkpoint: dict[str, Any], config: GPTConfig) -> GPT:
-    """Return the model of `config` with a checkpoint's weights and LoRA, mapped from disk.
-
-    Raises ValueError if the weights belong to another model.
-    """
-    model = skeleton(config, "naive", lora_of(checkpoint))
-    check_weights(path, checkpoint, model)
-    rows = checkpoint["state_dict"].items()
-    model.load_state_dict({name.removeprefix("model."): x[:] for name, x in rows}, assign=True)
-    return model
-
-
 def adapted_model(
     path: Path, checkpoint: dict[str, Any], config: GPTConfig
 ) -> tuple[GPT, LoraConfig, dict[str, Any]]:
-    """Return the mapped model of a checkpoint, its LoRA, and the configuration of its run.
+    """Return the model of a checkpoint, mapped from disk, its LoRA, and its run's configuration.
 
     If the run continued one with LoRA, the model has the first run's weights, and the products of
-    all are one; the configuration is that of the first run.
+    all are one; the configuration is that of the first run. Raises ValueError if the weights belong
+    to another model.
     """
     added, settings = lora_of(checkpoint), checkpoint["longctx"]["config"]
+    own = skeleton(config, "naive", added)
+    check_weights(path, checkpoint, own)
+    rows = checkpoint["state_dict"].items()
+    weights = {name.removeprefix("model."): x for name, x in rows}
     before = Path(str(settings.get("init")))
     if added.rank is not None and run_folder.is_run(before) and before.exists():
         before = run_folder.checkpoint_of(before, "init")
         verify(before)
         first = read(before)
         if lora_of(first).rank is not None:
-            check_weights(path, checkpoint, skeleton(config, "naive", added))
             model, earlier, settings = adapted_model(before, first, config)
-            weights = checkpoint["state_dict"].items()
-            lora.stack(model, {name.removeprefix("model."): x for name, x in weights}, added)
+            lora.stack(model, weights, added)
             both = [*dict.fromkeys([*earlier.targets, *added.targets])]
             rank = (earlier.rank or 0) + added.rank
             return model, LoraConfig(rank, 1.0, targets=both, base=earlier.base), settings
-    return mapped_model(path, checkpoint, config), added, settings
+    own.load_state_dict({name: x[:] for name, x in weights.items()}, assign=True)
+    return own, added, settings
 
 
 def run_adapter(

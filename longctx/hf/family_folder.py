@@ -70,7 +70,12 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
     # what is left over
     if source.tied and LM_HEAD in unused:
         unused.discard(LM_HEAD)
-        _check_same(stored, LM_HEAD, EMBEDDING)
+        head, embedding = values_of(stored[LM_HEAD]), values_of(stored[EMBEDDING])
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            file = stored[LM_HEAD].file
+            raise ValueError(
+                f"{file}: {LM_HEAD} differs from {EMBEDDING}, but tie_word_embeddings=true"
+            )
     if unused:
         name = min(unused)
         raise ValueError(
@@ -96,14 +101,6 @@ def text_tensors(folder: Path) -> dict[str, Stored]:
         return stored
     named = {multimodal.text_name(name): tensor for name, tensor in stored.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
-
-
-def _check_same(stored: dict[str, Stored], name: str, other: str) -> None:
-    one, two = values_of(stored[name]), values_of(stored[other])
-    if one.dtype != two.dtype or not torch.equal(one, two):
-        raise ValueError(
-            f"{stored[name].file}: {name} differs from {other}, but tie_word_embeddings=true"
-        )
 
 
 def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:

@@ -29,19 +29,14 @@ from longctx.transformers import (
 WORDS = 1024  # of the vocabulary
 WINDOW = 29  # at most, so that documents are longer
 PACKING = "; data.packing=false trains each document in a sequence of its own"
-_proven: set[str] = set()
+_proven: set[str] = set()  # settings as JSON
 
 
 def require(config: TransformersConfig) -> None:
     """Prove the model on this CPU unless it is proven: no way to it leads past this."""
-    if key_of(config) not in _proven:
+    if json.dumps(config.settings, sort_keys=True) not in _proven:
         with torch.device("cpu"):  # models are built on "meta"
             prove(config, "cpu", "fp32", config.context or WORDS, packing=False)
-
-
-def key_of(config: TransformersConfig) -> str:
-    """Return the text by which a proven model is known."""
-    return json.dumps(config.settings, sort_keys=True)
 
 
 def prove(
@@ -91,7 +86,7 @@ def prove(
         (problem, f"model_type={kind}: {problem}{remedy}"),
         (not off <= allowed, f"model_type={kind}: in {precision} its logits are {off:.0%} off"),
     )
-    _proven.add(key_of(config))
+    _proven.add(json.dumps(config.settings, sort_keys=True))
 
 
 def small_of(config: TransformersConfig, seq_len: int) -> TransformersConfig:

@@ -90,10 +90,6 @@ class TransformersConfig(GPTConfig):
     def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
         pkgutil.resolve_name("longctx.hf.proof:prove")(self, device, precision, seq_len, packing)
 
-    def require_proof(self) -> None:
-        """Prove the model on a CPU unless it is proven."""
-        pkgutil.resolve_name("longctx.hf.proof:require")(self)
-
     def packs(self, device: str, precision: str, seq_len: int, is_shared: bool) -> bool:
         try:
             self.prove(device, precision, seq_len, packing=True)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,7 +279,7 @@ class TransformersModel(GPT):
         is_proven: bool = False,
     ) -> None:
         if not is_proven:
-            config.require_proof()
+            resolve_name("longctx.hf.proof:require")(config)
         nn.Module.__init__(self)
         attention, self.memory = settings_of(attention, memory)
         self.config = config

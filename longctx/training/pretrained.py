@@ -71,6 +71,8 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     is_given = "model.vocab_size" in overrides
     vocab_size = config.model.vocab_size if is_given else None
     if run_folder.is_run(folder):
+        if config.transformers != "auto":
+            raise ValueError(f"transformers={config.transformers}: the run {init} decides that")
         file, model = read_run(init, folder, vocab_size)
         init = str(file)
         tokenizer = file.resolve().parent.parent

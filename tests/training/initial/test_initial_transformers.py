@@ -50,6 +50,7 @@ def test_it_is_evaluated_samples_and_is_exported(tuned, tmp_path, capsys):
     ids = torch.tensor([tokenizer.encode_prompt("the row")])
     theirs = again.eval().generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert tokenizer.decode(theirs[0, ids.shape[1] :].tolist()).strip() in ours
+    assert train.main([f"init={run}", "transformers=always"]) == 2
     second = tuned("second", init=run, max_steps=1)
     before, after = validations(run)[-1], validations(second)[0]
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-5)
