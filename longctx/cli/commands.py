@@ -395,5 +395,6 @@ COMMANDS: dict[str, Command] = {
     "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),
     "watch": Command(options.WatchOptions, "longctx.report.run_view:watch"),
+    "dashboard": Command(options.DashboardOptions, "longctx.report.dashboard:dashboard"),
     "export": Command(options.ExportOptions, _export),
 }

@@ -82,6 +82,18 @@ class ResumeOptions:
 
 
 @dataclass
+class DashboardOptions:
+    """Make a workspace at wandb for the runs of a project.
+
+    longctx dashboard project=longctx
+    """
+
+    project: str = key("", "the project at wandb, such as longctx", positional=True)
+    entity: str | None = key(None, "team or user; null: your default")
+    name: str = key("longctx", "name of the workspace")
+
+
+@dataclass
 class ExportOptions(Group):
     """Write a trained model as a Hugging Face folder.
 

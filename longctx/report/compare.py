@@ -33,6 +33,8 @@ COUNTS = ("tokens", "bytes", "words", "standard_error")  # no scores
 PER_MONEY = "tokens for 1 of its currency"
 # Losses of runs that differ in these are of other tokens. z_loss is no part of the logged loss
 DECISIVE = ("data.", "objective.", "model.vocab_size")
+# Fingerprints of kernels depend on these
+SHAPE = ("seq_len", "precision", "model.channels", "model.heads", "model.kv_heads")
 
 
 class Table(NamedTuple):
@@ -112,8 +114,8 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
         if counts[run.label] > 1:
             run.label = str(run.folder)
     notes = [note for run in runs for note in run.notes]
-    notes += [*not_ranked(runs), *(f"left out: {problem}" for problem in problems)]
-    return runs, notes
+    notes += [*not_ranked(runs), *lock_differences(runs)]
+    return runs, [*notes, *(f"left out: {problem}" for problem in problems)]
 
 
 def table_of(runs: list[RunRecord], price: float | None) -> Table:
@@ -257,6 +259,23 @@ def documents_of(run: RunRecord) -> dict[str, Any]:
     values["val_rows"] = config.get("val_rows", 0) * config["seq_len"]
     of_file = {"data.tokenizer": run.tokenizer, "data.vocab_size": None}
     return values | of_file if run.tokenizer else values
+
+
+def lock_differences(runs: list[RunRecord]) -> list[str]:
+    """Return a note for each field in which kernel locks of one backend differ."""
+    # (field, backend, shape of a fingerprint) → value → the runs that have it
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for run in runs:
+        for field, value in run.lock.items():
+            keys = ("attention.backend", *(SHAPE if field == "fingerprint" else ()))
+            same = (field, *(configured(run, key) for key in keys))
+            groups.setdefault(same, {}).setdefault(value, []).append(run.label)
+    return [
+        f"kernel locks of {backend} differ in {field}: "
+        + "; ".join(f"{value} ({', '.join(labels)})" for value, labels in values.items())
+        for (field, backend, *_), values in groups.items()
+        if len(values) > 1
+    ]
 
 
 def write_page(out: Path, runs: list[RunRecord], table: Table, notes: list[str]) -> None:

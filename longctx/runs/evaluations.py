@@ -128,6 +128,8 @@ def task_scores(results: dict[str, Any]) -> list[Content]:
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
+            if metric.isdigit() and value == -1:  # a length that RULER did not run
+                continue
             error = values.get(f"{metric}_stderr,{filter_name}")
             error = float(error) if isinstance(error, int | float) else None
             name = metric if filter_name in ("", "none") else f"{metric} ({filter_name})"

@@ -1,9 +1,9 @@
 """The table of metrics: their names, formats and the views that show them.
 
 One line of `METRICS` is a key of metrics.jsonl. The console, the closing table, `watch`, `compare`
-and its page, and the metric definitions at wandb all read this table, so a new metric is one more
-line here, next to the code that computes it. The key `facts_found/*` covers
-all keys that begin with `facts_found/`.
+and its page, the metric definitions at wandb and the wandb workspace all read this table, so a new
+metric is one more line here, next to the code that computes it. The key `facts_found/*` covers all
+keys that begin with `facts_found/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shown(Flag):
     WATCH = auto()
     COMPARE = auto()  # the table of results
     CURVE = auto()  # the page of `compare`, over tokens or time
-    CONTEXT = auto()  # the page, over the context length
+    CONTEXT = auto()  # the page and the wandb workspace, over the context length
 
 
 LIVE = Shown.CONSOLE | Shown.WATCH

@@ -62,6 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["export", "runs/a", "out", "adapter=true", "dtype=bf16"], "dtype=bf16: adapter=true"),
         (["data", "--seq-len", "9"], "--seq-len: not an option"),
         (["resume"], "RUN is missing"),
+        (["dashboard"], "PROJECT is missing"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
         (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),

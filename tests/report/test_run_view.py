@@ -14,7 +14,7 @@ import pytest
 
 from longctx import cli
 from longctx.report import run_view
-from longctx.report.compare import described, table_of
+from longctx.report.compare import described, lock_differences, table_of
 from longctx.report.run_view import read, watch
 from longctx.runs import run_folder
 from longctx.runs.metrics_file import Tail
@@ -125,6 +125,25 @@ def test_links_out_of_a_run_are_not_followed(tmp_path, capsys, file, dangles):
     if file in ("config.yaml", "metrics.jsonl"):
         with pytest.raises(ValueError, match=str(runs[0])):
             watch(runs[0])
+
+
+def test_locks_that_differ_are_a_note(tmp_path, capsys):
+    lock = {"backend": "flash", "machine": {"torch": "2.13.0"}, "fingerprint": {"out": "b"}}
+    newer = lock | {"machine": {"torch": "2.14.0"}}
+    other_length = lock | {"fingerprint": {"out": "c"}}
+    folders = []
+    for name, content in (("a", lock), ("b", newer), ("c", other_length), ("d", None)):
+        folders.append(make(tmp_path / name, config=f"seq_len: {128 if name == 'c' else 64}"))
+        if content:
+            (folders[-1] / "kernel.lock.json").write_text(json.dumps(content))
+    compare(folders, tmp_path / "x.html")
+    notes = [line for line in capsys.readouterr().err.splitlines() if "kernel locks" in line]
+    assert len(notes) == 1
+    for part in ("flash", " torch: ", "2.13.0 (a, c)", "2.14.0 (b)"):
+        assert part in notes[0]
+    runs = [read(folder, 100) for folder in folders]
+    runs[2].config["seq_len"] = 64
+    assert ["fingerprint" in note for note in lock_differences(runs)] == [False, True]
 
 
 def test_watch_follows_until_the_process_ends(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,102 @@
+"""The wandb workspace for the runs of a project. The only user of wandb-workspaces.
+
+Every metric of the table (`longctx.runs.metrics`) has a panel over tokens: in the section that
+PANELS gives it, or else in the last one, so a new metric needs no line here.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from longctx import untrusted
+from longctx.runs import metrics
+from longctx.runs.metrics import BY_POSITION, FACTS_FOUND, Metric, Shown
+
+TOKENS = "tokens_seen"
+LOG = ("loss", "val_perplexity", "grad_norm")
+STEP_PARTS = ("forward_ms", "backward_ms", "optimizer_ms", "data_wait_ms")  # stacked
+PEAK = ("memory_peak_gib", "memory_reserved_gib", "memory_predicted_gib")
+# Section → its panels, each of the keys that are drawn together
+PANELS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Context extension": ((f"{BY_POSITION}/*",), (f"{FACTS_FOUND}/*",)),
+    "Throughput": (("tokens_per_second",), ("ms_per_step",), ("mfu",), STEP_PARTS),
+    "Memory": (PEAK, ("process_peak_gib",)),
+    "Loss": (("loss",), ("val_loss",), ("val_perplexity",), ("grad_norm",), ("lr",)),
+    "Several devices": (("tokens_per_second_per_device",), ("communication_ms",)),
+}
+
+
+def dashboard(project: str, entity: str | None = None, name: str = "longctx") -> None:
+    """Create the workspace and print its address; ValueError, one line, if wandb-workspaces or an
+    API key is missing, or the server refuses.
+    """
+    if find_spec("wandb_workspaces") is None:
+        raise ValueError("dashboard: pip install wandb-workspaces")
+    import wandb
+
+    # wandb's own errors, the network's
+    problem = "wandb did not take the workspace: {}"
+    with untrusted.named(f"project={project}", problem, (Exception,)):
+        if not wandb.login(prompt=False):
+            raise ValueError("wandb has no API key here; give one by `wandb login`")
+        created = workspace(project, entity or str(wandb.Api().default_entity), name)
+        created.save()
+    print(created.url)
+
+
+def workspace(project: str, entity: str, name: str) -> Any:
+    """Return the workspace, not yet saved."""
+    import wandb_workspaces.workspaces as ws
+
+    filled = [
+        ws.Section(name=title, panels=panels, is_open=True) for title, panels in sections().items()
+    ]
+    columns = [f"summary:{over(metric)}" for metric in metrics.shown(Shown.CONTEXT)]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=filled,
+        settings=ws.WorkspaceSettings(x_axis=TOKENS, max_runs=20),
+        runset_settings=ws.RunsetSettings(
+            pinned_columns=["config:backend", "config:seq_len", *columns]
+        ),
+    )
+
+
+def sections() -> dict[str, list[Any]]:
+    """Return the panels of every section: lines over tokens, then one point or bar for each run."""
+    import wandb_workspaces.reports.v2 as wr
+
+    def points(title: str, y: str, x: str) -> Any:
+        axes: dict[str, Any] = {"x": wr.Config(x), "y": wr.SummaryMetric(y)}
+        return wr.ScatterPlot(title=f"{title} over context", **axes, log_x=True)
+
+    placed = {TOKENS, "step", *(key for panels in PANELS.values() for x in panels for key in x)}
+    rest = [(x.key,) for x in metrics.METRICS if not x.hidden and x.key not in placed]
+    panels = PANELS | {"More": tuple(rest)}
+    result = {title: [lines(keys) for keys in charts] for title, charts in panels.items()}
+    over_context = metrics.shown(Shown.CONTEXT)
+    result["Context extension"] += [points(x.heading, over(x), "seq_len") for x in over_context]
+    result["Evaluation"] = [points("Perplexity", "eval/perplexity", "context")]
+    for key in ("eval/perplexity", "eval/bits_per_byte"):
+        result["Evaluation"].append(wr.BarPlot(title=key, metrics=[wr.SummaryMetric(key)]))
+    return result
+
+
+def lines(keys: tuple[str, ...]) -> Any:
+    """Return the panel of keys, one of which may be that of a family, over tokens."""
+    import wandb_workspaces.reports.v2 as wr
+
+    more: dict[str, Any] = {"plot_type": "stacked-area"} if keys == STEP_PARTS else {}
+    more |= {"metric_regex": keys[0].replace("*", ".*")} if "*" in keys[0] else {"y": list(keys)}
+    return wr.LinePlot(title=", ".join(keys), x=TOKENS, log_y=keys[0] in LOG, **more)
+
+
+def over(metric: Metric) -> str:
+    """Return the key of a run's least or last value, in its summary at wandb.
+
+    The summary has `key.last` beside the extreme that it keeps, and then no `key` alone.
+    """
+    return metric.key + {"min": ".min", "max": ".last", None: ""}[metric.summary]
