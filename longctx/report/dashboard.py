@@ -86,7 +86,7 @@ def sections() -> dict[str, list[Any]]:
 
 
 def lines(keys: tuple[str, ...]) -> Any:
-    """Return the panel of keys, one of which may be that of a family, over tokens."""
+    """Return a panel over tokens: of some keys, or of a family of keys."""
     import wandb_workspaces.reports.v2 as wr
 
     more: dict[str, Any] = {"plot_type": "stacked-area"} if keys == STEP_PARTS else {}
