@@ -85,12 +85,15 @@ def check_scaling(
         if name in ("short_factor", "long_factor"):
             is_right = isinstance(value, list | tuple) and len(value) == head_dim // 2
             is_right = is_right and all(map(is_number, value))
+            expected = f"a list of {head_dim // 2} numbers, half the head size"
         elif name == "truncate":
-            is_right = isinstance(value, bool)
+            is_right, expected = isinstance(value, bool), "true or false"
+        elif name.startswith("mscale"):
+            is_right, expected = is_number(value), "a number"
         else:
-            is_right = is_number(value) and (value > 0 or name.startswith("mscale"))
+            is_right, expected = is_number(value) and value > 0, "a number above 0"
         if value is not None and not is_right:
-            raise ValueError(f"{prefix}.{name}={str(value)[:60]} is not a value of it")
+            raise ValueError(f"{prefix}.{name}={str(value)[:60]} must be {expected}")
     if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise ValueError(
             f"{prefix}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"

@@ -49,7 +49,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
             f"{source.vocab_size:,} tokens; use at least that, or null"
         )
 
-    # tensor by tensor
+    # tensor by tensor; buffers are computed anew
     stored = text_tensors(folder)
     unused = {name for name in stored if not BUFFERS.fullmatch(name)}
     unused = {name for name in unused if not family.leaves_out(name, source)}
@@ -67,7 +67,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{tensor.file}: {name} is {tensor.dtype}; covered are {covered}")
         unused.discard(name)
 
-    # what is left over
+    # what is left over: some folders of tied models have the head too
     if source.tied and LM_HEAD in unused:
         unused.discard(LM_HEAD)
         head, embedding = values_of(stored[LM_HEAD]), values_of(stored[EMBEDDING])
@@ -76,6 +76,7 @@ def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
             raise ValueError(
                 f"{file}: {LM_HEAD} differs from {EMBEDDING}, but tie_word_embeddings=true"
             )
+    # A tensor without a place would be left out without a word
     if unused:
         name = min(unused)
         raise ValueError(

@@ -90,7 +90,7 @@ LONGROPE = {"rope_scaling": {"rope_type": "longrope"}}
         ({}, {"type": "auto", "factor": 2.0}, "rope.factor=2.0: not a key of rope=auto"),
         ({}, {"type": "yarn", "factor": float("nan")}, "rope.factor=nan: a number from 1"),
         ({}, {"type": "linear", "options": {"x": 3}}, "rope.options.x=3: not a key of rope"),
-        ({}, {"type": "yarn", "options": {"beta_fast": "x"}}, "rope.options.beta_fast='x' must be"),
+        ({}, {"type": "yarn", "options": {"beta_fast": "x"}}, "rope.options.beta_fast=x must be"),
         ({}, {"type": "longrope"}, "rope.options.short_factor is missing"),
         ({}, {"type": "longrope", "options": FACTORS}, "a list of 4 numbers"),
         (TINY_HEADS, {"type": "dynamic"}, "needs heads of more than 2 channels"),
