@@ -27,19 +27,15 @@ BUDGETS = {
 }
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
-    "longctx": 6336,
-    "kernels": 228,
-    "spec": 662,
-    "attention": 74,
-    "hf": 1326,
-    "model": 381,
-    "parallel": 158,
-    "data": 234,
-    "runs": 169,
-    "training": 1696,
-    "evaluation": 554,
-    "the rest": 954,
-    "tests": 3490,
+    "longctx": 2773,
+    "spec": 386,
+    "hf": 136,
+    "model": 234,
+    "parallel": 153,
+    "runs": 39,
+    "training": 1161,
+    "the rest": 694,
+    "tests": 2403,
 }
 # The first pattern that a path of the package begins with names its part
 PARTS = {

@@ -123,12 +123,14 @@ class TrackerTraits(NamedTuple):
         there are none, the tracker gets no copy.
     late: a command for rows that are not sent in time, with {folder} for the run's folder.
     reads: the keys of `wandb` that it reads; None: all.
+    package: that it imports; None: none.
     """
 
     copy: Callable[[dict[str, Any], Iterator[dict[str, Any]]], None]
     opening: Callable[[Any, Path], list[str]]
     late: str = ""
     reads: Collection[str] | None = None
+    package: str | None = None
 
 
 OPTIMIZERS: Door[OptimizerTraits] = Door("optimizer", "longctx.training.optimizers")

@@ -77,6 +77,7 @@ def check_scaling(
     for name in needed:
         if scaling.get(name) is None:
             raise ValueError(f"{prefix}.{name} is missing, which rope_type={rope_type} needs")
+    # A key that nothing reads would be another formula than its writer's
     for name, value in scaling.items():
         if name == "rope_type":
             continue
@@ -98,12 +99,14 @@ def check_scaling(
         raise ValueError(
             f"{prefix}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
         )
+    # These compare the length of a sequence with that of the model's training
     by_length = rope_type in ("dynamic", "longrope")
     if context is None and (by_length or (rope_type == "yarn" and not scaling.get("factor"))):
         raise ValueError(
             f"{prefix}.rope_type={rope_type}: needs model.context, the tokens that the model was "
             "made for"
         )
+    # Its base grows by a power of head_dim / (head_dim - 2)
     if rope_type == "dynamic" and head_dim <= 2:
         raise ValueError(f"{prefix}.rope_type=dynamic: needs heads of more than 2 channels")
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from longctx.attention.description import AttentionConfig
@@ -298,6 +299,10 @@ class TrainConfig(Group):
             self.context.check_degree(self.devices)
         state = self.memory.filled(self.memory.policies()[0]).optimizer_state
         yield from self.optimizer.problems_beside(state, self.lora.rank)
+        for name in self.tracker:
+            package = TRACKERS[name].package
+            if package is not None and find_spec(package) is None:
+                yield f"tracker={name}: not installed; pip install {package}"
         if self.max_tokens is not None and self.max_steps is not None:
             yield f"max_steps={self.max_steps} and max_tokens={self.max_tokens}: give one"
         if self.name is not None and not FOLDER_NAME.fullmatch(self.name):

@@ -97,12 +97,14 @@ def opening(text: str) -> Callable[[Any, Path], list[str]]:
 
 
 late = "wandb sync {folder}/wandb/*run-*"
-register("wandb", TrackerTraits(wandb_copy.copy, wandb_copy.opening, late))
+register("wandb", TrackerTraits(wandb_copy.copy, wandb_copy.opening, late, package="wandb"))
 look = opening("look: tensorboard --logdir {folder.parent}")
-register("tensorboard", TrackerTraits(copy_to_tensorboard, look, reads=()))
+register("tensorboard", TrackerTraits(copy_to_tensorboard, look, reads=(), package="tensorboard"))
 look = opening("look: mlflow ui")
-register("mlflow", TrackerTraits(copy_to_mlflow, look, reads=("project",)))
+register("mlflow", TrackerTraits(copy_to_mlflow, look, reads=("project",), package="mlflow"))
 look = opening("look: trackio show --project {project}")
-register("trackio", TrackerTraits(copy_to_trackio, look, reads=("project", "group")))
+register(
+    "trackio", TrackerTraits(copy_to_trackio, look, reads=("project", "group"), package="trackio")
+)
 # metrics.jsonl alone
 register("none", TrackerTraits(lambda *_: None, lambda *_: [], reads=()))

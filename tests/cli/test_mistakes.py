@@ -81,6 +81,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "lora.rank=4"], "lora.rank=4: adds to trained weights"),
         (["train", "devices=2", "context.method=ulysses"], "context.method=ulysses: does nothing"),
         (["eval", "runs/done", "context.method=ulysses"], "context.method=ulysses: does nothing"),
+        (["train", "tracker=mlflow"], "tracker=mlflow: not installed"),
         (["train", "strategy=ddp"], "strategy=ddp: several devices"),
         (["eval", "runs/done", "strategy=fsdp"], "strategy=fsdp: several devices"),
         (["train", "attention.options.kernel=hoper"], "kernel=hoper must be one of auto, portable"),
@@ -153,7 +154,7 @@ def test_a_plan_needs_no_plugins_of_its_init(here):
     [
         ("", []),
         ("tracker=none wandb.project=p wandb.tags=[a]", ["wandb.project=p", "wandb.tags=[a]"]),
-        ("tracker=[tensorboard,mlflow] wandb.project=p wandb.group=g", ["wandb.group=g"]),
+        ("tracker=[tensorboard,none] wandb.project=p", ["wandb.project=p"]),
     ],
 )
 def test_keys_that_no_tracker_reads_are_said(words, unread):
