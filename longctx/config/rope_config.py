@@ -88,11 +88,14 @@ def check_scaling(
             is_right = is_right and all(map(is_number, value))
             expected = f"a list of {head_dim // 2} numbers, half the head size"
         elif name == "truncate":
-            is_right, expected = isinstance(value, bool), "true or false"
+            is_right = isinstance(value, bool)
+            expected = "true or false"
         elif name.startswith("mscale"):
-            is_right, expected = is_number(value), "a number"
+            is_right = is_number(value)
+            expected = "a number"
         else:
-            is_right, expected = is_number(value) and value > 0, "a number above 0"
+            is_right = is_number(value) and value > 0
+            expected = "a number above 0"
         if value is not None and not is_right:
             raise ValueError(f"{prefix}.{name}={str(value)[:60]} must be {expected}")
     if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:

@@ -99,4 +99,4 @@ class GenerateConfig(SampleConfig):
         if self.out is not None and Path(self.out).resolve() == Path(self.prompts).resolve():
             yield f"out={self.out}: the answers would replace the prompts; give another file"
         if Path(self.prompts).suffix != ".jsonl" or not Path(self.prompts).is_file():
-            yield f"prompts={self.prompts}: not a .jsonl file that is here"
+            yield f"prompts={self.prompts}: give a file that exists and ends in .jsonl"

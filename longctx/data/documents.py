@@ -57,7 +57,7 @@ class Shard(NamedTuple):
     read: Callable[[], Iterator[Document]]
 
     def documents(self) -> Iterator[Document]:
-        """Read the documents; ValueError for a text that is none, or that UTF-8 cannot write."""
+        """Read the documents. Raises ValueError if one is no str, or has no form in UTF-8."""
         problem = "half of a surrogate pair, which is no character; mend it, or data.errors=replace"
         for document in self.read():
             kind = type(document.text).__name__

@@ -15,14 +15,14 @@ MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in thei
 
 
 class Kept(NamedTuple):
-    """Bytes that forward leaves for backward, and the half of it that frees them."""
+    """Bytes saved by forward, and the half of backward after which they are free."""
 
     bytes: float
     until: str  # MLP | ATTENTION
 
 
 def kept(block: BlockSpec, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
-    """Yield what the block saves for backward, and until which half of it."""
+    """Yield the bytes that the block saves, each with the half of backward that frees them."""
     e, C = p.activation, block.mlp.size
     if p.recompute == "block":
         if keeps_input:
@@ -69,7 +69,7 @@ def mlp_backward(block: BlockSpec, p: Pass) -> float:
     again = p.recompute != "none"
     n = p.tile if again else p.tokens
     tile = p._replace(tokens=n, weight_copy=0)
-    # The gradients that come in, and of what is normalized or scaled; in FP8, transposed
+    # Incoming gradients, and those of normalized or scaled outputs; in FP8, transposed
     scaled = (block.mlp_out_norm is not None) + (block.branch_scale != 1)
     needed: float = e * C * p.tokens + scaled * e * C * n + p.fp8_input * C * n
     needed += block.mlp.backward(p._replace(tokens=n))

@@ -139,7 +139,7 @@ class GPTConfig(Group):
         metadata={"key": Key("config.json of init=, which exports repeat", compared=False)},
     )
 
-    # What computes it, and what reads and writes its Hugging Face folders
+    # The module, and the reader and writer of Hugging Face folders
     implementation: ClassVar[str] = "longctx.model.gpt:GPT"
     folders: ClassVar[str] = "longctx.hf.family_folder"
     # Our kernels compute its layers, torch.compile and CUDA graphs may hold them

@@ -159,11 +159,11 @@ class EarlyStopping(Callback):
 class Spikes(Callback):
     """Count and report the spikes of a run: logged losses far above those before.
 
-    As SkipStepAdamW of OLMo-core finds them: a loss is a spike among those of the last 128 rows if
+    Like SkipStepAdamW of OLMo-core, compare a loss with the last 128 rows. It is a spike if
 
         loss > mean + 6 · standard deviation
 
-    and here also loss > 1.1 · mean, so that a nearly constant loss raises no alarm.
+    and loss > 1.1 · mean, or a nearly constant loss would raise an alarm.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -212,8 +212,8 @@ def check_schedule(run: Run) -> None:
 
 
 def begun(run: Run, choices: dict[str, str], overrides: dict[str, str]) -> Run:
-    """Return the new run with its folder, the first thing that is written, which a dry run does
-    not make; the preset of each group is in `choices`.
+    """Return the new run with its folder, which the presets in `choices` name; a dry run makes
+    none.
     """
     config = run.config
     stem = run_folder.stem(choices, run.workload.seq_len, overrides)

@@ -23,7 +23,7 @@ for _name, _table in TABLES.items():
     _code = resolve_name(f"{__name__}.{_table.pop('code', 'family:Family')}")
     register(_code(_name, **_table))
 
-# What a model without a source is written as: the first that says all of it
+# A model without a source is written as the first of these that reads back equal
 NEW = ["llama", "mistral", "ministral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe"]
 NEW += ["gpt_oss"]
 # Keys of a source about its files: code, formats of weights, and who wrote it
@@ -81,7 +81,7 @@ def _text_model(folder: str | Path) -> ConfigJson:
 
 
 def write_config(config: GPTConfig, context: int) -> dict[str, Any]:
-    """Return config.json of `config` for `context` tokens: that of its source, with what changed.
+    """Return config.json of `config` for `context` tokens: its source's, with the changes.
 
     Raises ValueError if no family would read this model from it.
     """

@@ -1,7 +1,7 @@
 """Code of families with experts. families.toml has what tables can say.
 
-gpt-oss has one tensor for all experts of a layer. GLM-4.5 has layers that predict further tokens,
-which are left out. AFMoE has no positions in layers without a window.
+gpt-oss has one tensor for all experts of a layer. Layers of GLM-4.5 for further tokens are left
+out. AFMoE has no positions in layers without a window.
 """
 
 from __future__ import annotations
