@@ -7,13 +7,13 @@ Writes to OUT as JSON, for each case, which results have other bits.
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from longctx import system
 from longctx.attention import Attention, Mask
 from longctx.attention.context_parallel import Context
 
@@ -61,7 +61,7 @@ def main(device: str, path: Path) -> None:
     if dist.get_rank() == 0:
         path.write_text(json.dumps(differ))
     dist.barrier()  # or one process ends while the other still reads from it
-    os._exit(0)  # once in sixty runs gloo's threads aborted the exit of the interpreter
+    system.exit_with(0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from longctx import system
 from longctx.hf import model_folder
 from longctx.model.gpt import build
 from longctx.parallel import sharding
@@ -43,7 +44,8 @@ def main() -> None:
         assert wanted.keys() == found.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.02)
-    dist.destroy_process_group()
+    dist.barrier()  # or one process ends while the other still reads from it
+    system.exit_with(0)
 
 
 if __name__ == "__main__":
