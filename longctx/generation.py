@@ -29,12 +29,7 @@ from longctx.data.chat import Template
 from longctx.evaluation.load import build_model, open_model
 from longctx.model import GPT
 from longctx.model.decoder import Sampler, continuations, decoder_of
-from longctx.parallel.devices import (
-    dtype_of,
-    is_out_of_memory,
-    this_machine,
-    within_memory,
-)
+from longctx.parallel.devices import dtype_of, is_out_of_memory, this_machine, within_memory
 from longctx.spec.step import precision_of
 
 PROMPTS_SIZE = 1 << 30  # bytes of a file of prompts

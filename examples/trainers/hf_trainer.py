@@ -23,17 +23,10 @@ longctx.transformers.check(model)  # packed documents are each alone
 with open(text, encoding="utf-8") as file:
     documents = [{"input_ids": tokenizer(each)["input_ids"]} for each in file if each.strip()]
 arguments = TrainingArguments(
-    "trained",
-    per_device_train_batch_size=8,
-    max_steps=20,
-    save_strategy="no",
-    report_to="none",
+    "trained", per_device_train_batch_size=8, max_steps=20, save_strategy="no", report_to="none"
 )
 trainer = Trainer(
-    model,
-    arguments,
-    train_dataset=documents,
-    data_collator=DataCollatorWithFlattening(),
+    model, arguments, train_dataset=documents, data_collator=DataCollatorWithFlattening()
 )
 trainer.train()
 trainer.save_model()

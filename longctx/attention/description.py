@@ -209,12 +209,7 @@ class FlashDescription(Description):
         return fits if chosen == "auto" else chosen == kernel
 
 
-PORTABLE: Rates = {
-    64: (0.476, 0.397),
-    128: (0.495, 0.442),
-    256: (0.52, 0.25),
-    512: (0.22, 0.097),
-}
+PORTABLE: Rates = {64: (0.476, 0.397), 128: (0.495, 0.442), 256: (0.52, 0.25), 512: (0.22, 0.097)}
 
 
 def _rates(rates: Rates, head_size: int) -> tuple[float, float]:

@@ -71,13 +71,7 @@ class Flash(Backend):
         return None
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        scores: Scores,
-        kernel: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores, kernel: str = "auto"
     ) -> tuple[Tensor, Tensor, str]:
         chosen = implementation(q.device, q.dtype, q.shape[3], kernel)
         intervals = mask.first, mask.last, mask.qfirst, mask.qlast

@@ -34,14 +34,7 @@ from longctx.config.presets import Request
 from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_files
-from longctx.parallel.launch import (
-    GRACE,
-    Launched,
-    join,
-    launched,
-    number_here,
-    supervise,
-)
+from longctx.parallel.launch import GRACE, Launched, join, launched, number_here, supervise
 from longctx.runs import run_folder
 
 WIDTH = 80

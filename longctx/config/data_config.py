@@ -25,10 +25,7 @@ class DataConfig(Group):
     source: str = key(
         "embedded", "source of the documents; data=NAME sets it", choices=SOURCES, short=True
     )
-    path: Any = key(
-        None,
-        "text: file, folder, glob, list [a,b]; hub: OWNER/NAME",
-    )
+    path: Any = key(None, "text: file, folder, glob, list [a,b]; hub: OWNER/NAME")
     text_column: str = key(
         "text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets"
     )

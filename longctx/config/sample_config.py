@@ -77,8 +77,7 @@ class GenerateConfig(SampleConfig):
         None, "text to continue, as it is typed; null: what a document begins with", parse=str
     )
     prompts: str | None = key(
-        None,
-        ".jsonl file instead: a `prompt` on each line, or `messages` of a chat",
+        None, ".jsonl file instead: a `prompt` on each line, or `messages` of a chat"
     )
     chat: bool = key(
         False, "the prompt is a message; the answer is asked for by the model's chat template"

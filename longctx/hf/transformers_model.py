@@ -177,10 +177,7 @@ def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: st
                 setattr(config, name, 0.0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                trust_remote_code=False,
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # a model's own code may raise anything
         refuse(

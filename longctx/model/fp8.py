@@ -81,13 +81,7 @@ def product(
 ) -> Tensor:
     """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
     y: Tensor = torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=a_scale,
-        scale_b=b_scale,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=fast,
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
     )
     return y
 

@@ -305,11 +305,7 @@ def build(
 
 
 def frequencies_of(
-    rope: Rope,
-    mask: Mask,
-    shards: Shards,
-    shape: tuple[int, int, int],
-    device: torch.device,
+    rope: Rope, mask: Mask, shards: Shards, shape: tuple[int, int, int], device: torch.device
 ) -> Tensor | None:
     """Return the frequencies of each token of this rank (B, n, D/2), by its document's length.
 

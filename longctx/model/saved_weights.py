@@ -53,10 +53,7 @@ def lora_of(checkpoint: dict[str, Any]) -> LoraConfig:
 
 
 def copy_weights(
-    model: GPT,
-    path: Path,
-    checkpoint: dict[str, Any],
-    copy: Callable[[Any, Tensor], None],
+    model: GPT, path: Path, checkpoint: dict[str, Any], copy: Callable[[Any, Tensor], None]
 ) -> None:
     """Copy the weights of a checkpoint into `model`, one after the other, with what LoRA trained
     added to them. What LoRA is to add to `model` itself is left alone.

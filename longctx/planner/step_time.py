@@ -23,13 +23,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from longctx.config.layout_config import allgather_group, kv_copies
-from longctx.planner.peak_memory import (
-    KEPT,
-    OPTIMIZER,
-    optimizer_state,
-    predict,
-    trained_weights,
-)
+from longctx.planner.peak_memory import KEPT, OPTIMIZER, optimizer_state, predict, trained_weights
 from longctx.spec.block import BlockSpec
 from longctx.spec.hardware import Chip
 from longctx.spec.parts import FP32

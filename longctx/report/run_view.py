@@ -21,15 +21,7 @@ from longctx import files, tables, untrusted
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import Evaluations, read_evaluations
-from longctx.runs.metrics import (
-    BY_POSITION,
-    Record,
-    Shown,
-    finite,
-    is_step,
-    line,
-    number,
-)
+from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, is_step, line, number
 from longctx.runs.metrics_file import Tail, read_records
 from longctx.runs.run_folder import checkpoints, is_training, read_config
 from longctx.untrusted import opened

@@ -93,11 +93,7 @@ class Metric(NamedTuple):
 def preferences(prefix: str, word: str) -> Iterator[Metric]:
     """Yield the metrics of answers that are preferred, named as TRL names them."""
     yield Metric(
-        f"{prefix}rewards/accuracies",
-        f"{word}accuracy",
-        ".1%",
-        shown=ALL | CURVE,
-        better="max",
+        f"{prefix}rewards/accuracies", f"{word}accuracy", ".1%", shown=ALL | CURVE, better="max"
     )
     for key, label, view in (
         ("rewards/margins", "margin", LIVE | CURVE),

@@ -156,11 +156,7 @@ class StepParts:
     """
 
     def __init__(
-        self,
-        module: TrainingModule,
-        prepared: Any,
-        optimizer: Optimizer,
-        parallel: Parallel,
+        self, module: TrainingModule, prepared: Any, optimizer: Optimizer, parallel: Parallel
     ) -> None:
         self.module, self.prepared = module, prepared
         self.optimizer, self.parallel = optimizer, parallel

@@ -31,10 +31,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        parallel: Parallel,
-        figures: tuple[str, ...] = (),
+        self, workload: Workload, parallel: Parallel, figures: tuple[str, ...] = ()
     ) -> None:
         self.workload, self.parallel = workload, parallel
         self.names = figures  # of the objective

@@ -12,12 +12,7 @@ import pytest
 
 from longctx.data import DataConfig, load
 from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, register
-from longctx.data.sources.registry import (
-    check,
-    open_corpus,
-    pinned,
-    read_documents,
-)
+from longctx.data.sources.registry import check, open_corpus, pinned, read_documents
 from tests.data.conftest import check_refused, prose
 
 

@@ -13,14 +13,7 @@ import pytest
 from longctx.config.eval_config import RULER_TASKS, RulerConfig
 from longctx.data.tokenizer import Tokenizer, train
 from longctx.evaluation.evaluate import answered
-from longctx.evaluation.ruler import (
-    TASKS,
-    Texts,
-    essay_words,
-    inserted,
-    score,
-    sentences,
-)
+from longctx.evaluation.ruler import TASKS, Texts, essay_words, inserted, score, sentences
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
 

@@ -11,13 +11,7 @@ import torch
 from benchmarks import tune
 from longctx.kernels.attention import IMPLEMENTATIONS
 from longctx.kernels.attention import launch as configs
-from longctx.kernels.attention.launch import (
-    Launch,
-    launch_config,
-    measured,
-    measured_file,
-    table,
-)
+from longctx.kernels.attention.launch import Launch, launch_config, measured, measured_file, table
 from longctx.kernels.attention.portable import ROW
 from longctx.kernels.attention.relaunch import Relaunch
 

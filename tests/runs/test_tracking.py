@@ -217,13 +217,7 @@ def test_a_resume_is_a_new_leg_offline(tmp_path, capfd):
             assert summaries[metric.key] == {"last": True, metric.summary: True}
 
 
-def send(
-    folder: Path,
-    mode: str,
-    rows: Any = (),
-    before: int = 0,
-    **config: Any,
-) -> None:
+def send(folder: Path, mode: str, rows: Any = (), before: int = 0, **config: Any) -> None:
     """Do what the process of a copy does with the `rows` of a run."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

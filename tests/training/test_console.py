@@ -9,12 +9,7 @@ from rich.table import Table
 from longctx import tables
 from longctx.config.train_config import TrainConfig
 from longctx.system import typed_command
-from longctx.training.run_log import (
-    Display,
-    brief,
-    closing_lines,
-    warnings,
-)
+from longctx.training.run_log import Display, brief, closing_lines, warnings
 from longctx.training.sweep import Job, sweep_table
 from tests.training.sample_run import sample_run
 

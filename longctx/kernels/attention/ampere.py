@@ -454,11 +454,7 @@ def sort_kernel(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scores: Scores,
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, D = q.shape
@@ -478,11 +474,7 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    saved: Saved,
-    intervals: Intervals,
-    scores: Scores,
+    do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     q, k, v, out, lse = saved

@@ -701,11 +701,7 @@ _launches: dict[Hashable, ForwardLaunches] = {}
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scores: Scores,
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     assert scores.softcap is None

@@ -28,13 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from longctx.kernels.attention.hopper_primitives import (
-    Queue,
-    bar_sync,
-    load_parts,
-    push,
-    tma_load,
-)
+from longctx.kernels.attention.hopper_primitives import Queue, bar_sync, load_parts, push, tma_load
 from longctx.kernels.attention.portable import scheduled_tile, visible_tiles
 
 Q_DO_EMPTY = gl.constexpr(13)  # named barrier 13 + tile & 1: q and do have been read

@@ -493,11 +493,7 @@ def heads_in_l2(x: Tensor, heads: int, multiple: int, operands: int = 2) -> int:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scores: Scores,
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q, contiguous, and lse (B, Hq, Tq) float32."""
     B, Tq, Hq, _ = q.shape
@@ -519,11 +515,7 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    saved: Saved,
-    intervals: Intervals,
-    scores: Scores,
+    do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, contiguous."""
     q, k, v, out, lse = saved

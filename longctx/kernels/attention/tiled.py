@@ -22,11 +22,7 @@ COLS = 1024
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scores: Scores,
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """Return out like q and lse (B, Hq, Tq) float32.
 
@@ -57,11 +53,7 @@ def forward(
 
 
 def backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    saved: Saved,
-    intervals: Intervals,
-    scores: Scores,
+    do: Tensor, dlse: Tensor | None, saved: Saved, intervals: Intervals, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv for the gradients do of out and dlse of lse."""
     do = do.contiguous()
@@ -183,12 +175,7 @@ def _forward_tiles(x: Saved, first: Tensor, last: Tensor, scores: Scores) -> Non
 
 
 def _backward_tiles(
-    do: Tensor,
-    delta: Tensor,
-    saved: Saved,
-    first: Tensor,
-    last: Tensor,
-    scores: Scores,
+    do: Tensor, delta: Tensor, saved: Saved, first: Tensor, last: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, fp32, of one sequence (T, H, D)."""
     q, k, v, _, lse = saved

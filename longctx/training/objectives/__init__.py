@@ -6,11 +6,7 @@ checkpoints know no objective by name.
 
 from longctx.config.doors import OBJECTIVES, Objective
 from longctx.training.objectives import preferences as preferences
-from longctx.training.objectives.next_token import (
-    cross_entropy,
-    cross_entropy_of_each,
-    perplexity,
-)
+from longctx.training.objectives.next_token import cross_entropy, cross_entropy_of_each, perplexity
 
 __all__ = ["Objective", "cross_entropy", "cross_entropy_of_each", "perplexity", "register"]
 

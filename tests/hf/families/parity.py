@@ -115,11 +115,7 @@ def small_tokenizer() -> str:
     return str(tokenizer.to_str())
 
 
-def check_parity(
-    config: PreTrainedConfig,
-    tmp_path: Path,
-    rewritten: Collection[str] = (),
-) -> None:
+def check_parity(config: PreTrainedConfig, tmp_path: Path, rewritten: Collection[str] = ()) -> None:
     """Logits, loss and gradients are those of transformers, and an export is the model again.
 
     It has the class and every key that the model came with; those of `rewritten` may have other
