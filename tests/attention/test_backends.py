@@ -14,39 +14,28 @@ from longctx.attention.registry import AttentionRequest
 from tests.attention.rule import FREE, GRID, ON_GPU, Case, check, inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-needs_flash_attn = pytest.mark.skipif(
-    not INSTALLED or not ON_GPU, reason="needs FlashAttention and a GPU"
-)
+needs_flash_attn = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INSTALLED, reason="needs FlashAttention"),
+]
 
 
-@pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_naive(case):
-    check(case, "naive", FP32)
+RULE = [
+    *(
+        ("sdpa", dtype, case)
+        for case in GRID
+        for dtype in ([BF16, FP16] if ON_GPU else [FP32, BF16])
+    ),
+    # refused on a GPU
+    *(pytest.param("sdpa", FP32, case, marks=pytest.mark.no_gpu) for case in FREE),
+    *(pytest.param("flex", BF16, case, marks=pytest.mark.gpu) for case in GRID + FREE),
+    *(pytest.param("flash_attn", BF16, replace(x, D=64), marks=needs_flash_attn) for x in GRID),
+]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16] if ON_GPU else [FP32, BF16], ids=str)
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_sdpa(case, dtype):
-    check(case, "sdpa", dtype)
-
-
-@pytest.mark.skipif(ON_GPU, reason="free intervals are refused on a GPU")
-@pytest.mark.parametrize("case", FREE, ids=str)
-def test_sdpa_on_free_intervals(case):
-    check(case, "sdpa")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_flex(case):
-    check(case, "flex", BF16)
-
-
-@needs_flash_attn
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GRID, ids=str)
-def test_flash_attn(case):
-    check(replace(case, D=64), "flash_attn", BF16)
+@pytest.mark.parametrize(("backend", "dtype", "case"), RULE, ids=str)
+def test_rule(backend, dtype, case):
+    check(case, backend, dtype)
 
 
 def test_naive_is_the_loop_in_the_textbook():
@@ -95,8 +84,8 @@ def test_flex_scores_never_exist_without_compiling():
     assert torch.cuda.max_memory_allocated() - before < 4 * T * T
 
 
-@needs_flash_attn
 @pytest.mark.gpu
+@needs_flash_attn[1]
 def test_flash_attn_refuses_free_intervals():
     q, k, v, _ = inputs(FREE[0], BF16)
     with pytest.raises(ValueError, match="use attention=flash"):

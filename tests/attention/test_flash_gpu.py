@@ -9,7 +9,6 @@ import torch
 
 from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels.attention import flash_op, portable
-from tests.attention.hard_inputs import surrounded
 from tests.attention.rule import NAMES, Case, check, inputs, run
 
 pytestmark = pytest.mark.gpu
@@ -32,27 +31,22 @@ def compiled(kernel):
     """How many kernels Triton has compiled for this process."""
     from longctx.kernels.attention import ampere, hopper_backward, hopper_forward
 
-    kernels = [portable.delta_kernel]
-    if kernel == "portable":
-        kernels += [portable.forward_kernel, portable.dkv_kernel, portable.dq_kernel]
-    elif kernel == "ampere":
-        kernels += [ampere.forward_kernel, ampere.backward_kernel, ampere.sort_kernel]
-    else:
-        kernels += [
-            hopper_forward.forward_kernel,
-            hopper_backward.backward_kernel,
+    kernels = {
+        "portable": [portable.forward_kernel, portable.dkv_kernel, portable.dq_kernel],
+        "ampere": [ampere.forward_kernel, ampere.backward_kernel, ampere.sort_kernel],
+        "hopper": [
+            *(hopper_forward.forward_kernel, hopper_backward.backward_kernel),
             hopper_backward.unpack_kernel,
-        ]
-    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+        ],
+    }[kernel]
+    caches = (x for y in (portable.delta_kernel, *kernels) for x in y.device_caches.values())
+    return sum(len(cache[0]) for cache in caches)
 
 
 def same(x, y, name, kernel):
     """The same bits, or nearly, where dq is added up in any order."""
-    return (
-        torch.equal(x, y)
-        if name != "dq" or kernel == "portable"
-        else torch.allclose(x, y, atol=1e-2)
-    )
+    is_exact = name != "dq" or kernel == "portable"
+    return torch.equal(x, y) if is_exact else torch.allclose(x, y, atol=1e-2)
 
 
 def test_offsets_beyond_two_to_the_31():
@@ -60,10 +54,8 @@ def test_offsets_beyond_two_to_the_31():
     alone.
     """
     T, H, D, W = (1 << 20) + 4096 + 77, 16, 128, 64
-    q, k, v = (
-        torch.randn(1, T, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
+    shape = 1, T, H, D
+    q, k, v = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     assert q.numel() > 1 << 31
     out = attention(q, k, v, mask=Mask.causal(W))
     do = torch.zeros_like(out)
@@ -72,9 +64,8 @@ def test_offsets_beyond_two_to_the_31():
     tail = [x[:, -300 - W :].detach().double().requires_grad_() for x in (q, k, v)]
     expected = attention(*tail, mask=Mask.causal(W), backend="naive")
     torch.testing.assert_close(out[:, -300:].double(), expected[:, -300:], atol=2e-2, rtol=2e-2)
-    for x, y in zip(
-        grads, torch.autograd.grad(expected, tail, do[:, -300 - W :].double()), strict=True
-    ):
+    wanted = torch.autograd.grad(expected, tail, do[:, -300 - W :].double())
+    for x, y in zip(grads, wanted, strict=True):
         torch.testing.assert_close(x[:, -300:].double(), y[:, -300:], atol=6e-2, rtol=6e-2)
         assert not x[:, : -300 - W].any()
 
@@ -99,11 +90,8 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
     check(Case(1, 100, 100, D=64), "flash", torch.bfloat16)
 
     def step():
-        T, S = random.randint(1, 3000), random.randint(1, 3000)
-        q, k = (
-            torch.randn(1, n, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            for n in (T, S)
-        )
+        shapes = [(1, random.randint(1, 3000), 2, 64) for _ in "qk"]
+        q, k = (torch.randn(x, device="cuda").bfloat16().requires_grad_() for x in shapes)
         attention(q, k, k).sum().backward()
         torch.cuda.synchronize()
 
@@ -123,6 +111,13 @@ def test_memory_around_the_tensors_is_never_used(kernel):
     """Inputs cut from a buffer of NaN, between rows, between heads and past the end: nothing leaks
     in.
     """
+
+    def surrounded(x):
+        B, T, H, D = x.shape
+        shape = B + 1, T + 50, H + 2, D + 8
+        buffer = torch.full(shape, float("nan"), device=x.device, dtype=x.dtype)
+        return buffer[:B, 25 : 25 + T, 1 : 1 + H, :D].copy_(x)
+
     case = Case(2, 77, 77, Hq=4, Hkv=2, D=64)
     for dtype in (torch.bfloat16, torch.float16):
         tensors = inputs(case, dtype)

@@ -9,16 +9,16 @@ import torch
 
 from longctx.attention import Backend, Mask, attention, check
 from longctx.attention.naive import visible
-from longctx.kernels import HAS_TRITON
 from tests.attention.rule import DEVICE, ON_GPU, Case, inputs
 
-SOFTCAP = 2.5  # scores reach 3 times as much
-SINK_MASKS = {
-    "causal": lambda: Mask.causal(),
-    "window": lambda: Mask.causal(window=5),
-    "full": lambda: Mask.full(),
-    "documents": lambda: Mask.documents(torch.tensor([[0] * 7 + [1] * 1 + [2] * 29]).expand(2, -1)),
-}
+SIZES = {"Hq": 4, "Hkv": 2, "D": 16}
+CASES = [
+    *(("sinks", Case(2, 20, 20, **SIZES, window=window)) for window in (None, 5)),
+    *(("sinks", Case(2, 20, 20, **SIZES, mask=mask)) for mask in ("full", "documents")),
+    ("softcap", Case(2, 37, 37, **SIZES, mask="documents")),
+    ("softcap", Case(1, 33, 49, Hq=2, Hkv=1, D=24, window=9)),
+    ("softcap", Case(1, 40, 40, Hq=2, D=16, mask="intervals")),
+]
 
 
 def formula(q, k, v, mask, sinks=None, softcap=None):
@@ -41,30 +41,47 @@ def formula(q, k, v, mask, sinks=None, softcap=None):
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
-def differentiated(results, leaves, weights):
-    """Return out, lse, and the gradients of their weighted sum."""
-    out, lse = results
+def differentiated(tensors, weights, attend):
+    """Return out, lse, and the gradients of their weighted sum, in fp64."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = attend(*leaves)
     total = (out * weights[0]).sum() + (lse.nan_to_num(neginf=0.0) * weights[1]).sum()
-    return [out, lse, *torch.autograd.grad(total, leaves)]
+    return [x.double() for x in (out, lse, *torch.autograd.grad(total, leaves))]
 
 
-def assert_formula(case, mask, backend, close, q_factor=1, sinks=None, softcap=None, **options):
-    q, k, v, do = inputs(case, torch.float32)
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(("part", "case"), CASES, ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *("naive", pytest.param("tiled", marks=pytest.mark.no_gpu), "portable"),
+        pytest.param("flex", marks=pytest.mark.gpu),
+    ],
+)
+def test_changed_scores_are_the_formula(part, case, choice, monkeypatch):
+    if choice == "portable" and not ON_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    backend, options = choice, {}
+    if choice in ("tiled", "portable"):
+        backend, options = "flash", {"kernel": "portable"}
+    *qkv, do = inputs(case, torch.float32)
+    tensors, softcap = [3 * qkv[0], *qkv[1:]], 2.5  # scores reach 3 times as much
+    if part == "sinks":
+        tensors, softcap = [*tensors, sinks_of()], None
+    generator, mask = torch.Generator().manual_seed(0), case.build_mask().to(DEVICE)
     weights = do, torch.randn(case.B, case.Hq, case.Tq, generator=generator).to(DEVICE)
-    tensors = [q_factor * q, k, v] + ([] if sinks is None else [sinks])
-    both = []
-    for dtype in (torch.float32, torch.float64):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
-        extra = {} if sinks is None else {"sinks": leaves[3]}
-        extra |= {} if softcap is None else {"softcap": softcap}
-        if dtype == torch.float32:
-            results = attention(*leaves[:3], mask, backend, return_lse=True, **extra, **options)
-        else:
-            results = formula(*leaves[:3], mask, **extra)
-        both.append(differentiated(results, leaves, weights))
-    for actual, expected in zip(*both, strict=True):
-        torch.testing.assert_close(actual.double(), expected, atol=close, rtol=close)
+
+    def attend(q, k, v, sinks=None):
+        changed = {"sinks": sinks, "softcap": softcap}
+        return attention(q, k, v, mask, backend, return_lse=True, **changed, **options)
+
+    found = differentiated(tensors, weights, attend)
+    wanted = differentiated(
+        *([x.double() for x in tensors], weights),
+        lambda q, k, v, sinks=None: formula(q, k, v, mask, sinks, softcap),
+    )
+    # FlexAttention multiplies fp32 in TF32
+    close = 5e-3 if choice == "flex" else 3e-5
+    torch.testing.assert_close(found, wanted, atol=close, rtol=close)
 
 
 @pytest.fixture(params=["naive", "flash"])
@@ -74,19 +91,6 @@ def backend(request):
 
 def sinks_of(heads=4):
     return (torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2).to(DEVICE)
-
-
-@pytest.mark.parametrize("mask", SINK_MASKS)
-def test_sinks_are_the_formula(mask, backend):
-    case = Case(2, 37, 37, Hq=4, Hkv=2, D=16)
-    assert_formula(case, SINK_MASKS[mask]().to(DEVICE), backend, 2e-5, 2, sinks_of())
-
-
-@pytest.mark.skipif(not HAS_TRITON or ON_GPU, reason="Triton's interpreter")
-def test_sinks_with_the_portable_kernels(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    case = Case(2, 20, 20, Hq=4, Hkv=2, D=16)
-    assert_formula(case, SINK_MASKS["window"]().to(DEVICE), "flash", 2e-5, 2, sinks_of())
 
 
 def test_blind_queries_have_their_sink_and_no_gradient(backend):
@@ -129,32 +133,6 @@ def test_sinks_are_a_number_per_query_head(wrong):
     q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
     with pytest.raises(ValueError, match="one for each of 4 heads"):
         attention(q, k, v, sinks=wrong.to(DEVICE))
-
-
-SOFTCAP_CASES = [
-    Case(2, 37, 37, Hq=4, Hkv=2, D=16, mask="documents"),
-    Case(1, 33, 49, Hq=2, Hkv=1, D=24, window=9),
-    Case(1, 40, 40, Hq=2, D=16, mask="intervals"),
-]
-CHOICES = [
-    "naive",
-    pytest.param("tiled", marks=pytest.mark.no_gpu),
-    "portable",
-    pytest.param("flex", marks=pytest.mark.gpu),
-]
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("case", SOFTCAP_CASES, ids=str)
-def test_softcap_is_the_formula(case, choice, monkeypatch):
-    if choice == "portable" and not ON_GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    backend, options = choice, {}
-    if choice in ("tiled", "portable"):
-        backend, options = "flash", {"kernel": "portable"}
-    # FlexAttention multiplies fp32 in TF32
-    close = 5e-3 if choice == "flex" else 3e-5
-    assert_formula(case, case.build_mask(), backend, close, 3, softcap=SOFTCAP, **options)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flash_attn"])

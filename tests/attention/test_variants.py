@@ -1,7 +1,6 @@
 """Backends that are not the formula: generation computes what their whole forward does."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.evaluation.evaluate import resolve
 from longctx.model import GPT
 from longctx.model.decoder import Decoder
-from longctx.parallel.devices import check_attention
+from longctx.parallel.devices import check_attention, this_machine
 from longctx.spec.model_config import GPTConfig
 from longctx.training import kernel_lock
 from tests.test_docs import blocks
@@ -42,21 +41,10 @@ class Dilated(Naive):
     decode = run
 
 
-class LinearAttention(Backend):
-    """elu(q) + 1 and elu(k) + 1 in place of the softmax (arXiv 2006.16236), no decoding."""
+class Undecoded(Dilated):
+    """It computes a whole text alone."""
 
-    exact = False
-
-    def refusal(self, request):
-        return None
-
-    def run(self, q, k, v, mask, scores, **options):
-        group = q.shape[2] // k.shape[2]
-        q, k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        s = torch.einsum("bihd,bjhd->bhij", q, k).masked_fill(~visible(mask, k.shape[1]), 0)
-        total = s.sum(-1, keepdim=True)
-        return torch.einsum("bhij,bjhd->bihd", s / total, v), total[..., 0].log(), "linear"
+    decode = Backend.decode
 
 
 class Liar(Dilated):
@@ -71,7 +59,7 @@ def variants(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_alibi.py").write_text(ALIBI)
-    named = {"dilated": Dilated(), "linear": LinearAttention(), "liar": Liar(), "true": Naive()}
+    named = {"dilated": Dilated(), "whole": Undecoded(), "liar": Liar(), "true": Naive()}
     for name, backend in named.items():
         register(name, backend)
     plugins.load([str(tmp_path / "my_alibi.py")])
@@ -94,7 +82,7 @@ def small(backend: str) -> GPT:
     return GPT(config, backend).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("backend", ["alibi", "dilated", "linear", "naive", "sdpa"])
+@pytest.mark.parametrize("backend", ["alibi", "dilated", "whole", "naive", "sdpa"])
 def test_steps_are_the_whole_forward(backend, capsys):
     model = small(backend)
     texts = torch.randint(71, (2, 13), generator=torch.Generator().manual_seed(1))
@@ -107,9 +95,9 @@ def test_steps_are_the_whole_forward(backend, capsys):
     for row, n in enumerate(starts):
         expected = model(texts[row : row + 1])[0, n - 1 : n + 5]
         torch.testing.assert_close(torch.stack(steps)[:, row], expected, rtol=1e-4, atol=1e-4)
-    assert ("reads its text anew" in capsys.readouterr().err) == (backend == "linear")
+    assert ("reads its text anew" in capsys.readouterr().err) == (backend == "whole")
     differs = (small("naive")(texts) - model(texts)).abs().max() > 0.1
-    assert differs == (backend in ("alibi", "dilated", "linear"))
+    assert differs == (backend in ("alibi", "dilated", "whole"))
 
 
 def test_a_backend_that_only_says_it_is_exact_is_refused():
@@ -129,20 +117,15 @@ WORDS = [
 ]
 
 
-@pytest.fixture
-def a_run(tmp_path) -> Path:
+def test_every_way_in_takes_the_backend_of_the_run(tmp_path, refused, capsys):
     assert cli.main(["train", "attention=alibi", *WORDS]) == 0
-    return tmp_path / "runs" / "a"
-
-
-def test_every_way_in_takes_the_backend_of_the_run(a_run, refused, capsys):
+    a_run, plugin = tmp_path / "runs" / "a", "plugins=[my_alibi.py]"
     model, _ = longctx.load(a_run, device="cpu")
     assert model.blocks[0].attention.attend.name == "alibi"
-    words = [f"checkpoint={a_run}", "plugins=[my_alibi.py]", "device=cpu"]
-    request = cli.compose("eval", words)
-    machine = longctx.parallel.devices.this_machine()
-    assert resolve(request, "cpu", machine).config.attention == AttentionConfig("alibi")
-    plugin, generate = "plugins=[my_alibi.py]", ["generate", str(a_run), "prompt=a", "device=cpu"]
+    words = [f"checkpoint={a_run}", plugin, "device=cpu"]
+    evaluation = resolve(cli.compose("eval", words), "cpu", this_machine())
+    assert evaluation.config.attention == AttentionConfig("alibi")
+    generate = ["generate", str(a_run), "prompt=a", "device=cpu"]
     capsys.readouterr()
     refused(cli.main([*generate, plugin, "attention=flash"]), "trained with attention=alibi")
     refused(cli.main(["eval", *words, "attention=flash"]), "trained with attention=alibi")

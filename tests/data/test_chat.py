@@ -146,14 +146,12 @@ def test_learned_is_what_training_templates_mark(folder, name, messages):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_nothink", "qwen3_5_think", "gptoss"])
-def test_every_turn_is_learned_without_its_opening(folder, name):
-    for messages in (PLAIN, THINKING[:4]):
-        conversation = written(folder, name, messages, "all")
-        first, last = parts(conversation)
-        assert first.startswith(("a1", "<|channel|>"))
-        assert "a2" in last
-        assert "assistant\n" not in first + last
-        assert not conversation.shortened
+@pytest.mark.parametrize("messages", [PLAIN, THINKING[:4]], ids=["plain", "thinking"])
+def test_every_turn_is_learned_without_its_opening(folder, name, messages):
+    conversation = written(folder, name, messages, "all")
+    first, last = parts(conversation)
+    assert first.startswith(("a1", "<|channel|>")) and "a2" in last
+    assert "assistant\n" not in first + last and not conversation.shortened
 
 
 def test_a_last_turn_follows_its_prompt(folder):
@@ -161,10 +159,8 @@ def test_a_last_turn_follows_its_prompt(folder):
     messages = [SYSTEM, *PLAIN, asks("q3")]
     ours = written(folder, NEMO, messages)
     prompt = by_transformers(folder, messages[:4], add_generation_prompt=True)
-    assert "Be brief." in prompt
-    assert ours.text == prompt + "a2<|im_end|>"
-    assert parts(ours) == ["a2<|im_end|>"]
-    assert ours.shortened
+    assert "Be brief." in prompt and ours.shortened
+    assert ours.text == prompt + "a2<|im_end|>" and parts(ours) == ["a2<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, NEMO, SPACE, INST, "llama3_2", "qwen3", "gptoss"])
@@ -176,8 +172,7 @@ def test_a_completion_is_learned_after_its_prompt(folder, template):
         question = by_transformers(folder, prompt, add_generation_prompt=True)
         ((first, end),) = pair.spans
         assert pair.text[:first] == question.rstrip(" ")
-        assert end == len(pair.text)
-        assert answer in pair.text[first:]
+        assert end == len(pair.text) and answer in pair.text[first:]
 
 
 def test_of_a_completion_the_tools_are_not_learned(folder):
@@ -316,21 +311,13 @@ def scored(data: Any) -> list[int]:
     return [target for row in data.train for target in row["targets"].tolist() if target != IGNORED]
 
 
-@pytest.mark.parametrize(
-    ("template", "learned"),
-    [
-        (CHATML, "A rose is a rose. été<|im_end|>\nis a rose<|im_end|>\n"),
-        (INST, " A rose is a rose. été <|im_end|> is a rose<|im_end|>"),
-    ],
-)
-def test_only_the_assistants_tokens_are_targets(folder, template, learned):
-    write(folder, template)
+def test_only_the_assistants_tokens_are_targets(folder):
     data = load(chats(folder, {"messages": TALK}), 256)
     expected = by_transformers(folder, TALK, tokenize=True, return_dict=False)
-    row = data.train[0]
-    length = len(expected)
+    row, length = data.train[0], len(expected)
     assert row["tokens"][:length].tolist() == expected
     assert row["targets"][length - 1 :].tolist() == [IGNORED] * (257 - length)
+    learned = "A rose is a rose. été<|im_end|>\nis a rose<|im_end|>\n"
     assert data.tokenizer.decode(scored(data)) == learned
     positions = (row["targets"] != IGNORED).nonzero().flatten().tolist()
     assert [expected[position + 1] for position in positions] == scored(data)

@@ -1,11 +1,12 @@
 """Compile kernels for GPUs that need not be there; print as JSON what the compiler says of each.
 
-    compile_report.py hopper NAME ...             such as "forward 96" "unpack 88"
-    compile_report.py attention TARGET SIZE ...   of heads, for other cards, such as 80 gfx942
-    compile_report.py elementwise TARGET          between the matmuls, and of decoding
+    compile_report.py 90 hopper NAME ...          such as "forward 96" "unpack 88"
+    compile_report.py TARGET attention SIZE ...   of heads, for other cards, such as 80 gfx942
+    compile_report.py TARGET elementwise          between the matmuls, and of decoding
 
-A script of its own: it needs Triton's compiler, and the other tests of a machine without a GPU run
-in Triton's interpreter.
+The package launches its kernels for tensors of a CPU, and in the place of each launch Triton
+compiles for TARGET. A script of its own: it needs Triton's compiler, and the other tests of a
+machine without a GPU run in Triton's interpreter.
 """
 
 import io
@@ -14,282 +15,171 @@ import re
 import sys
 from contextlib import redirect_stdout
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
+from longctx.attention import Mask
 from longctx.kernels.attention import (
+    Intervals,
+    Saved,
+    Scores,
     ampere,
     decoding,
     hopper_backward,
     hopper_forward,
-    hopper_size,
+    launch,
     portable,
 )
-from longctx.kernels.attention.hopper_primitives import ROW_LAYOUT, shared_layout, split
-from longctx.kernels.attention.launch import padded, table
-from longctx.kernels.elementwise import (
-    adamw_update,
-    cross_entropy,
-    quantize,
-    rms_norm,
-    rotary,
-    swiglu,
-)
+from longctx.kernels.elementwise.adamw_update import adamw_
+from longctx.kernels.elementwise.cross_entropy import cross_entropy_, multiply_
+from longctx.kernels.elementwise.quantize import quantize
+from longctx.kernels.elementwise.rms_norm import add_rms_norm, rms_norm_backward
+from longctx.kernels.elementwise.rotary import rope, rope_backward
+from longctx.kernels.elementwise.swiglu import swiglu, swiglu_backward
 
 # a cached kernel comes without what ptxas said of it
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
-INTEGERS = ("first", "last", "qfirst", "qlast", "semaphores", "counter", "retry")
-SCALARS = dict.fromkeys(INTEGERS, "*i32") | {"lse": "*fp32", "sums": "*fp32"}
-DTYPE = gl.bfloat16
+AMPERE_TILES = {80: 163, 86: 99, 120: 99}  # of the cards that take them: KiB of shared memory
+TOKENS, LONG = 333, 8333  # that 16 does not divide; from 8,192 on some kernels have other tiles
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def report(source_type, kernel, types, constants, target, warps, multiples=None, **options):
-    """Return what the compiler says of a kernel for `target`, such as 90 or gfx942.
-
-    Parameters without one of `types` are constants, scales or whole numbers; a type of None is that
-    of a parameter that is None. Pointers are divisible by 16, or else parameters in `multiples`.
+class Compiler:
+    """In the place of Triton's driver: it compiles what is launched, for a target such as 90 or
+    gfx942, and keeps the largest figures of each kernel and `case`.
     """
-    constants = constants | {name: None for name, type in types.items() if type is None}
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = types | dict.fromkeys(constants, "constexpr")
-    signature = {
-        name: types.get(name) or ("fp32" if name.startswith("scale") else "i32")
-        for name in kernel.arg_names
-    }
-    if multiples is None:
-        multiples = [name for name, type in signature.items() if type.startswith("*")]
-    numbers = [i for i, name in enumerate(kernel.arg_names) if name in multiples]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in numbers}
-    is_amd = isinstance(target, str)
-    gpu = GPUTarget("cuda", target, 32)
-    if is_amd:
-        gpu = GPUTarget("hip", target, 64 if target.startswith("gfx9") else 32)
-    source = source_type(kernel, signature, constants, aligned)
-    with redirect_stdout(io.StringIO()) as log:
-        # Triton's own call, which knows its ptxas and its options
-        compiled = triton.compile(source, target=gpu, options={"num_warps": warps, **options})
-    text = compiled.asm["amdgcn"] if is_amd else log.getvalue()
-    assert is_amd or "Used" in text, "Triton printed no log of ptxas"
-    spills = r"ScratchSize: (\d+)" if is_amd else r"(\d+) bytes spill stores"
-    return {
-        "spilled": sum(map(int, re.findall(spills, text))),
-        "shared": compiled.metadata.shared,
-        "warnings": re.findall(r"C7\d+", log.getvalue()),
-    }
+
+    def __init__(self, target: int | str) -> None:
+        self.target, self.is_amd = target, isinstance(target, str)
+        self.reports: dict[str, dict] = {}
+        self.case, self.is_wanted = "", lambda kernel, constants: True
+
+    def get_current_target(self):
+        if self.is_amd:
+            return GPUTarget("hip", self.target, 64 if self.target.startswith("gfx9") else 32)
+        return GPUTarget("cuda", self.target, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def install(self):
+        """Make the package and Triton believe that CPU tensors are on a GPU of the target."""
+        driver.set_active(self)
+        JITFunction.__getitem__ = lambda kernel, grid: (
+            lambda *args, **kwargs: self.compile(kernel, grid, args, kwargs)
+        )
+        torch.cuda.current_device = lambda: -1  # get_device() of a CPU's tensors
+        torch.version.hip = self.target if self.is_amd else None
+        maps = not self.is_amd and self.target >= 90
+        portable._use_tma = lambda q: maps and not q.shape[3] & (q.shape[3] - 1)
+        ampere.shared_memory = lambda device: AMPERE_TILES[self.target]
+        card = f"sm{self.target}"
+        launch.architecture = lambda *_: card if card in launch.table() else "any"
+
+    def compile(self, kernel, grid, args, kwargs):
+        if self.is_wanted(kernel.__name__, kwargs):
+            with redirect_stdout(io.StringIO()) as log:
+                compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            text = compiled.asm["amdgcn"] if self.is_amd else log.getvalue()
+            self.keep(kernel, compiled.metadata.shared, text)
+        return {(grid[0], 1, 1): None}  # a launcher that nobody calls
+
+    def keep(self, kernel, shared, text):
+        """Keep the figures of `text`, without any if the kernel was compiled before."""
+        file = kernel.__module__.rpartition(".")[2]
+        spilled = re.findall(r"ScratchSize: (\d+)|(\d+) bytes spill stores", text)
+        if not spilled:
+            return
+        figures = self.reports.setdefault(
+            f"{file} {kernel.__name__} {self.case}", {"spilled": 0, "shared": 0, "warnings": []}
+        )
+        figures["spilled"] = max(figures["spilled"], sum(int(a or b) for a, b in spilled))
+        figures["shared"] = max(figures["shared"], shared)
+        figures["warnings"] += re.findall(r"C7\d+", text)
 
 
-def box(rows, columns):
-    """Return the type of a tensor map, or None without columns."""
-    shape = 1, rows, 1, columns
-    return f"tensordesc<{DTYPE}{list(shape)},{shared_layout(shape, DTYPE)!r}>" if columns else None
+def attend(forward, backward, head_dim, tokens=TOKENS, heads=3, kv_heads=3, **options):
+    """Launch a forward and a backward of causal attention."""
+    q, k, v = (torch.zeros(1, tokens, n, head_dim, dtype=BF16) for n in (heads, kv_heads, kv_heads))
+    mask = Mask.causal().bind(1, tokens, tokens, "cpu")
+    intervals = Intervals(mask.first, mask.last, mask.qfirst, mask.qlast)
+    scores = Scores(head_dim**-0.5)
+    out, lse = forward(q, k, v, intervals, scores)
+    backward(out, None, Saved(q, k, v, out, lse), intervals, scores, **options)
 
 
-def boxes(rows, head_dim):
-    """Return the types of tensor maps with so many `rows`, for both parts of the channels."""
-    width, rest = split(head_dim)
-    types = {name: box(n, width) for name, n in rows.items()}
-    return types | {f"{name}1": box(n, rest) for name, n in rows.items()}
-
-
-def plain(rows, columns):
-    return f"tensordesc<fp32{[rows, columns]},{ROW_LAYOUT!r}>"
-
-
-def forward(head_dim, retry):
-    c = hopper_forward.CONFIGS[head_dim]
-    constants = hopper_forward.constants_of(c, head_dim, 1, DTYPE, retry)
-    types = SCALARS | boxes({"q": 64, "k": c.BN, "v": c.BN, "out": 64}, head_dim)
-    return report(GluonASTSource, hopper_forward.forward_kernel, types, constants, 90, 4)
-
-
-def backward(head_dim, ordered, group):
-    c = hopper_backward.CONFIGS.get(head_dim)
-    constants = hopper_backward.constants_of(c, head_dim, group, DTYPE, ordered)
-    if c is None:
-        large = hopper_backward.LARGE[head_dim]
-        kernel, queries = large.kernel, hopper_backward.LARGE_QUERIES
-        types = {name: box(queries, large.width) for name in ("q", "do")}
-        types |= {name: box(large.box, large.width) for name in ("k", "v", "dk", "dv")}
-    else:
-        kernel, queries = hopper_backward.backward_kernel, c.BM
-        rows = {"q": c.BM, "do": c.BM, "k": c.BN, "v": 64, "dk": 64, "dv": 64}
-        types = boxes(rows, head_dim)
-        types["dq1"] = plain(8, 256) if types["q1"] else None
-    types |= SCALARS | {"lse2": plain(1, queries), "delta": plain(1, queries), "dq": plain(16, 256)}
-    return report(GluonASTSource, kernel, types, constants, 90, 4)
-
-
-def unpack(head_dim):
-    """Compile the kernel that sorts dq's sums of heads computed as the next size."""
-    size = hopper_size(head_dim)
-    BM = hopper_backward.CONFIGS[size].BM if size <= 128 else 64
-    types = {"sums": "*fp32", "out": "*bf16"}
-    constants = {"D": head_dim, "PAD": size, "BM": BM}
-    return report(ASTSource, hopper_backward.unpack_kernel, types, constants, 90, 8)
-
-
-def of_hopper(*names):
-    """Yield each name and the report on its kernel."""
+def of_hopper(compiler, *names):
     for name in names:
         *words, head_dim = name.split()
-        if "unpack" in words:
-            yield name, unpack(int(head_dim))
-        elif "forward" in words:
-            yield name, forward(int(head_dim), "retry" in words)
-        else:
-            group = 4 if "groups" in words else 1
-            yield name, backward(int(head_dim), "ordered" in words, group)
+        kind = next(word for word in ("forward", "backward", "unpack") if word in words)
+        compiler.case = name
+        for module in (hopper_forward, hopper_backward):
+            module._launches.clear()  # or the same shapes are launched another way
+        compiler.is_wanted = lambda kernel, constants, kind=kind, words=words: (
+            kernel.startswith(kind) and constants.get("RETRY", False) == ("retry" in words)
+        )
+        options = {"heads": 12 if "groups" in words else 3, "ordered": "ordered" in words}
+        attend(hopper_forward.forward, hopper_backward.backward, int(head_dim), **options)
 
 
-# The other attention kernels, for the cards of TARGET
-
-PORTABLE = {
-    "forward": portable.forward_kernel,
-    "dkv": portable.dkv_kernel,
-    "dq": portable.dq_kernel,
-}
-AMPERE = {
-    "ampere forward": ampere.forward_kernel,
-    "ampere backward": ampere.backward_kernel,
-    "ampere sort": ampere.sort_kernel,
-}
-AMPERE_TILES = {80: 163, 86: 99, 120: 99}  # of the cards that take them: KiB of shared memory
-POINTERS = dict.fromkeys(("q", "k", "v", "do", "out", "dq_out", "dk_out", "dv_out"), "*bf16")
-POINTERS |= SCALARS | {"lse2": "*fp32", "delta": "*fp32"}
+def of_attention(compiler, *sizes):
+    for size in map(int, sizes):
+        compiler.case = str(size)
+        for tokens in (TOKENS, LONG):
+            attend(portable.forward, portable.backward, size, tokens)
+        if compiler.target in AMPERE_TILES and size <= 256:
+            attend(ampere.forward, ampere.backward, size)
 
 
-def multiples(kernel, types):
-    """Return the names of parameters that 16 divides: pointers and strides."""
-    pointers = [x for x, type in types.items() if type.startswith("*")]
-    return pointers + [x for x in kernel.arg_names if x.startswith("stride_") and x != "stride_ib"]
+def of_elementwise(compiler):
+    def zeros(*shape, dtype):
+        return torch.zeros(shape, dtype=dtype)
 
-
-def of_ampere(target, name, head_size):
-    """Return the report on a kernel for mma.sync."""
-    tiles = ampere.FORWARD if "forward" in name else ampere.BACKWARD
-    config = tiles[AMPERE_TILES[target]][head_size]
-    constants = dict(zip(("D0", "D1"), split(head_size), strict=True)) | config._asdict()
-    constants |= {"W": config.warps, "GROUP": 1, "SOFTCAP": None}
-    types = POINTERS | {"dq": "*bf16" if "sort" in name else "*fp32"}
-    warps = 4 if "sort" in name else config.warps
-    kernel, aligned = AMPERE[name], multiples(AMPERE[name], types)
-    return report(GluonASTSource, kernel, types, constants, target, warps, aligned)
-
-
-def of_portable(target, name, head_size):
-    """Return the largest figures of a portable kernel among the configs of a run."""
-    own = table().get(f"sm{target}", {}).get(name, {})
-    rows = own.get(padded(head_size)) or table()["any"][name][padded(head_size)]
-    reports = [of_config(target, name, head_size, *config) for config in rows.values()]
-    return {figure: max(r[figure] for r in reports) for figure in ("shared", "spilled")}
-
-
-def of_config(target, name, head_size, BM, BN, warps, stages):
-    pad = triton.next_power_of_2(head_size)
-    # tensor maps load whole tiles, from Hopper on
-    tma = isinstance(target, int) and target >= 90 and pad == head_size
-    constants = dict(GROUP=1, D=head_size, PAD=pad, BM=BM, BN=BN, STAGES=stages)
-    # the pass for dk alone takes more than that for dv
-    constants |= dict(TMA=tma, PRECISION="ieee", SOFTCAP=None, DK=True, DV=head_size <= 256)
-    rows = {"q": BM, "do": BM, "k": BN, "v": BN} if tma else {}
-    types = POINTERS | {x: f"tensordesc<bf16[{n}, {head_size}]>" for x, n in rows.items()}
-    kernel, aligned = PORTABLE[name], multiples(PORTABLE[name], types)
-    return report(ASTSource, kernel, types, constants, target, warps, aligned, num_stages=stages)
-
-
-def of_attention(target, *sizes):
-    """Yield the name and the report of each attention kernel but those of Hopper."""
-    for head_size in map(int, sizes):
-        for name in PORTABLE:
-            yield f"{name} {head_size}", of_portable(target, name, head_size)
-        for name in AMPERE if target in AMPERE_TILES and head_size <= 256 else ():
-            yield f"{name} {head_size}", of_ampere(target, name, head_size)
-
-
-# The kernels between the matmuls, and of decoding
-
-STRIDES = [f"stride_{x}{of}" for x in "kv" for of in "bth"]
-# type → the arguments that have it; all others are pointers to the dtype under test
-TYPES = {
-    "*fp32": "loss squares scale p grad factor rates weight r dw by cos sin part_out part_lse amax",
-    "*i32": "first last owners",
-    "*i64": "target places",
-    "*fp8e4nv": "rows columns",
-    "fp32": "beta1 beta2 eps scale_log2 z_loss",
-    "i32": " ".join(["V N C H G width stride_z Hkv parts R padded numel", *STRIDES]),
-}
-KINDS = {name: kind for kind, names in TYPES.items() for name in names.split()}
-DTYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
-
-
-def of_one_dtype(target, dtype):
-    """Yield (name, kernel, warps, aligned, constants) of kernels that take fp32 too."""
-    for V in (300, 50304, 128256):
-        block, warps = cross_entropy.launch_config(V)
-        kernel = cross_entropy.cross_entropy_kernel
-        yield f"cross entropy {V}", kernel, warps, (), {"GRADIENT": True, "BLOCK": block}
-    tile = {"BLOCK": quantize.REDUCED, "TILES": quantize.TILES}
-    yield "amax", quantize.amax_kernel, quantize.REDUCING, (), tile
-    # GPUs before 8.9 have no FP8, AMD's another one
-    if isinstance(target, int) and target >= 89:
-        tile = {"ROWS": True, "COLUMNS": True, "LARGEST": 448.0, "SCALED": False}
-        tile = tile | dict(zip(("BR", "BC"), quantize.TILE, strict=True))
-        aligned = ("x", "rows", "columns", "R", "C", "padded")
-        yield "quantize", quantize.quantize_kernel, quantize.WARPS, aligned, tile
-    tile = {"CLIPPED": True, "BLOCK": adamw_update.BLOCK}
-    yield "adamw", adamw_update.adamw_kernel, adamw_update.WARPS, (), tile
-
-
-def in_16_bits():
-    """Yield the same of kernels that run in 16 bits."""
-    for kernel in (swiglu.swiglu_kernel, swiglu.swiglu_backward_kernel):
-        for width in (384, 8192):
-            yield f"{kernel.__name__} {width}", kernel, 4, (), {"BLOCK": swiglu._grid(1, width)[1]}
+    one = torch.ones(())
+    for dtype in (BF16, FP32):
+        for V in (300, 50304, 128256):
+            compiler.case = f"{V} {dtype}"
+            target, loss = torch.zeros(2, dtype=torch.long), torch.zeros(2)
+            cross_entropy_(zeros(2, V, dtype=dtype), target, loss, one, 0.0, torch.zeros(2))
+        compiler.case = str(dtype)
+        # GPUs before 8.9 have no FP8, AMD's another one
+        if not compiler.is_amd and compiler.target >= 89:
+            quantize(zeros(TOKENS, 768, dtype=dtype), None, torch.float8_e4m3fn, True, True)
+        p, m, v = torch.zeros(3, TOKENS)
+        adamw_(p, zeros(TOKENS, dtype=dtype), m, v, one, torch.zeros(3), (0.9, 0.95), 1e-8)
+        for D in (64, 128, 256) if dtype == BF16 else (128,):
+            compiler.case = f"{D} {dtype}"
+            k = zeros(1, TOKENS, 2, D, dtype=dtype)
+            ends = torch.zeros(2, 1, dtype=torch.int32)
+            decoding.decode(zeros(1, 8, D, dtype=dtype), k, k, *ends, 0.1, 5)
+    for width in (384, 8192):
+        compiler.case = str(width)
+        act, gate_up = zeros(TOKENS, width, dtype=BF16), zeros(TOKENS, 2 * width, dtype=BF16)
+        swiglu(gate_up)
+        swiglu_backward(gate_up, act)
     for C in (768, 2048, 4096):
-        rows, block, warps, _ = rms_norm.launch_config(C)
-        tile = {"ROWS": rows, "BLOCK": block, "ADD": True}
-        yield f"rms norm {C}", rms_norm.rms_norm_kernel, warps, (), tile
-        tile = tile | {"STAGES": rms_norm.stages(block)}
-        yield f"rms norm backward {C}", rms_norm.rms_norm_backward_kernel, warps, (), tile
+        compiler.case = str(C)
+        x, weight = zeros(TOKENS, C, dtype=BF16), torch.ones(C)
+        add_rms_norm(x, x, weight, 1e-5)
+        rms_norm_backward(x, x, torch.zeros(TOKENS), weight, x)
     for D in (64, 128, 256):
-        tokens, heads, block, warps = rotary.launch_config(32, 8, D)
-        tile = {"HALF": D // 2, "TOKENS": tokens, "HEADS": heads, "BLOCK": block}
-        for kernel in (rotary.rope_kernel, rotary.rope_backward_kernel):
-            yield f"{kernel.__name__} {D}", kernel, warps, (), tile
-    tile = {"BLOCK": cross_entropy.MULTIPLIED}
-    yield "multiply", cross_entropy.multiply_kernel, 4, (), tile
-
-
-def of_decoding(target, D, itemsize):
-    rows, pad, tile = decoding.launch_config(4, D, itemsize)
-    precision = decoding.PRECISION if isinstance(target, int) else decoding.PRECISION_ON_AMD
-    sizes = {"GROUP": 4, "ROWS": rows, "D": D, "PAD": pad, "BN": tile}
-    sizes |= {"STAGES": decoding.STAGES, "PRECISION": precision}
-    yield f"decode {D}", decoding.part_kernel, 4, ("q", "k", "v", *STRIDES), sizes
-    yield f"combine {D}", decoding.combine_kernel, 2, (), {"D": D, "PAD": pad}
-
-
-def of_elementwise(target):
-    """Yield the name and the report of each kernel between the matmuls, and of decoding."""
-    cases = {
-        "bf16": [*of_one_dtype(target, "bf16"), *in_16_bits()],
-        "fp32": [*of_one_dtype(target, "fp32"), *of_decoding(target, 128, 4)],
-    }
-    for D in (64, 128, 256):
-        cases["bf16"] += of_decoding(target, D, 2)
-    for dtype, kernels in cases.items():
-        for name, kernel, warps, aligned, constants in kernels:
-            types = {name: KINDS.get(name, f"*{dtype}") for name in kernel.arg_names}
-            found = report(ASTSource, kernel, types, constants, target, warps, aligned)
-            yield f"{name} {dtype}", found
+        compiler.case = str(D)
+        cos = torch.zeros(TOKENS, D // 2)
+        q, k = rope(zeros(TOKENS, 48 * D, dtype=BF16), cos, cos, 32, 8)
+        rope_backward(q, k, k, cos, cos)
+    multiply_(zeros(TOKENS, dtype=BF16), one)
 
 
 if __name__ == "__main__":
-    reports = {"hopper": of_hopper, "attention": of_attention, "elementwise": of_elementwise}
-    words = [int(word) if word.isdigit() else word for word in sys.argv[2:]]
-    json.dump(dict(reports[sys.argv[1]](*words)), sys.stdout)
+    compiler = Compiler(int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1])
+    compiler.install()
+    works = {"hopper": of_hopper, "attention": of_attention, "elementwise": of_elementwise}
+    works[sys.argv[2]](compiler, *sys.argv[3:])
+    json.dump(compiler.reports, sys.stdout)

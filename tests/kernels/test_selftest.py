@@ -12,24 +12,26 @@ from longctx.kernels.attention.selftest import SelfTestFailed, check, trust
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward")
+SIZES = ((64, 1, 0), (80, 3, 0), (128, 1, 2048))  # of heads, of their groups, of rows
 
 
 def run(part, implementation="torch-tiled", device=CPU):
     return getattr(flash_op.kernels(implementation, device), part)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("part", PARTS)
-def test_right_kernels_pass(part, dtype):
-    for head_dim, group, bucket in ((64, 1, 0), (80, 3, 0), (128, 1, 2048)):
-        assert check(part, run(part), CPU, dtype, head_dim, group, bucket, copies=2) is None
+RIGHT = [
+    *(("torch-tiled", x, *size) for x in (torch.float32, torch.bfloat16) for size in SIZES),
+    pytest.param("triton-portable", torch.float16, 32, 1, 0, marks=pytest.mark.no_gpu),
+]
 
 
-@pytest.mark.no_gpu
 @pytest.mark.parametrize("part", PARTS)
-def test_the_interpreted_kernels_pass(part, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert check(part, run(part, "triton-portable"), CPU, torch.float16, 32) is None
+@pytest.mark.parametrize(("implementation", "dtype", "head_dim", "group", "bucket"), RIGHT)
+def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket, monkeypatch):
+    if implementation == "triton-portable":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    function = run(part, implementation)
+    assert check(part, function, CPU, dtype, head_dim, group, bucket, copies=2) is None
 
 
 def late(values, rows):
@@ -64,30 +66,30 @@ def test_broken_kernels_fail(wrong, dtype):
             assert check(part, broken, CPU, dtype, 64).startswith(name)
 
 
-def test_every_key_and_query_counts():
-    """A kernel that forgets the last key, or swaps two operands of one product, is found."""
-
-    def without_last_key(q, k, v, intervals, *others):
-        last = intervals.last
-        shorter = intervals._replace(last=torch.where(last == last.max(), last - 1, last))
-        return run("forward")(q, k, v, shorter, *others)
-
-    def swapped(q, k, v, *others):
-        k = k.clone()
-        k[:, [300, 301], :, :16] = k[:, [301, 300], :, :16]
-        return run("forward")(q, k, v, *others)
-
-    for kernel in (without_last_key, swapped):
-        assert check("forward", kernel, CPU, torch.bfloat16, 64)
+def without_last_key(q, k, v, intervals, *others):
+    last = intervals.last
+    shorter = intervals._replace(last=torch.where(last == last.max(), last - 1, last))
+    return run("forward")(q, k, v, shorter, *others)
 
 
-def test_programs_that_disagree_are_found():
-    def unlike(*args):
-        out, lse = run("forward")(*args)
-        out[1, 100] += 0.5
-        return out, lse
+def with_swapped_operands(q, k, v, *others):
+    k = k.clone()
+    k[:, [300, 301], :, :16] = k[:, [301, 300], :, :16]
+    return run("forward")(q, k, v, *others)
 
-    assert "2 copies" in check("forward", unlike, CPU, torch.bfloat16, 64, copies=2)
+
+def with_unlike_copies(*args):
+    out, lse = run("forward")(*args)
+    out[1, 100] += 0.5
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [(without_last_key, "out"), (with_swapped_operands, "out"), (with_unlike_copies, "2 copies")],
+)
+def test_every_key_query_and_program_counts(kernel, message):
+    assert message in check("forward", kernel, CPU, torch.bfloat16, 64, copies=2)
 
 
 @pytest.fixture
@@ -160,25 +162,24 @@ def test_integers_are_the_same_everywhere(device):
     assert counts.min() > 19_000
 
 
+ON_GPU = [
+    *(("portable", torch.bfloat16, 64, 1), ("portable", torch.bfloat16, 96, 4)),
+    *(("portable", torch.float16, 128, 1), ("portable", torch.float32, 64, 2)),
+    *(
+        pytest.param("hopper", *case, marks=pytest.mark.hopper)
+        for case in (
+            *((torch.bfloat16, 64, 1), (torch.bfloat16, 96, 4)),
+            *((torch.bfloat16, 128, 1), (torch.float16, 128, 4)),
+        )
+    ),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "head_dim", "group"),
-    [
-        ("portable", torch.bfloat16, 64, 1),
-        ("portable", torch.bfloat16, 96, 4),
-        ("portable", torch.float16, 128, 1),
-        ("portable", torch.float32, 64, 2),
-        pytest.param("hopper", torch.bfloat16, 64, 1, marks=pytest.mark.hopper),
-        pytest.param("hopper", torch.bfloat16, 96, 4, marks=pytest.mark.hopper),
-        pytest.param("hopper", torch.bfloat16, 128, 1, marks=pytest.mark.hopper),
-        pytest.param("hopper", torch.float16, 128, 4, marks=pytest.mark.hopper),
-    ],
-)
-def test_the_gpus_kernels_pass(kernel, dtype, head_dim, group):
+@pytest.mark.parametrize(("kernel", "dtype", "head_dim", "group"), ON_GPU)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("bucket", "copies"), [(0, 48), (8192, 4)])
+def test_the_gpus_kernels_pass(kernel, part, dtype, head_dim, group, bucket, copies):
     device = torch.device("cuda", 0)
-    for part in PARTS:
-        implementation = f"triton-{kernel}"
-        for bucket, copies in ((0, 48), (8192, 4)):
-            function = run(part, implementation, device)
-            wrong = check(part, function, device, dtype, head_dim, group, bucket, copies)
-            assert wrong is None, (implementation, part, bucket)
+    function = run(part, f"triton-{kernel}", device)
+    assert check(part, function, device, dtype, head_dim, group, bucket, copies) is None
