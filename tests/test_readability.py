@@ -28,7 +28,7 @@ BUDGETS = {
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
     "longctx": 2776,
-    "spec": 386,
+    "spec": 205,
     "hf": 136,
     "model": 234,
     "parallel": 153,

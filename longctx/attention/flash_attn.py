@@ -57,7 +57,7 @@ class FlashAttn(Backend):
     def refusal(self, request: AttentionRequest) -> str | None:
         wanted = str(request.options.get("version", "auto"))
         if request.device.type != "cuda":
-            return self.description.needs_gpu
+            return "FlashAttention needs a CUDA GPU; use attention=flash"
         installed = [version for version in INSTALLED if wanted in ("auto", version)]
         if not installed:
             version = "" if wanted == "auto" else f" {wanted}"

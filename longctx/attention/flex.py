@@ -28,7 +28,7 @@ class Flex(Backend):
 
     def refusal(self, request: AttentionRequest) -> str | None:
         if request.device.type != "cuda":
-            return self.description.needs_gpu
+            return "FlexAttention has no backward on a CPU; use attention=flash"
         if request.head_dim < 16 or request.head_dim > 256:
             return f"head size {request.head_dim} is outside 16 to 256; use attention=naive"
         return None

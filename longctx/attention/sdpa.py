@@ -28,7 +28,8 @@ class Sdpa(Backend):
     def refusal(self, request: AttentionRequest) -> str | None:
         kernel = request.options.get("kernel", "auto")
         if request.device.type == "cpu":
-            return self.description.without_gpu(request.options)
+            needs_gpu = "kernel=cudnn needs a GPU; leave attention.options.kernel=auto"
+            return needs_gpu if kernel == "cudnn" else None
         if request.device.type != "cuda":
             return (
                 f"its kernels are pinned for CUDA GPUs and CPUs, not {request.device.type}; "

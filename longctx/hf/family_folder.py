@@ -107,10 +107,9 @@ def text_tensors(folder: Path) -> dict[str, Stored]:
 def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:
     """Convert `model` to `dtype`, or that of the files; exact weights stay in fp32."""
     model.to(dtype or DTYPES[text_tensors(folder)[EMBEDDING].dtype])
-    for piece in read_model(folder)[0].tensors(model.config):
-        if piece.fold.is_exact:
-            weight = model.get_parameter(piece.ours)
-            weight.data = weight.data.float()
+    for name in model.exact:
+        weight = model.get_parameter(name)
+        weight.data = weight.data.float()
 
 
 @torch.no_grad()
@@ -152,7 +151,7 @@ def writer(
     # Norms and corrections of routers keep the precision in which they compute
     def tensor(piece: Piece) -> Tensor:
         saved: Tensor = piece.fold.save(parameters[piece.ours].detach()[piece.rows])
-        return saved.to(torch.float32 if piece.fold.is_exact else dtype or saved.dtype)
+        return saved.to(torch.float32 if piece.ours in model.exact else dtype or saved.dtype)
 
     def write(folder: Path) -> None:
         write_json(folder / "config.json", keys)

@@ -23,21 +23,26 @@ class Kept(NamedTuple):
 
 def kept(block: BlockSpec, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
     """Yield the bytes that the block saves, each with the half of backward that frees them."""
-    e, C = p.activation, block.mlp.size
+    e, C, N = p.activation, block.mlp.size, p.tokens
+    attention, heads = block.attention, block.attention.model.heads
     if p.recompute == "block":
-        if keeps_input:
-            yield Kept(e * C * p.tokens, ATTENTION)
-        yield Kept(block.attention.saved_output(p), ATTENTION)
+        # Without a backward of its own the backend runs again, and makes the lse again
+        lse = FP32 * heads if p.backend.has_backward else 0
+        yield Kept(e * C * N if keeps_input else 0, ATTENTION)
+        yield Kept((e * attention.query_size + lse) * N, ATTENTION)
         return
     # A product saves its input: without a norm the stream itself, or its copy in FP8
     reads_stream = block.attention_norm is None
     if not (reads_stream and p.fp8_input and p.recompute == "none"):
-        yield Kept(e * C * p.tokens, ATTENTION)
-    if block.attention_norm is not None:
-        yield Kept(block.attention_norm.saved(p), ATTENTION)
-    elif p.fp8_input:
-        yield Kept(p.fp8_input * C * p.tokens, ATTENTION)
-    yield Kept(block.attention.saved(p), ATTENTION)
+        yield Kept(e * C * N, ATTENTION)
+    yield Kept((p.fp8_input if reads_stream else p.fp8_input or e) * C * N, ATTENTION)
+    yield Kept(0 if reads_stream else FP32 * N, ATTENTION)  # 1 / rms
+    # q, k, v, the output and the lse
+    yield Kept(p.backend.saved(attention, p), ATTENTION)
+    yield Kept(p.weight_copy * attention.linears[0].weights, ATTENTION)
+    if attention.model.sinks:
+        # The output that they scaled; their share, before and after masking, and the mask
+        yield Kept((e * attention.query_size + (2 * FP32 + 1) * heads) * N, ATTENTION)
     if p.recompute == "none":
         yield from kept_after(block, p)
 
@@ -45,11 +50,14 @@ def kept(block: BlockSpec, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
 def kept_after(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     """Yield what the half after attention saves; one that recomputes makes it again by tile."""
     e, C, N = p.activation, block.mlp.size, p.tokens
+    q, gate = block.attention.query_size, block.attention.gate_size
     # The stream after attention, and copies of the weights before it
-    yield Kept(e * C * N + p.weight_copy * block.attention.weights_after, ATTENTION)
-    # Attention's output in FP8; the gate
-    yield Kept(p.fp8_input * block.attention.query_size * N, MLP)
-    yield Kept(block.attention.saved_gate(p) * N, MLP)
+    of_attention = sum(linear.weights for linear in block.attention.linears[1:])
+    yield Kept(e * C * N + p.weight_copy * of_attention, ATTENTION)
+    # Attention's output in FP8
+    yield Kept(p.fp8_input * q * N, MLP)
+    if gate:  # it, and the gated output; in FP8 that is counted, but the gate's input is not
+        yield Kept((e * gate + (p.fp8_input * C or e * q)) * N, MLP)
     # The input of the MLP, and 1 / rms
     yield Kept((p.fp8_input or e) * C * N, MLP)
     yield Kept(0 if block.mlp_norm is None else FP32 * N, ATTENTION)

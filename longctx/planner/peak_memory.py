@@ -90,7 +90,8 @@ class _Step:
         self.weights_by_block = [block.weights for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
         self.N = self.B * -(-self.T // workload.context)
-        self.backend, self.layer = workload.attention.description, workload.layer(self.B, self.T)
+        self.backend = workload.attention.description
+        self.through = workload.pass_of(self.B, self.T)
         self.C, self.L, self.V = model.channels, model.layers, int(model.vocab_size or 0)
         self.e = workload.activation_bytes
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
@@ -98,22 +99,19 @@ class _Step:
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
         self.added = workload.added
         self.trained = self.added or workload.parameters
-        # Bytes of the gradient of one of the model's own weights
-        self.gradient = 0 if self.added else self.e if self.sharded else FP32
-        in_16_bits = self.e < FP32 and not self.added and not self.sharded
-        self.copy = self.e if in_16_bits else 0  # and of its copy in 16 bits
+        # Bytes of the gradient of one of the model's own weights, and of its copy in 16 bits
+        self.gradient, self.copy = self.through.gradient, self.through.weight_copy
         # In FP8 no weight has a copy that waits for backward
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        self.kernels = device == "cuda" and self.e < FP32 and model.has_kernels
-        self.tile = tile_size(self.N, self.memory.mlp_tile or self.N)
+        self.kernels = workload.uses_kernels
         # Of the layer with the largest exchange
         self.exchanged = max(map(self.exchange_of, model.windows()))
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
         by_kind = {
-            kind: self.costs_of(block, self.pass_of(kind[1]))
+            kind: self.costs_of(block, workload.pass_of(self.B, self.T, kind[1]))
             for kind, block in dict(zip(kinds, self.blocks, strict=True)).items()
         }
         self.costs = [by_kind[kind] for kind in kinds]
@@ -126,25 +124,6 @@ class _Step:
         here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
 
-    def pass_of(self, in_8_bits: bool) -> Pass:
-        """Return the pass of a micro-batch through a block, whose products may be in FP8."""
-        targets = tuple(self.workload.lora.targets) if self.added else ()
-        return Pass(
-            tokens=self.N,
-            tile=self.tile,
-            recompute=self.memory.recompute or "none",
-            activation=self.e,
-            fp8_input=1 if in_8_bits and not self.added else 0,
-            weight_copy=0 if in_8_bits else self.copy,
-            gradient=self.gradient,
-            is_fused=self.kernels and "down" not in targets and self.workload.lora.base is None,
-            adapted=targets,
-            attention=self.backend.saved(self.layer),
-            saves_lse=self.backend.has_backward,
-            # With the codes, in 8 bits or 4, or those in the dtype of W
-            unpacked=self.e + 1 if self.workload.lora.base else 0,
-        )
-
     def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
         """Return the bytes of one block."""
         kept = list(block_memory.kept(block, through))
@@ -154,7 +133,7 @@ class _Step:
             saved=sum(part.bytes for part in kept),
             saved_without_input=sum(x.bytes for x in block_memory.kept(block, through, False)),
             mlp=block_memory.mlp_backward(block, through),
-            attention=attention + self.backend.workspace(self.layer),
+            attention=attention + self.backend.workspace(block.attention, through),
             freed=freed if self.memory.recompute == "none" else 0,
         )
 
@@ -166,8 +145,14 @@ class _Step:
         if self.memory.recompute == "none":
             # Copies of weights, and scores if the backend has them in memory
             saved += layer.saved.intercept
-            saved += max(0.0, self.backend.saved(self.layer) - Description().saved(self.layer))
-        attention = peak + self.exchanged + self.backend.workspace(self.layer)
+            own, fused = (
+                x.saved(self.blocks[0].attention, self.through)
+                for x in (self.backend, Description())
+            )
+            saved += max(0.0, own - fused)
+        attention = (
+            peak + self.exchanged + self.backend.workspace(self.blocks[0].attention, self.through)
+        )
         return _Costs(saved, saved_without_input=saved, mlp=peak, attention=attention, freed=0)
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
@@ -271,7 +256,10 @@ class _Step:
         block = max(self.weights_by_block)
         added = 0 if self.added else FP32 * block
         base = self.workload.lora.base
-        gathered = max(block.weight_bytes(base, self.e) for block in self.blocks)
+        gathered = max(
+            sum(linear.frozen_bytes(base, self.e) for linear in block.linears.values())
+            for block in self.blocks
+        )
         gathered = self.e * block if self.measured else gathered
         return float(self.e * outside + 2 * gathered + added)
 
@@ -341,8 +329,8 @@ class _Step:
         """Return the bytes of a forward without gradient, in which blocks run uncompiled."""
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
-        scores = self.backend.forward_workspace(self.workload.layer(rows, length))
-        through = self.pass_of(self.in_8_bits[0])._replace(tokens=tokens, tile=tile)
+        through = self.workload.pass_of(rows, length, self.in_8_bits[0])._replace(tile=tile)
+        scores = self.backend.forward_workspace(self.blocks[0].attention, through)
         mlp: float = max(block_memory.forward(block, through) for block in self.blocks)
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):

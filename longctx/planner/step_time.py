@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from longctx.config.layout_config import allgather_group, kv_copies
+from longctx.config.layout_config import kv_copies
 from longctx.planner.peak_memory import KEPT, OPTIMIZER, optimizer_state, predict, trained_weights
 from longctx.spec.block import BlockSpec
 from longctx.spec.hardware import Chip
@@ -151,7 +151,10 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
     """Return the time of attention in one micro-batch, forward and backward, all layers."""
     assert chip.flops is not None and chip.bandwidth is not None
     model, description = workload.model, workload.attention.description
-    layer = workload.layer(workload.batch_size, workload.seq_len)
+    part, layer = (
+        workload.blocks[0].attention,
+        workload.pass_of(workload.batch_size, workload.seq_len),
+    )
     runs_again = layer.recompute == "block" and not description.has_backward
     if description.score_bytes is not None:
         heads = model.heads * model.layers
@@ -160,7 +163,7 @@ def attention_seconds(workload: Workload, chip: Chip) -> float:
         is_fused = layer.is_compiled and layer.recompute == "none"
         moved = scores * (forward * (1 + runs_again) + backward) * (1.0 if is_fused else EAGER)
         return moved / (STREAM * chip.bandwidth)
-    forward_rate, backward_rate = description.rates_for(layer, chip.generation)
+    forward_rate, backward_rate = description.rates_on(chip.generation, part, layer)
     pairs = workload.batch_size * pairs_of_row(workload)
     flops = 4 * pairs * model.heads * model.head_size / workload.context
     if workload.context > 1 and workload.context_method == "allgather":
@@ -203,8 +206,7 @@ def _exchange_of_layer(workload: Workload, window: int | None, chip: Chip) -> fl
     if workload.context_method == "allgather":
         # k and v in forward and in backward, group of heads by group; partial sums of their
         # gradients in fp32
-        groups = -(-model.kv_heads // allgather_group(model.kv_heads, ranks))
-        gathered = 2 * ring(e * kv * n * ranks * rows, groups, ranks, workload, chip)
+        gathered = 2 * ring(e * kv * n * ranks * rows, workload.head_parts, ranks, workload, chip)
         return gathered + all_to_all(FP32 * kv * n * ranks * rows, workload, chip)
     # forward q, k, v and the output; backward those, the output's gradient, and dq, dk, dv; and
     # q, k and v once more if they are computed again

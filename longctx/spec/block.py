@@ -48,15 +48,3 @@ class BlockSpec:
     def multiplied(self) -> int:
         """Weights that multiply each token."""
         return sum(part.multiplied for part in self.parts())
-
-    @cached_property
-    def packed(self) -> list[LinearSpec]:
-        """Linear layers whose frozen weights are in the format lora.base."""
-        return [linear for linear in self.linears.values() if linear.packs]
-
-    def weight_bytes(self, base: str | None, each: int) -> int:
-        """Return the bytes of its weights, with `each` of one that is not packed as `base`."""
-        if base is None:
-            return each * self.weights
-        saved = [each * linear.weights - linear.packed_bytes for linear in self.packed]
-        return each * self.weights - sum(saved)

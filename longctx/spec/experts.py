@@ -4,7 +4,7 @@ A router gives every token to the `per_token` experts with the largest probabili
 a SwiGLU of its own. So all weights take memory, and a token is multiplied by few of them. Shared
 experts compute every token.
 
-Letters as in parts.py; E experts, k of them per token, M = k · N pairs of a token and an expert.
+Letters as in parts.py; E experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longctx.config.fields import Group, key, positive
-from longctx.spec.parts import FP32, Exact, FeedForward, LinearSpec, Pass, Piece
+from longctx.spec.parts import FP32, FeedForward, LinearSpec, Pass
 
 STEEPNESS = 1.702  # of gpt-oss's sigmoid, which makes its gate about a GELU
 INT64 = 8  # bytes of an index
@@ -87,7 +87,7 @@ class ExpertsSpec(FeedForward):
         C, F, E = self.size, self.inner, self.count
         gate_up = [f"experts.{n}.{name}" for n in range(E) for name in ("gate_proj", "up_proj")]
         down = [f"experts.{n}.down_proj" for n in range(E)]
-        shared = () if self.dense is None else self.dense.linears
+        shared = self.dense.linears if self.dense else ()
         return (
             LinearSpec("router", ("gate",), (E,), C, self.has_bias, packs=False),
             LinearSpec("gate_up", tuple(gate_up), (F,) * 2 * E, C, self.has_bias),
@@ -104,24 +104,18 @@ class ExpertsSpec(FeedForward):
     @cached_property
     def dense(self) -> FeedForward | None:
         """The shared experts, which are one."""
-        if not self.keys.shared:
-            return None
         inner = self.keys.shared * self.inner
-        return FeedForward("shared", "shared_experts", self.size, inner, False, self.activation)
+        of = ("shared", "shared_experts", self.size, inner, False, self.activation)
+        return FeedForward(*of) if inner else None
 
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         return (("correction.weight", self.count),) if self.keys.router == "sigmoid_bias" else ()
 
-    def pieces(self, theirs: str, ours: str) -> Iterator[Piece]:
-        for piece in super().pieces(theirs, ours):
-            is_exact = piece.theirs.endswith("correction.weight")
-            yield piece._replace(fold=Exact()) if is_exact else piece
-
     @property
     def multiplied(self) -> int:
-        own = self.count + 3 * self.keys.per_token * self.inner
-        return self.size * (own + 3 * self.keys.shared * self.inner)
+        active = self.keys.per_token + self.keys.shared
+        return self.size * (self.count + 3 * active * self.inner)
 
     @property
     def moved(self) -> int:
@@ -135,46 +129,45 @@ class ExpertsSpec(FeedForward):
         value, weight, expert and sum; and two orders of the pairs. The router's weight is cast;
         those of experts are cast again.
         """
-        k, E = self.keys.per_token, self.count
         kinds = 1 if self.keys.router == "softmax" else 2
-        routing = kinds * FP32 * (E + 1) + k * (2 * FP32 + 3 * INT64)
-        pairs = k * p.activation * 2 * self.inner
-        shared = 0 if self.dense is None else self.dense.saved(p)
-        return (pairs + routing) * p.tokens + p.weight_copy * self.linears[0].weights + shared
+        routing = kinds * FP32 * (self.count + 1) + self._of_chosen
+        pairs = self.keys.per_token * p.activation * 2 * self.inner
+        copy = p.weight_copy * self.linears[0].weights
+        return (pairs + routing) * p.tokens + copy + (self.dense.saved(p) if self.dense else 0)
+
+    @property
+    def _of_chosen(self) -> int:
+        return self.keys.per_token * (2 * FP32 + 3 * INT64)
 
     def backward(self, p: Pass) -> int:
-        """Return the bytes alive at the peak of its backward, next to what it saved.
-
-        Moments compete. The gradients of gate and up are made: there are that of the output, of
-        each pair, and of the product. Then the down projections have their gradient. Last
-        come the gradients of the weights of gate and up, and of the inputs. Shared experts are
-        before or after all that.
-        """
-        C, F, k, e = self.size, self.inner, self.keys.per_token, p.activation
-        n = p.tokens
-        _, gate_up, down, *shared = self.linears
+        """Return the bytes alive at the peak of its backward, next to what it saved."""
+        C, F = self.size, self.inner
+        _, gate_up, down, *shared = (linear.weights for linear in self.linears)
+        pairs = self.keys.per_token * p.activation * p.tokens
         # a weight's gradient is made in 16 bits, then cast
-        narrow = e if p.gradient > e else 0
-        # d, product, both gradients; as a formula, clamped values and factors too
-        inner = 4 * F if p.is_fused and self.keys.clamp is None else FORMULA * F
+        narrow = p.activation if p.gradient > p.activation else 0
         copied = p.weight_copy + p.unpacked
-        made = k * (C + inner) * e * n + copied * down.weights
-        of_down = k * (C + 3 * F) * e * n + (p.gradient + narrow) * down.weights
-        pairs = k * (C + 2 * F) * e * n
-        gradients = p.gradient * (down.weights + gate_up.weights)
-        of_both = pairs + gradients + narrow * gate_up.weights
-        of_input = pairs + gradients + copied * gate_up.weights
-        summed = 2 * k * C * e * n + gradients
-        others = 0 if self.dense is None else self.dense.backward(p)
-        needed = max(made, of_down, of_both, of_input, summed, others)
-        return needed + p.gradient * sum(linear.weights for linear in shared)
+        gradients = p.gradient * (down + gate_up)
+        # d, product, both gradients; as a formula, clamped values and factors too
+        inner = 4 if p.is_fused and self.keys.clamp is None else FORMULA
+        moments = (
+            # The gradients of gate and up are made: there is that of each pair's output
+            pairs * (C + inner * F) + copied * down,
+            # that of the down projections
+            pairs * (C + 3 * F) + (p.gradient + narrow) * down,
+            # those of the weights of gate and up, then of the inputs, and of tokens as their sum
+            pairs * (C + 2 * F) + gradients + max(narrow, copied) * gate_up,
+            pairs * 2 * C + gradients,
+            # Shared experts are before or after all that
+            self.dense.backward(p) if self.dense else 0,
+        )
+        return max(moments) + p.gradient * sum(shared)
 
     def forward(self, p: Pass) -> int:
         """Return the bytes alive in a forward without gradients, uncompiled."""
-        C, F, k = self.size, self.inner, self.keys.per_token
+        C, F = self.size, self.inner
         # gathered, gate and up; their product; the output
         rows = max(C + 2 * F, 4 * F if self.keys.clamp is None else 6 * F, F + 2 * C)
-        routing = FP32 * 2 * self.count + k * (2 * FP32 + 3 * INT64)
-        shared = 0 if self.dense is None else self.dense.forward(p)
+        each = p.activation * self.keys.per_token * rows + FP32 * 2 * self.count + self._of_chosen
         unpacked = p.unpacked * self.linears[1].weights
-        return max((p.activation * k * rows + routing) * p.tile + unpacked, shared)
+        return max(each * p.tile + unpacked, self.dense.forward(p) if self.dense else 0)

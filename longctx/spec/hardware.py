@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import os
+import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 GIB = 2**30
-
-
 OTHERS = ("MIG", "LAPTOP", "MOBILE", "MAX")  # parts of a chip, and slower ones with its name
 SLOWEST = 32e9  # link of an unknown GPU: PCI Express 4
 REACHED = 3.5 / 4.5  # of the link; measured on two H200
 NETWORK = 5e10  # bytes per second from a GPU to other machines: 400 Gbit/s for each, assumed
-NO_GPU = "device=cuda: torch finds no GPU here; use device=cpu, or device=auto for what there is"
 ASSUMED = "NVIDIA H200", 139.8  # GiB; for a machine without a GPU, if none is named
 ASSUMED_HOST = 128 * GIB  # for each GPU of a machine that is not here; eight have 1 to 2 TiB
 OWN_GROUPS = Path("/proc/self/cgroup")  # a line number:controllers:path for each of this process
@@ -54,25 +51,23 @@ class Chip:
         return 0.985 * self.memory - 0.8 * GIB
 
     def check(self, precision: str) -> None:
-        """Raise ValueError if this GPU cannot compute in precision=."""
+        """Raise ValueError if this device cannot compute in precision=."""
         if not self.bf16 and precision in ("auto", "bf16"):
             raise ValueError(f"precision=bf16: {self.name} has no bf16; use precision=fp32")
-        if precision == "fp8" and not self.fp8:
-            raise ValueError(without_fp8(self.name))
+        if not self.fp8 and precision == "fp8":
+            raise ValueError(
+                f"precision=fp8: {self.name} has no FP8 matrix products, which take an NVIDIA "
+                "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
+            )
+
+
+CPU = Chip("a CPU", 0.0, None, None, 0.0, fp8=False)
 
 
 @functools.cache
 def cards() -> dict[str, Chip]:
-    """Read cards.json: words of the device's name → its figures, the most specific name first.
-
-    They are from the vendors' data sheets; of GeForce and RTX PRO from NVIDIA's white papers on
-    GA102, AD102 and Blackwell, which give products with fp32 sums; of the A10G from AWS, which has
-    half the products of an A10. GPUs without bf16 run in fp32, without tensor cores: their products
-    are twice the fp32 ones, of which step_time takes half. Only H100 and H200 have run what is
-    predicted. `gib` is the usual memory as CUDA reports it, `link` NVLink or Infinity Fabric if the
-    card has them, else PCI Express.
-    """
-    rows = json.loads(Path(__file__).with_name("cards.json").read_text())
+    """Return words of a device's name → the chip, the most specific name first."""
+    rows = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
     return {
         name: Chip("", row.pop("gib") * GIB, link=REACHED * row.pop("link"), **row)
         for name, row in rows.items()
@@ -92,21 +87,10 @@ class Machine:
         missing, or cannot compute so.
         """
         if device == "cuda" and self.gpu is None:
-            raise ValueError(NO_GPU)
-        if device == "cpu" or self.gpu is None:
-            if precision == "fp8":
-                raise ValueError(without_fp8("a CPU"))
-            return "cpu"
-        self.gpu.check(precision)
-        return "cuda"
-
-
-def without_fp8(device: str) -> str:
-    """Return the message for FP8 products on a `device` without them."""
-    return (
-        f"precision=fp8: {device} has no FP8 matrix products, which take an NVIDIA "
-        "GPU of compute capability 8.9 or more, such as an H100; use precision=auto"
-    )
+            raise ValueError("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
+        gpu = None if device == "cpu" else self.gpu
+        (gpu or CPU).check(precision)
+        return "cuda" if gpu else "cpu"
 
 
 def chip(name: str, memory: float | None = None) -> Chip:
@@ -115,7 +99,6 @@ def chip(name: str, memory: float | None = None) -> Chip:
     None means the usual memory of the card, which is 0 if the name is not known.
     """
     unknown = Chip("", 0.0, None, None, REACHED * SLOWEST)
-    # The most specific name comes first
     known = next((card for of, card in cards().items() if is_named(name, of)), unknown)
     if any(is_named(name, word) for word in OTHERS):
         known = replace(known, flops=None, bandwidth=None)
@@ -161,12 +144,12 @@ def host_memory() -> float:
 
 def available_memory() -> float:
     """Return the bytes that a process could still take without swapping, in its control group."""
-    available = host_memory()
-    with suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
-        (kib,) = (line.split()[1] for line in file if line.startswith("MemAvailable:"))
-        # a container's limit may be below the machine's free memory
-        available = min(available, 1024.0 * int(kib))
-    return min([available, *(left for _, left in control_groups())])
+    # a container's limit may be below the machine's free memory
+    possible = [host_memory(), *(left for _, left in control_groups())]
+    with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
+        kib = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
+        possible.append(1024.0 * int(kib))
+    return min(possible)
 
 
 def control_groups() -> list[tuple[int, int]]:
@@ -182,9 +165,9 @@ def control_groups() -> list[tuple[int, int]]:
             own |= dict.fromkeys(controllers.split(","), path)
     found = []
     for controller, (root, limit, used, cache) in CONTROL_GROUPS.items():
-        group = Path(own.get(controller, "/").strip("/"))
-        for folder in (Path(root, path) for path in (group, *group.parents)):
-            # No such group, or "max"
+        group = Path(root, own.get(controller, "/").strip("/"))
+        for folder in (group, *group.parents):
+            # No such group, or "max"; folders around the outermost group have no such files
             with suppress(OSError, ValueError):
                 total, taken = (int((folder / name).read_text()) for name in (limit, used))
                 lines = (folder / "memory.stat").read_text().splitlines()

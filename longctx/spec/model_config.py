@@ -144,14 +144,13 @@ class GPTConfig(Group):
     folders: ClassVar[str] = "longctx.hf.family_folder"
     # Our kernels compute its layers, torch.compile and CUDA graphs may hold them
     has_kernels: ClassVar[bool] = True
-    # What the first lines of a run add to its name
-    remark: ClassVar[str] = ""
+    remark: ClassVar[str] = ""  # that the first lines of a run add to its name
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> type[GPTConfig]:
         """Return the class with its own answers to the questions here, if `values` are its."""
-        place = "longctx.hf.transformers_config:TransformersConfig"
-        kind: type[GPTConfig] = resolve_name(place) if values.get("transformers") else cls
+        path = "longctx.hf.transformers_config:TransformersConfig"
+        kind: type[GPTConfig] = resolve_name(path) if values.get("transformers") else cls
         return kind
 
     @classmethod
@@ -171,14 +170,18 @@ class GPTConfig(Group):
         """Channels of one head that rotate."""
         return int(self.head_size * self.rotary_share)
 
-    def window_of(self, layer: int) -> int | None:
-        """Keys that a query sees at most in `layer`, or None."""
-        return self.window if self.window_layers is None or layer in self.window_layers else None
-
     @property
     def expert_ffn(self) -> int:
         """Inner width of an expert."""
         return self.experts.ffn or self.ffn
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query sees at most in `layer`, or None."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def windows(self) -> dict[int | None, int]:
+        """Return window (None: the whole past) → the number of layers that have it."""
+        return dict(Counter(map(self.window_of, range(self.layers))))
 
     def has_experts(self, layer: int) -> bool:
         """Return True if the feed-forward network of `layer` is one of experts."""
@@ -188,9 +191,8 @@ class GPTConfig(Group):
         """Return the parts of block `layer`, the first is 0."""
 
         def norm(name: str, folder: str, is_there: bool) -> Norm | None:
-            if not is_there:
-                return None
-            return Norm(name, folder, self.channels, self.norm_eps, self.norm_plus_one)
+            each = (name, folder, self.channels, self.norm_eps, self.norm_plus_one)
+            return Norm(*each) if is_there else None
 
         has_before, has_after = self.norms != "post", self.norms != "pre"
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
@@ -206,28 +208,21 @@ class GPTConfig(Group):
         )
 
     def _attention(self, layer: int) -> AttentionSpec:
-        size, growth = self.rotary_size, tuple(self.query_growth)
-        rope = RopeSpec(size, self.rope_theta, self.rope_scaling, self.context, growth)
+        theta, scaling, context = self.rope_theta, self.rope_scaling, self.context
         window = self.window_of(layer)
         if window is not None and self.window_rope_theta is not None:
-            rope = RopeSpec(size, self.window_rope_theta, {}, None, growth)
+            theta, scaling, context = self.window_rope_theta, {}, None
+        rope = RopeSpec(self.rotary_size, theta, scaling, context, tuple(self.query_growth))
         named = ("attention", "self_attn", self.channels)
         return AttentionSpec(*named, self, window, rope, rotates=layer not in self.nope_layers)
 
     def _feed_forward(self, layer: int) -> FeedForward:
         named, experts = ("mlp", "mlp", self.channels), self.experts
         if not self.has_experts(layer):
-            return FeedForward(
-                *named, inner=self.ffn, has_bias=self.mlp_bias, activation=self.activation
-            )
-        return ExpertsSpec(
-            *named,
-            inner=self.expert_ffn,
-            has_bias=experts.biased,
-            activation=self.activation,
-            count=experts.count or 0,
-            keys=experts,
-        )
+            return FeedForward(*named, self.ffn, self.mlp_bias, self.activation)
+        assert experts.count is not None
+        shape = (self.expert_ffn, experts.biased, self.activation)
+        return ExpertsSpec(*named, *shape, experts.count, experts)
 
     def blocks(self) -> list[BlockSpec]:
         """Return the parts of every block; layers that are alike share one value."""
@@ -241,12 +236,9 @@ class GPTConfig(Group):
 
     def ropes(self) -> list[RopeSpec]:
         """Return the rotary positions of its layers, each once."""
-        ropes: list[RopeSpec] = []
         # Their scaling is a dictionary, so a set cannot hold them
-        for block in self.blocks():
-            if block.attention.rope not in ropes:
-                ropes.append(block.attention.rope)
-        return ropes
+        ropes = [block.attention.rope for block in self.blocks()]
+        return [rope for layer, rope in enumerate(ropes) if rope not in ropes[:layer]]
 
     def with_layers(self, chosen: Sequence[int]) -> Self:
         """Return the model that has these layers alone."""
@@ -263,95 +255,88 @@ class GPTConfig(Group):
             experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
         )
 
-    def windows(self) -> dict[int | None, int]:
-        """Return window (None: the whole past) → the number of layers that have it."""
-        return dict(Counter(self.window_of(layer) for layer in range(self.layers)))
-
     def problems(self) -> Iterator[str]:
         """Yield a message for sizes of which no model can be made."""
+        experts, rotated, growth = self.experts, self.rotary_size, self.query_growth
         if self.heads % self.kv_heads:
+            possible = ", ".join(map(str, divisors(self.heads)))
             yield (
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}; "
-                f"kv_heads can be {', '.join(map(str, divisors(self.heads)))}"
+                f"kv_heads can be {possible}"
             )
-        yield from self._problems_of_layers()
-        if self.head_dim is None and self.channels % self.heads:
-            yield (
-                f"model.channels={self.channels} is not a multiple of model.heads={self.heads}; "
-                "change one of them, or set model.head_dim"
-            )
-        if self.head_size < 2 or self.head_size % 2:
-            name = "model.head_dim" if self.head_dim is not None else "model.channels / model.heads"
-            yield (
-                f"{name}={self.head_size} must be an even number of at least 2: rotary embedding "
-                "rotates pairs of channels"
-            )
-        if self.experts.count is not None:
-            yield from self._problems_of_experts(self.experts.count)
-        if self.rotary_size < 2 or self.rotary_size % 2:
-            yield (
-                f"model.rotary_share={self.rotary_share}: rotates {self.rotary_size} of the "
-                f"{self.head_size} channels of a head; it must be an even number of at least 2"
-            )
-        if self.query_growth and (len(self.query_growth) != 2 or min(self.query_growth) <= 0):
-            yield (f"model.query_growth={self.query_growth}: two numbers above 0, [beta,n], or []")
-        check_scaling("model.rope_scaling", self.rope_scaling, self.rotary_size, self.context)
-
-    def _problems_of_experts(self, count: int) -> Iterator[str]:
-        for name, size in (("channels", self.channels), ("experts.ffn", self.expert_ffn)):
-            if size % 8:
-                yield (
-                    f"model.{name}={size} is not a multiple of 8, as the grouped products of "
-                    "experts need"
-                )
-        if self.mlp_bias or self.activation != "silu":
-            name = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
-            yield (
-                f"model.{name}: model.experts.count={count} computes with silu, and its biases are "
-                "model.experts.biased; leave one of them out"
-            )
-
-    def _problems_of_layers(self) -> Iterator[str]:
-        chosen = {
+        lists = {
             "nope_layers": self.nope_layers,
             "window_layers": self.window_layers or [],
-            "experts.dense_layers": self.experts.dense_layers,
+            "experts.dense_layers": experts.dense_layers,
         }
-        for name, layers in chosen.items():
-            if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(self.layers)):
-                yield (
-                    f"model.{name}={list(layers)}: layers from 0 to {self.layers - 1}, "
-                    "each once, in order"
-                )
+        for name, layers in lists.items():
+            if list(layers) != sorted(set(layers).intersection(range(self.layers))):
+                last = self.layers - 1
+                yield f"model.{name}={list(layers)}: layers from 0 to {last}, each once, in order"
+        if self.head_dim is None and self.channels % self.heads:
+            yield (
+                f"model.channels={self.channels}: not a multiple of model.heads={self.heads}; "
+                "change one of them, or set model.head_dim"
+            )
+        if rotated < 2 or rotated % 2 or self.head_size % 2:
+            yield (
+                f"model.head_dim={self.head_size} (null: channels / heads) model.rotary_share="
+                f"{self.rotary_share}: {rotated} channels of a head rotate; both must be even"
+            )
+        if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
+            yield (
+                f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}: the grouped "
+                "products of experts take multiples of 8"
+            )
+        if experts.count is not None and (self.mlp_bias or self.activation != "silu"):
+            given = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
+            yield f"model.{given}: experts have silu and model.experts.biased; leave it out"
+        if growth and (len(growth) != 2 or min(growth) <= 0):
+            yield f"model.query_growth={growth}: two numbers above 0, [beta,n], or []"
+        check_scaling("model.rope_scaling", self.rope_scaling, rotated, self.context)
+
+    def _embedding(self) -> int:
+        assert self.vocab_size is not None, "model.vocab_size: a tokenizer gives it"
+        return self.vocab_size * self.channels
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: of linear layers and the lm_head."""
-        blocks = sum(block.multiplied for block in self.blocks())
-        return blocks + self._known_vocab_size() * self.channels
+        return sum(block.multiplied for block in self.blocks()) + self._embedding()
 
     def parameters(self) -> int:
-        """Return the trainable parameters, a tied embedding once; ValueError without vocab_size."""
-        embedding = self._known_vocab_size() * self.channels
+        """Return the trainable parameters, a tied embedding once."""
         blocks = sum(block.parameters for block in self.blocks())
-        return embedding * (1 if self.tied else 2) + blocks + self.channels
+        return self._embedding() * (1 if self.tied else 2) + blocks + self.channels
 
     def frozen_matrices(self) -> list[tuple[int, int]]:
         """Return rows and columns of every matrix that lora.base can pack."""
-        packed = [linear for block in self.blocks() for linear in block.packed]
-        return [(linear.outputs, linear.columns) for linear in packed]
+        linears = [linear for block in self.blocks() for linear in block.linears.values()]
+        return [(linear.outputs, linear.columns) for linear in linears if linear.packs]
 
     def lora_widths(self, targets: Collection[str]) -> int:
         """Return the sum of rows and columns of the matrices that LoRA adapts in `targets`."""
         linears = [linear for block in self.blocks() for linear in block.linears.values()]
         return sum(x.columns + x.outputs for x in linears if x.name in targets)
 
+    def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
+        """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
+
+        Forward alone is a third. 6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12
+        per visible pair, head and channel: hidden pairs and recomputation do not count. LoRA adds 6
+        per weight of its `adapters`, and every other weight then takes 4: it is not trained.
+        """
+        weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
+        return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
+
+    # A model that transformers computes answers what follows in its own way
+
     def with_vocabulary(self, size: int) -> GPTConfig:
         """Return the model with `size` tokens; ValueError if it cannot have other ones."""
         return replace(self, vocab_size=size)
 
     def accepted(self, request: Any) -> Any:
-        """Return the training `request`, with what this kind of model decides; ValueError for keys
-        that it does not have.
+        """Return the training `request` as the model decides it; ValueError for keys that it does
+        not have.
         """
         return request
 
@@ -372,21 +357,6 @@ class GPTConfig(Group):
     def measured(self, step: Any, say: Callable[[str], None]) -> Any:
         """Return the bytes of the layers of `step` if they are measured, not known."""
         return {}
-
-    def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
-        """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
-
-        Forward alone is a third. 6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12
-        per visible pair, head and channel: hidden pairs and recomputation do not count. LoRA adds 6
-        per weight of its `adapters`, and every other weight then takes 4: it is not trained.
-        """
-        weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
-        return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
-
-    def _known_vocab_size(self) -> int:
-        if self.vocab_size is None:
-            raise ValueError("model.vocab_size is not set; give it, or take it from a tokenizer")
-        return self.vocab_size
 
 
 def weights_reader() -> Any:
@@ -421,30 +391,6 @@ class LoraConfig:
         needs="rank",
     )
 
-    def check_model(self, model: GPTConfig) -> None:
-        """Raise ValueError if a matrix of `model` cannot be in the format of the base, or `model`
-        has no layer of a target that the user has chosen.
-        """
-        if self.rank is not None and self.targets != list(LORA_TARGETS):
-            for target in self.targets:
-                if not replace(self, targets=[target]).parameters(model):
-                    raise ValueError(f"lora.targets={target}: the model has no such layer")
-        multiple = 1 if self.base is None else NF4_BLOCK
-        for _, columns in model.frozen_matrices():
-            if columns % multiple:
-                raise ValueError(
-                    f"lora.base={self.base}: a matrix has {columns} columns, and the format takes "
-                    f"a multiple of {multiple}; leave lora.base out"
-                )
-
-    def frozen_bytes(self, model: GPTConfig, each: int) -> int:
-        """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
-        total = each * model.parameters()
-        if self.base is not None:
-            for rows, columns in model.frozen_matrices():
-                total += rows * (packed_width(columns) - each * columns)
-        return total
-
     @property
     def alpha(self) -> float:
         """Return what peft calls lora_alpha."""
@@ -457,6 +403,25 @@ class LoraConfig:
 
     def parameters(self, model: GPTConfig) -> int:
         """Return the parameters that LoRA adds to the frozen ones of `model`; 0 without LoRA."""
-        if self.rank is None:
-            return 0
-        return self.rank * model.lora_widths(self.targets)
+        return (self.rank or 0) * model.lora_widths(self.targets)
+
+    def frozen_bytes(self, model: GPTConfig, each: int) -> int:
+        """Return the bytes of the weights of `model`, with `each` of one that is not packed."""
+        matrices = model.frozen_matrices() if self.base is not None else []
+        saved = sum(rows * (each * columns - packed_width(columns)) for rows, columns in matrices)
+        return each * model.parameters() - saved
+
+    def check_model(self, model: GPTConfig) -> None:
+        """Raise ValueError if a matrix of `model` cannot be in the format of the base, or `model`
+        has no layer of a target that the user has chosen.
+        """
+        chosen = [] if self.rank is None or self.targets == list(LORA_TARGETS) else self.targets
+        for target in chosen:
+            if not model.lora_widths([target]):
+                raise ValueError(f"lora.targets={target}: the model has no such layer")
+        for _, columns in model.frozen_matrices() if self.base is not None else []:
+            if columns % NF4_BLOCK:
+                raise ValueError(
+                    f"lora.base={self.base}: a matrix has {columns} columns, and the format takes "
+                    f"a multiple of {NF4_BLOCK}; leave lora.base out"
+                )

@@ -51,10 +51,10 @@ class LinearSpec(NamedTuple):
     def parameters(self) -> int:
         return self.weights + (self.outputs if self.has_bias else 0)
 
-    @property
-    def packed_bytes(self) -> int:
-        """Return the bytes of its weight, frozen and packed."""
-        return self.outputs * packed_width(self.columns)
+    def frozen_bytes(self, base: str | None, each: int) -> int:
+        """Return the bytes of its frozen weight: packed as `base`, or `each` of an element."""
+        is_packed = base is not None and self.packs
+        return self.outputs * (packed_width(self.columns) if is_packed else each * self.columns)
 
 
 class Fold:
@@ -62,8 +62,6 @@ class Fold:
 
     This one changes nothing. Folding once, at load, spares a switch in every forward pass.
     """
-
-    is_exact = False  # True: the tensor is in fp32, here and in the folder
 
     def rows(self, shape: tuple[int, ...]) -> int:
         """Return the number of our rows that a tensor of this shape becomes."""
@@ -76,12 +74,6 @@ class Fold:
     def save(self, rows: Any) -> Any:
         """Return the folder's tensor of our `rows`."""
         return rows
-
-
-class Exact(Fold):
-    """In fp32, here and in the folder."""
-
-    is_exact = True
 
 
 @dataclass(frozen=True)
@@ -133,9 +125,15 @@ class Pass(NamedTuple):
     gradient: int  # of a weight's gradient; 0 if weights are frozen
     is_fused: bool  # one kernel makes the product of gate and up again in backward
     adapted: tuple[str, ...] = ()  # linear layers with LoRA
-    attention: float = 0.0  # all bytes that the backend saves of q, k, v, the output and the lse
-    saves_lse: bool = True  # with recompute=block, next to attention's output
     unpacked: int = 0  # of a packed weight during its product; 0 if weights are not packed
+    is_compiled: bool = False
+    on_gpu: bool = False
+    # Of attention: the tokens of a sequence, the description and the options of the backend, and
+    # parts of the heads, computed one after another if ranks share sequences
+    keys: int = 0
+    backend: Any = None
+    options: Mapping[str, Any] = {}
+    head_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -198,10 +196,6 @@ class Norm(Part):
     @property
     def vectors(self) -> tuple[tuple[str, int], ...]:
         return (("weight", self.size),)
-
-    def saved(self, p: Pass) -> int:
-        """Return the bytes that it saves for backward: its output, and 1 / rms."""
-        return ((p.fp8_input or p.activation) * self.size + FP32) * p.tokens
 
 
 class RopeSpec(NamedTuple):
@@ -282,32 +276,9 @@ class AttentionSpec(Part):
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""
         return 12 * pairs * self.model.heads * self.model.head_size
 
-    def saved_output(self, p: Pass) -> int:
-        """Return the bytes of its output before the projection, and of the lse if it is saved."""
-        lse = FP32 * self.model.heads if p.saves_lse else 0
-        return (p.activation * self.query_size + lse) * p.tokens
-
-    def saved(self, p: Pass) -> float:
-        """Return the bytes saved for backward up to its output, which is one of them."""
-        saved = p.attention + p.weight_copy * self.linears[0].weights
-        # The output that sinks scaled; its share, before and after masking, and the mask
-        per_token = p.activation * self.query_size + (2 * FP32 + 1) * self.model.heads
-        return saved + (per_token * p.tokens if self.model.sinks else 0)
-
-    @cached_property
-    def weights_after(self) -> int:
-        """Weights of its linear layers after the product of q, k and v."""
-        return sum(linear.weights for linear in self.linears[1:])
-
-    def saved_gate(self, p: Pass) -> int:
-        """Return the bytes of a token saved for the gate: it, and the gated output.
-
-        In FP8 that is counted already, and the gate's input is saved once more.
-        """
-        if not self.gate_size:
-            return 0
-        other = p.fp8_input * self.size or p.activation * self.query_size
-        return p.activation * self.gate_size + other
+    def output_bytes(self, p: Pass) -> int:
+        """Return the bytes of a token's output before the projection, and of its lse."""
+        return p.activation * self.query_size + FP32 * self.model.heads
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,19 @@ from functools import cached_property
 from statistics import LinearRegression
 from typing import NamedTuple
 
-from longctx.attention.description import AttentionConfig, AttentionLayer, capturable_backends
+from longctx.attention.description import AttentionConfig, capturable_backends
 from longctx.config.doors import OptimizerConfig
 from longctx.config.layout_config import (
     STRATEGIES,
     MemoryConfig,
     Strategy,
     allgather_group,
+    tile_size,
     ulysses_parts,
 )
 from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig, LoraConfig
+from longctx.spec.parts import FP32, Pass
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -95,16 +97,9 @@ class Workload:
         # a GPU wants many tokens at a time, and takes longer steps
         batch_size = division.batch_size or max(1, TOKENS_PER_MICRO_BATCH[self.device] // seq_len)
         micro_batch = batch_size * seq_len * self.devices // division.context
-        return replace(
-            self,
-            strategy=division.strategy,
-            context=division.context,
-            context_method=division.context_method,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            accumulate=division.accumulate or max(1, TOKENS_PER_STEP[self.device] // micro_batch),
-            divisions=(),
-        )
+        accumulate = division.accumulate or max(1, TOKENS_PER_STEP[self.device] // micro_batch)
+        sizes = division._replace(batch_size=batch_size, accumulate=accumulate)._asdict()
+        return replace(self, seq_len=seq_len, divisions=(), **sizes)
 
     @cached_property
     def blocks(self) -> list[BlockSpec]:
@@ -122,54 +117,6 @@ class Workload:
         return self.lora.parameters(self.model)
 
     @property
-    def captured(self) -> bool:
-        """Return True if the decided step runs as CUDA graphs."""
-        if self.graphs == "auto":
-            return self.is_host_bound and self.not_captured is None
-        return self.graphs == "true"
-
-    @property
-    def is_host_bound(self) -> bool:
-        """Return True if the GPU is predicted to wait for the launches of small kernels."""
-        if self.device != "cuda":
-            return False
-        # all blocks are about equal: one of them decides
-        tokens = self.batch_size * self.seq_len
-        per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
-        return tokens * per_token / self.model.layers < HOST_BOUND
-
-    @property
-    def not_captured(self) -> str | None:
-        """Return why no CUDA graph can hold a step, with a remedy, or None."""
-        scaling = (self.model.rope_scaling or {}).get("rope_type")
-        if self.device != "cuda":
-            return f"they are for a GPU, not device={self.device}; use device=cuda"
-        if self.devices > 1 or self.sharing != Strategy():
-            return "they are for one GPU alone; use devices=1 strategy=auto"
-        if not self.model.has_kernels:
-            return "transformers computes the model, and waits for the GPU; use a family of ours"
-        if not self.attention.description.capturable:
-            backends = " or ".join(f"attention={name}" for name in capturable_backends())
-            return (
-                f"attention={self.attention.backend} launches what the documents of a row ask for; "
-                f"use {backends}"
-            )
-        if (count := self.model.experts.count) is not None and self.precision == "fp32":
-            return f"model.experts.count={count} waits for the router in fp32; use precision=bf16"
-        if scaling in ("dynamic", "longrope"):
-            return f"rope_type={scaling} follows the length of each document; use another"
-        if self.memory.filled(self.memory.policies()[0]).offload:
-            return (
-                f"memory={self.memory.policy} copies activations to the host; use memory.offload=0"
-            )
-        return None
-
-    def check_graphs(self) -> None:
-        """Raise ValueError for graphs=true if no CUDA graph can hold a step."""
-        if self.graphs == "true" and self.not_captured is not None:
-            raise ValueError(f"graphs=true: {self.not_captured}, or leave graphs=auto")
-
-    @property
     def sharing(self) -> Strategy:
         """Return how the devices share the model."""
         return STRATEGIES[self.strategy]
@@ -180,58 +127,9 @@ class Workload:
         return self.devices if self.sharing.shards_weights else 1
 
     @property
-    def head_parts(self) -> int:
-        """Count the parts of the heads, computed one after another if ranks share sequences."""
-        model, ranks = self.model, self.context
-        if ranks == 1:
-            return 1
-        if self.context_method == "allgather":
-            return -(-model.kv_heads // allgather_group(model.kv_heads, ranks))
-        tokens = self.batch_size * -(-self.seq_len // ranks)
-        return ulysses_parts(model.kv_heads // ranks, tokens) if model.kv_heads % ranks == 0 else 1
-
-    def exchanges_halo(self, window: int | None) -> bool:
-        """Return True if a layer of this `window` needs only the end of the rank before.
-
-        The backend must take the free intervals that result.
-        """
-        tokens = -(-self.seq_len // self.context)
-        free = self.attention.description.takes_intervals
-        return self.context > 1 and window is not None and window - 1 <= tokens and free
-
-    def layer(self, sequences: int, length: int) -> AttentionLayer:
-        """Return attention of one layer for so many sequences of `length` tokens."""
-        return AttentionLayer(
-            tokens=sequences * -(-length // self.context),
-            keys=length,
-            part=self.blocks[0].attention,
-            itemsize=self.activation_bytes,
-            recompute=self.memory.recompute or "none",
-            is_compiled=self.compile,
-            on_gpu=self.device == "cuda",
-            head_parts=self.head_parts,
-            options=self.attention.options,
-        )
-
-    @property
     def devices_per_machine(self) -> int:
         """Count the devices of one machine."""
         return -(-self.devices // self.machines)
-
-    @property
-    def rows_per_step(self) -> int:
-        """Count the sequences of an optimizer step over all micro-batches and devices."""
-        return self.batch_size * self.accumulate * self.data_ranks
-
-    @property
-    def activation_bytes(self) -> int:
-        """Return the bytes of an activation, or of a weight as it is multiplied in bf16."""
-        return 4 if self.precision == "fp32" else 2
-
-    @property
-    def fp8_layers(self) -> int:
-        """Count the layers with products in FP8."""
-        return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
 
     @property
     def data_ranks(self) -> int:
@@ -239,9 +137,121 @@ class Workload:
         return self.devices // self.context
 
     @property
+    def rows_per_step(self) -> int:
+        """Count the sequences of an optimizer step over all micro-batches and devices."""
+        return self.batch_size * self.accumulate * self.data_ranks
+
+    @property
     def tokens_per_step(self) -> int:
         """Count the tokens of an optimizer step over all devices, padding included."""
         return self.rows_per_step * self.seq_len
+
+    @property
+    def activation_bytes(self) -> int:
+        """Return the bytes of an activation, or of a weight as it is multiplied in bf16."""
+        return FP32 if self.precision == "fp32" else 2
+
+    @property
+    def fp8_layers(self) -> int:
+        """Count the layers with products in FP8."""
+        return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Return True if our kernels take activations as they are, in 16 bits."""
+        return self.device == "cuda" and self.activation_bytes < FP32 and self.model.has_kernels
+
+    @property
+    def head_parts(self) -> int:
+        """Count the parts of the heads, computed one after another if ranks share sequences."""
+        heads, ranks = self.model.kv_heads, self.context
+        if ranks > 1 and self.context_method == "allgather":
+            return -(-heads // allgather_group(heads, ranks))
+        if ranks == 1 or heads % ranks:
+            return 1
+        return ulysses_parts(heads // ranks, self.batch_size * -(-self.seq_len // ranks))
+
+    def exchanges_halo(self, window: int | None) -> bool:
+        """Return True if a layer of this `window` needs only the end of the rank before.
+
+        The backend must take the free intervals that result.
+        """
+        fits = window is not None and window - 1 <= -(-self.seq_len // self.context)
+        return self.context > 1 and fits and self.attention.description.takes_intervals
+
+    def pass_of(self, sequences: int, length: int, in_8_bits: bool = False) -> Pass:
+        """Return so many sequences of `length` tokens on their way through a block."""
+        tokens, e = sequences * -(-length // self.context), self.activation_bytes
+        adapted = tuple(self.lora.targets) if self.added else ()
+        has_copies = e < FP32 and not adapted and not self.sharing.shards_weights and not in_8_bits
+        return Pass(
+            tokens=tokens,
+            tile=tile_size(tokens, self.memory.mlp_tile or tokens),
+            recompute=self.memory.recompute or "none",
+            activation=e,
+            fp8_input=1 if in_8_bits and not adapted else 0,
+            weight_copy=e if has_copies else 0,
+            gradient=0 if adapted else e if self.sharing.shards_weights else FP32,
+            is_fused=self.uses_kernels and "down" not in adapted and self.lora.base is None,
+            adapted=adapted,
+            # With the codes, in 8 bits or 4, or those in the dtype of W
+            unpacked=e + 1 if self.lora.base else 0,
+            is_compiled=self.compile,
+            on_gpu=self.device == "cuda",
+            keys=length,
+            backend=self.attention.description,
+            options=self.attention.options,
+            head_parts=self.head_parts,
+        )
+
+    @property
+    def captured(self) -> bool:
+        """Return True if the decided step runs as CUDA graphs."""
+        if self.graphs == "auto":
+            return self.is_host_bound and self.not_captured is None
+        return self.graphs == "true"
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Return True if the GPU is predicted to wait for the launches of small kernels."""
+        # all blocks are about equal: one of them decides
+        tokens = self.batch_size * self.seq_len
+        per_token = self.model.flops_per_token(self.seq_len / 2, self.added)
+        return self.device == "cuda" and tokens * per_token / self.model.layers < HOST_BOUND
+
+    @property
+    def not_captured(self) -> str | None:
+        """Return why no CUDA graph can hold a step, with a remedy, or None."""
+        model, attention, policy = self.model, self.attention, self.memory.policy
+        several = self.devices > 1 or self.sharing != Strategy()
+        rope, experts = model.rope_scaling.get("rope_type"), model.experts.count
+        names = " or ".join(f"attention={name}" for name in capturable_backends())
+        first = self.memory.policies()[0] if policy == "auto" else policy
+        offload = self.memory.filled(first).offload
+        reasons = (
+            (self.device != "cuda", f"they are for a GPU, not device={self.device}; use a GPU"),
+            (several, "they are for one GPU alone; use devices=1 strategy=auto"),
+            (not model.has_kernels, "transformers computes the model, and waits for the GPU"),
+            (
+                not attention.description.capturable,
+                f"attention={attention.backend} launches by the documents of a row; use {names}",
+            ),
+            (
+                experts is not None and self.precision == "fp32",
+                f"model.experts.count={experts} waits for the router in fp32; use precision=bf16",
+            ),
+            (
+                rope in ("dynamic", "longrope"),
+                f"rope_type={rope} follows the length of each document; use another",
+            ),
+            (offload, f"memory={policy} copies activations to the host; use memory.offload=0"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
+    def check_graphs(self) -> None:
+        """Raise ValueError for graphs=true if no CUDA graph can hold a step."""
+        if self.graphs == "true" and self.not_captured is not None:
+            raise ValueError(f"graphs=true: {self.not_captured}, or leave graphs=auto")
 
 
 def precision_of(precision: str, device: str) -> str:

@@ -33,48 +33,29 @@ def test_sizes_of_a_saved_model_are_checked_too():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        (
-            {"heads": 12, "kv_heads": 5},
-            r"model.heads=12 is not a multiple of model.kv_heads=5; .* 1, 2, 3, 4, 6, 12",
-        ),
-        ({"channels": 25}, "model.channels=25 is not a multiple of model.heads=6"),
-        ({"head_dim": 7}, "model.head_dim=7 must be an even number"),
-        ({"channels": 18}, "model.channels / model.heads=3 must be an even number"),
-        ({"head_dim": 0}, "model.head_dim=0"),
-        ({"window": 10**20 - 1}, "model.window=99999999999999999999: a number from 1"),
-        ({"window": 4, "window_layers": [[0]]}, r"model.window_layers=\[0\]: not a list in a list"),
+        ({"heads": 12, "kv_heads": 5}, r"heads=12 .* model\.kv_heads=5; .* 1, 2, 3, 4, 6, 12"),
+        ({"channels": 25}, r"channels=25.* model\.heads=6"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"channels": 18}, "head_dim=3 "),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"rotary_share": 0.1}, r"rotary_share=0\.1"),
+        ({"nope_layers": [3]}, r"nope_layers=\[3\]"),
+        ({"window": 10**20 - 1}, "window=99999999999999999999"),
+        ({"window": 4, "window_layers": [[0]]}, r"window_layers=\[0\]"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(changes, message):
-    with pytest.raises(ValueError, match=message):
-        replace(SMALL, **changes).validate()
-    with pytest.raises(ValueError, match=message):
+def test_impossible_sizes_are_refused_by_name(changes, named):
+    with pytest.raises(ValueError, match=rf"model\.{named}"):
         GPT(replace(SMALL, **changes), "naive")
 
 
-def test_a_model_needs_a_vocabulary():
-    unknown = replace(SMALL, vocab_size=None)
-    unknown.validate()
-    with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
-        GPT(unknown, "naive")
-    with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
-        unknown.parameters()
+VARIANTS = {"tied": False, "qkv_bias": True, "qk_norm": "head", "head_dim": 10, "kv_heads": 6}
+VARIANTS |= {"attention_gate": "channel"}
 
 
-VARIANTS = [
-    {},
-    {"tied": False},
-    {"qkv_bias": True},
-    {"qk_norm": "head"},
-    {"head_dim": 10},
-    {"kv_heads": 6},
-    {"attention_gate": "channel"},
-]
-
-
-@pytest.mark.parametrize("changes", VARIANTS)
+@pytest.mark.parametrize("changes", [{}, *({name: value} for name, value in VARIANTS.items())])
 def test_parameters_and_flops_are_those_of_the_module(changes):
     """Under a full mask naive attention computes every pair, which torch counts."""
     config = replace(SMALL, **changes)
