@@ -5,14 +5,14 @@ A command is called with the values as arguments, so that it knows no command li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.config.fields import PLUGINS, Group, key
+from longctx.config.fields import PLUGINS, choice, key
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
+PRICES = (1e-6, 1e6)
 
 
 @dataclass
@@ -26,7 +26,7 @@ class DataOptions:
 
 
 @dataclass
-class CompareOptions(Group):
+class CompareOptions:
     """Compare runs: their keys, their results, their curves.
 
     longctx compare runs/*
@@ -34,16 +34,11 @@ class CompareOptions(Group):
     """
 
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
-    out: Path = key(Path("compare.html"), "page with their curves, .html; needs no network")
-    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
-    table: Path | None = key(None, "write a row for each run too: .csv")
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for a page or a table of another format."""
-        if self.out.suffix != ".html":
-            yield f"out={self.out}: a file that ends in .html"
-        if self.table is not None and self.table.suffix != ".csv":
-            yield f"table={self.table}: a file that ends in .csv"
+    out: Path = key(
+        Path("compare.html"), "page with their curves; needs no network", suffix=".html"
+    )
+    price: float | None = key(None, PRICE, between=PRICES)
+    table: Path | None = key(None, "write a row for each run too: .csv", suffix=".csv")
 
 
 @dataclass
@@ -53,9 +48,7 @@ class ConvertOptions:
     longctx convert axolotl.yaml > mine.yaml
     """
 
-    file: Path = key(
-        Path(), "YAML of theirs; keys without one of ours are named on stderr", positional=True
-    )
+    file: Path = key(Path(), "YAML of theirs; keys without ours go to stderr", positional=True)
 
 
 @dataclass
@@ -67,7 +60,7 @@ class WatchOptions:
     """
 
     run: Path = key(Path(), "the folder of one run, such as runs/NAME", positional=True)
-    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
+    price: float | None = key(None, PRICE, between=PRICES)
 
 
 @dataclass
@@ -94,34 +87,24 @@ class DashboardOptions:
 
 
 @dataclass
-class ExportOptions(Group):
+class ExportOptions:
     """Write a trained model as a Hugging Face folder.
 
     longctx export runs/NAME out/
     """
 
-    run: str = key(
-        "", "a run, of which the newest checkpoint is taken, or a checkpoint", positional=True
-    )
+    run: str = key("", "a run, for its newest checkpoint, or a checkpoint", positional=True)
     out: str = key("", "a new folder, or an empty one", positional=True)
-    dtype: str | None = key(
-        None,
-        "of the weights, bf16 and fp16 have half the size; null: as they were trained, in fp32, or "
-        "with LoRA as those of init",
-        choices=("fp32", "bf16", "fp16"),
+    dtype: str | None = choice(
+        None, "fp32 | bf16 | fp16; null: as trained, with LoRA as init", needs="adapter=false"
     )
     shard_gb: float = key(
-        5.0, "largest size of one file of weights, in 10^9 bytes", between=(1e-9, 1e9)
+        5.0,
+        "of a file of weights at most, in 10^9 bytes",
+        between=(1e-9, 1e9),
+        needs="adapter=false",
     )
     adapter: bool = key(
-        False,
-        "of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights",
+        False, "the adapter of LoRA alone, for peft; false: merged into the weights"
     )
     plugins: list[str] | None = key(None, PLUGINS)
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for keys that an adapter has no use for."""
-        for name, usual in {"dtype": None, "shard_gb": 5.0}.items():
-            value = getattr(self, name)
-            if self.adapter and value != usual:
-                yield (f"{name}={value}: adapter=true writes one file, in fp32; leave {name} out")

@@ -20,7 +20,6 @@ import yaml
 
 from longctx import hub_snapshot, plugins, untrusted
 from longctx.config import other_names, presets
-from longctx.config.data_config import DataConfig
 from longctx.config.eval_config import EvalConfig
 from longctx.config.fields import (
     Key,
@@ -41,8 +40,6 @@ from longctx.runs import run_folder
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig}
 LENGTHS = {"max_tokens", "max_steps"}  # a file has none of them if the command line has one
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
-
-
 # Values that are neither text nor a number
 CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
@@ -60,7 +57,9 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     schema = SCHEMAS[command] if isinstance(command, str) else command
     given = given_values(schema, arguments)
     if schema is TrainConfig and given.get("resume") is not None:
-        return resumed(given)
+        folder = run_folder.find(given["resume"])
+        run_folder.check_resumable(folder, given.keys() - {"resume"})
+        return from_file(folder / "config.yaml", given | {"resume": str(folder)})
     for name in positional(schema):
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
@@ -71,7 +70,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
     if "data" in choices:
-        data: DataConfig = request.config.data
+        data = request.config.data
         # An evaluation has none
         if objective := getattr(request.config, "objective", None):
             own = objective.traits.data or data.preferences
@@ -85,15 +84,6 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     config = build(schema, values)
     check(config)
     return Request(config, {}, {name: shown(value) for name, value in given.items()})
-
-
-def resumed(given: Mapping[str, Any]) -> Request[TrainConfig]:
-    """Return the configuration of the run that resume= names, with the `given` keys."""
-    folder = run_folder.find(given["resume"])
-    run_folder.check_resumable(folder, given.keys() - {"resume"})
-    request = from_file(folder / "config.yaml", given)
-    request.config.resume = str(folder)
-    return request
 
 
 def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
@@ -120,19 +110,12 @@ def read(
 
     A list may be written a,b or [a,b]. Of train only [a,b]: there a,b is a sweep.
     """
-    arguments = list(arguments)
-    # Some of the other keys may be a plugin's
-    declared = keys(schema).get("plugins")
-    for _, _, text in (x.partition("=") for x in arguments if x.startswith("plugins=")):
-        if declared is not None and len(alternatives(declared, text)) == 1:
-            plugins.load(typed("plugins", value_of(text, declared) or [], declared))
-    # A path needs no key in commands that name no other file
     known, takes_paths = keys(schema), bool(positional(schema))
-    files, texts, paths = list[str](), dict[str, str](), list[str]()
-    given: list[tuple[str, str, str]] = []
+    files, paths, given = list[str](), list[str](), list[str]()
     for argument in arguments:
         name, equals, text = argument.partition("=")
         is_file = not equals and argument.endswith((".yaml", ".yml"))
+        # A path needs no key in commands that name no other file
         if is_file and (schema is EvalConfig or not takes_paths):
             files.append(argument)
         elif takes_paths and is_path(argument, known):
@@ -140,22 +123,25 @@ def read(
         elif argument.startswith("-") or not equals or not name:
             raise ValueError(not_a_key(schema, argument))
         else:
-            given.append((argument, name, text))
+            given.append(argument)
+            # Some of the other keys may be a plugin's
+            if name == "plugins" and name in known and len(alternatives(known[name], text)) == 1:
+                plugins.load(typed(name, value_of(text, known[name]) or [], known[name]))
+    if len(files) > 1:
+        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
     # A short name means one key; the same key twice is a mistake
-    full_names = full_keys(schema, [name for _, name, _ in given])
-    for argument, name, text in given:
-        full = full_names[name]
-        declared = known.get(full)
+    texts, full_names = dict[str, str](), full_keys(schema, [x.partition("=")[0] for x in given])
+    for argument in given:
+        name, _, text = argument.partition("=")
+        declared = keys(schema).get(full_names[name])
         is_list = schema is not TrainConfig and declared is not None and declared.is_list
         if is_list and text[:1] != "[" and text not in ("", "null"):
             text = f"[{text}]"
         if len(alternatives(declared, text)) > 1 and not is_sweep:
             advice = "give one, or all to train -m" if schema is TrainConfig else "give one"
             raise ValueError(f"{argument}: several values; {advice}, or write a list as [a,b]")
-        if texts.setdefault(full, text) != text:
-            raise ValueError(f"{argument}: {full}={texts[full]} is given too; leave one out")
-    if len(files) > 1:
-        raise ValueError(f"{files[1]}: {files[0]} is given too; give one file")
+        if (first := texts.setdefault(full_names[name], text)) != text:
+            raise ValueError(f"{argument}: {full_names[name]}={first} is given too; leave one out")
     return files, texts, paths
 
 
@@ -168,20 +154,19 @@ def is_path(argument: str, known: Collection[str]) -> bool:
 
 def not_a_key(schema: type, argument: str) -> str:
     """Return a message for an `argument` that is not of the form key=value."""
+    path, remedy = Path(argument), "not of the form key=value; see --help"
     if argument in ("-m", "--multirun"):
-        return f"{argument}: only train sweeps; call this command once for each"
-    if argument.startswith("-"):
+        remedy = "only train sweeps; call this command once for each"
+    elif argument.startswith("-"):
         name, _, text = argument.partition("=")
         option = name.strip("-").replace("-", "_")
         option = f"{other_names.key_of(option, keys(schema)) or option}={text or 'VALUE'}"
-        return f"{argument}: not an option; keys are given as key=value, write {option}"
-    path = Path(argument)
-    if schema is TrainConfig and (run_folder.is_run(path) or run_folder.is_hugging_face(path)):
-        advice = f"continue it with resume={argument}, or begin with its weights: init={argument}"
-        return f"{argument}: {advice}"
-    if schema is TrainConfig and path.exists():
-        return f"{argument}: not of the form key=value; give data=text data.path={argument}"
-    return f"{argument}: not of the form key=value; see --help"
+        remedy = f"not an option; keys are given as key=value, write {option}"
+    elif schema is TrainConfig and (run_folder.is_run(path) or run_folder.is_hugging_face(path)):
+        remedy = f"continue it with resume={path}, or begin with its weights: init={path}"
+    elif schema is TrainConfig and path.exists():
+        remedy = f"not of the form key=value; give data=text data.path={path}"
+    return f"{argument}: {remedy}"
 
 
 def positional(schema: type) -> list[str]:
@@ -191,13 +176,11 @@ def positional(schema: type) -> list[str]:
 
 def split_own(schema: type, arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Separate the arguments of `schema` from those of train."""
-    known, takes_paths = keys(schema), bool(positional(schema))
-    own = [
-        argument
-        for argument in arguments
-        if argument.partition("=")[0] in known or (takes_paths and is_path(argument, known))
-    ]
-    return own, [argument for argument in arguments if argument not in own]
+    known, takes_paths, parts = keys(schema), bool(positional(schema)), (list[str](), list[str]())
+    for argument in arguments:
+        is_own = argument.partition("=")[0] in known or (takes_paths and is_path(argument, known))
+        parts[not is_own].append(argument)
+    return parts
 
 
 def jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -222,7 +205,7 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
 
     ValueError names an unknown key, or a group that has no preset of the given name.
     """
-    file, texts, paths = read(schema, arguments)
+    files, texts, paths = read(schema, arguments)
     known = keys(schema)
     given = {name: value_of(text, known.get(name)) for name, text in texts.items()}
     for name in positional(schema):
@@ -232,13 +215,13 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
     if paths:
         needed = " ".join(positional(schema)).upper()
         raise ValueError(f"{paths[0]}: one too many; give {needed}, and nothing else without =")
-    # Before names are checked: plugins register some of them
     if given.get("plugins") is not None:
         given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
-    if file:
-        given = values_of_file(schema, Path(file[0]), given) | given
-    for group in (name for name in given if name in known and known[name].is_group):
-        check_preset(group, given[group], known)
+    for file in files:
+        given = values_of_file(schema, Path(file), given) | given
+    for name in given:
+        if name in known and known[name].is_group:
+            check_preset(name, given[name], known)
     return given
 
 
@@ -261,20 +244,18 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
     """Return name → the dotted key that it stands for; a group with presets stands for the key that
     holds their name, as attention for attention.backend.
 
-    ValueError has one message for every name that is no key.
+    ValueError has a line for each unknown key.
     """
-    known, full_names, messages = keys(schema), dict[str, str](), list[str]()
-    # Any key may follow these
-    is_open = tuple(f"{key}." for key, declared in known.items() if declared.is_open)
-    for name in dict.fromkeys(names):
-        full = short_key(schema, name)
-        if full not in known and not full.startswith(is_open):
-            messages.append(unknown(name, known))
-        group = full.rpartition(".")[0]
-        is_preset = group in presets.GROUPS and full == short_key(schema, group)
-        full_names[name] = group if is_preset else full
-    refuse_all(messages)
-    return full_names
+    known = keys(schema)
+    full_names = {name: short_key(schema, name) for name in names}
+    is_open = tuple(f"{name}." for name, declared in known.items() if declared.is_open)
+    refuse_all(
+        unknown(name, known)
+        for name, full in full_names.items()
+        if full not in known and not full.startswith(is_open)
+    )
+    named = {short_key(schema, group): group for group in presets.GROUPS}
+    return {name: named.get(full, full) for name, full in full_names.items()}
 
 
 def short_key(schema: type, name: str) -> str:
@@ -285,7 +266,7 @@ def short_key(schema: type, name: str) -> str:
 
 def alternatives(declared: Key | None, text: str) -> list[str]:
     """Split a value at its commas, other than those in quotes or brackets."""
-    if declared is not None and declared.is_literal:
+    if declared is not None and declared.parse is str:
         return [text]
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
@@ -302,10 +283,9 @@ def value_of(text: str, declared: Key | None) -> Any:
     in YAML, or the text itself.
     """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_text = declared is not None and (
-        declared.is_group or declared.is_literal or (declared.type in (str, Path) and not is_quoted)
-    )
-    if is_text:
+    if declared is not None and (declared.is_group or declared.parse is str):
+        return None if text.lower() == "null" else text
+    if declared is not None and declared.type in (str, Path) and not is_quoted:
         return None if text.lower() == "null" else text
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
@@ -344,55 +324,46 @@ def values_of_file(schema: type, path: Path, given: Mapping[str, Any]) -> dict[s
     """
     values = run_folder.read_keys(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
-    if path.name == "config.yaml":
-        values = as_new_run(values)
     with untrusted.named(path):
-        result = differing(schema, values)
-        full_names = full_keys(schema, result)
+        values = differing(schema, as_new_run(values) if path.name == "config.yaml" else values)
+        full_names = full_keys(schema, values)
+    # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
     without = set(given) | replaced(given)
-    spelled = dict[str, str]()
+    result, spelled = dict[str, Any](), dict[str, str]()
     for name, full in full_names.items():
         if spelled.setdefault(full, name) != name:
             raise ValueError(f"{path}: {name}: {spelled[full]} is given too; leave one out")
-    # A group, or a key with keys of its own as data.mix={...}, replaces all that is below it
-    return {
-        full: result[name]
-        for full, name in spelled.items()
-        if full not in without and not any(full.startswith(f"{key}.") for key in without)
-    }
+        if full not in without and not any(full.startswith(f"{key}.") for key in without):
+            result[full] = values[name]
+    return result
 
 
 def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return key → value for the `saved` keys that differ from the defaults.
-
-    A group that is nested, as in config.yaml, is compared with its preset.
+    """Return key → value for the `saved` keys that differ from their presets and the defaults.
 
     The command line may choose another preset, which refuses the other keys. A model has all its
     keys, since config.yaml does not record its preset.
     """
-    usual = {
-        name: value
-        for name, value in run_folder.plain(schema()).items()
-        if name != "model" and isinstance(saved.get(name), dict) == isinstance(value, dict)
-    }
+    values, usual = run_folder.flat(saved), run_folder.plain(schema())
+    usual.pop("model", None)
     for group in usual.keys() & presets.groups(schema).keys():
         first = presets.first_key(group)[0]
-        if (name := saved[group].get(first)) in presets.names(group):
+        name = values.get(f"{group}.{first}", values.get(group))
+        if name in presets.names(group):
             usual[group] |= presets.read(group, name) | {first: usual[group][first]}
-    usual, values = run_folder.flat(usual), run_folder.flat(saved)
+    usual = run_folder.flat(usual)
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
 
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
     """Return the keys and groups of a file that the command line replaces by the `given` keys."""
-    names = set[str]()
-    for name, value in given.items():
-        if name in LENGTHS and value is not None:
-            names |= LENGTHS
-        # A new policy replaces all values of the file's, and passkey=false those of its group
-        if name == "memory.policy" or (value is False and name.endswith(".enabled")):
-            names.add(name.partition(".")[0])
-    return names
+    # A new policy replaces all values of the file's, and passkey=false those of its group
+    groups = {
+        name.partition(".")[0]
+        for name, value in given.items()
+        if name == "memory.policy" or (value is False and name.endswith(".enabled"))
+    }
+    return groups | (LENGTHS if any(given.get(name) is not None for name in LENGTHS) else set())
 
 
 def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from longctx import hub_snapshot
 from longctx.attention.description import AUTO, DESCRIPTIONS, AttentionConfig
-from longctx.cli.options import PRICE
+from longctx.cli.options import PRICE, PRICES
 from longctx.cli.parse import compose, split_own
 from longctx.config import presets
 from longctx.config.fields import key, positive
@@ -37,13 +37,11 @@ class PlanOptions:
     )
     gpu_memory: float | None = key(None, "GiB of it; null: the usual", between=(1e-3, 1e6))
     host_memory: float | None = key(
-        None,
-        "GiB of the host; null: this machine's, or 128 for each GPU if gpu= is not here",
-        between=(1e-3, 1e6),
+        None, "GiB of the host; null: as here, else 128 for each GPU", between=(1e-3, 1e6)
     )
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
-    price: float | None = key(None, PRICE, between=(1e-6, 1e6))
+    price: float | None = key(None, PRICE, between=PRICES)
 
 
 def plan(argv: list[str], libraries: Callable[[], AbstractContextManager[None]]) -> None:

@@ -6,13 +6,13 @@ No import of torch, datasets or tokenizers: the command line reads this file for
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longctx.config.doors import Door
-from longctx.config.fields import Group, key, positive
+from longctx.config.fields import Group, choice, key, positive
 
 SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 
@@ -26,69 +26,53 @@ class DataConfig(Group):
         "embedded", "source of the documents; data=NAME sets it", choices=SOURCES, short=True
     )
     path: Any = key(None, "text: file, folder, glob, list [a,b]; hub: OWNER/NAME")
-    text_column: str = key(
-        "text", "field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets"
-    )
+    text_column: str = key("text", "field of .jsonl, .csv, .tsv, .parquet and hub data sets")
     chat: bool = key(
         False,
-        "rows are conversations (`messages`, ShareGPT, Alpaca, completions), put into the "
-        "tokenizer's chat template; targets are the assistant's",
+        "rows are conversations (`messages`, ShareGPT, Alpaca, completions) in the tokenizer's "
+        "chat template; targets are the assistant's",
     )
-    preferences: str | None = key(
+    preferences: str | None = choice(
         None,
-        "rows are answers to prompts: pairs: `chosen` and `rejected` | labels: `completion` and "
-        "`label`; set by objective=",
-        choices=("pairs", "labels"),
+        "pairs: rows hold `chosen` and `rejected` answers | labels: `completion` and `label`; set "
+        "by objective=",
     )
-    turns: str = key(
+    turns: str = choice(
         "auto",
-        "conversations: the answers that are learned; all, those of the last turn, or (auto) all "
-        "unless the template rewrites earlier turns, as Qwen3's does",
-        choices=("auto", "all", "last"),
+        "auto: all answers of a chat are learned, unless the template rewrites earlier turns, as "
+        "Qwen3's does | all | last: those of the last turn",
         needs="chat",
     )
-    errors: str = key(
-        "strict",
-        "text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)",
-        choices=("strict", "replace"),
+    errors: str = choice(
+        "strict", "strict: text whose bytes are not UTF-8 stops the run | replace: replaces them"
     )
     name: str | None = key(None, "hub: configuration of a data set that has several")
-    split: str = key(
-        "train", "hub: split of the data set to read; validation documents are taken out of it"
-    )
+    split: str = key("train", "hub: split to read; validation documents are taken out of it")
     files: Any = key(None, "hub: the files of the data set to read; null: those of its split")
-    revision: str | None = key(
-        None, "hub: commit, tag or branch; null: the newest; a run keeps the commit"
-    )
+    revision: str | None = key(None, "hub: commit, tag or branch; null: the newest, which is kept")
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
     length: int = key(
         8192, "characters of a document, if a source of your own makes them", between=(256, 2**30)
     )
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(
-        True,
-        "several documents in a sequence; false: one in each, for a model whose layers mix them",
+        True, "several documents in a sequence; false: one, for a model whose layers mix them"
     )
     tokenizer: str | None = key(
         None, "tokenizer.json or Hugging Face folder; null: a BPE trained on the documents"
     )
     replace_tokenizer: bool = key(
-        False,
-        "with init=: the tokenizer may give other texts to the ids that the weights know",
-        needs="tokenizer",
+        False, "with init=: the tokenizer may give known ids another text", needs="tokenizer"
     )
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(
         None,
         "share of the text that validates: whole documents by their hash, else the end of the "
         "longest; null: 0.02, or up to 0.1 of a small corpus; 0: none",
-        between=(0, 1),
-        below=1,
+        between=(0, 0.99),
     )
     cache: str | None = key(
-        None,
-        "folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx",
-        compared=False,
+        None, "folder of what is built once; null: $LONGCTX_CACHE, ~/.cache/longctx", compared=False
     )
 
     def problems(self) -> Iterator[str]:
@@ -96,18 +80,16 @@ class DataConfig(Group):
         self.paths()
         self.data_files()
         if self.tokenizer is None and not 257 <= self.vocab_size <= 2**20:
-            yield (
-                f"data.vocab_size={self.vocab_size}: not a vocabulary that can be trained; "
-                "give from 257 tokens (all bytes and an end) to 1,048,576"
-            )
+            remedy = "give from 257 tokens (all bytes and an end) to 1,048,576"
+            yield f"data.vocab_size={self.vocab_size}: cannot be trained; {remedy}"
 
     def paths(self) -> list[str]:
         """Return `path` as a list of strings."""
-        return _strings(self.path, "data.path")
+        return _strings("data.path", self.path)
 
     def data_files(self) -> list[str]:
         """Return `files` as a list of strings."""
-        return _strings(self.files, "data.files")
+        return _strings("data.files", self.files)
 
     @property
     def why_left_out(self) -> str:
@@ -121,11 +103,8 @@ class DataConfig(Group):
         return Path(own).expanduser()
 
 
-def _strings(value: Any, name: str) -> list[str]:
-    if value is None or value == "":
-        return []
-    if isinstance(value, str | os.PathLike):
-        return [os.fspath(value)]
-    if isinstance(value, Sequence) and all(isinstance(item, str | os.PathLike) for item in value):
-        return [os.fspath(item) for item in value]
-    raise ValueError(f"{name}={value}: not a path; give a path or a list of paths")
+def _strings(name: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list | tuple) else [value] if value else []
+    if not all(isinstance(item, str | os.PathLike) for item in values):
+        raise ValueError(f"{name}={value}: not a path; give a path or a list of paths")
+    return list(map(os.fspath, values))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from longctx.config.fields import KEYS, Group, Key, key, keys, refuse_all, shown
+from longctx.config.fields import KEYS, Group, Key, foreign_keys, key, keys, refuse_all
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -165,26 +165,22 @@ class NamedGroup(Group, Generic[Traits]):
         """Return the class for the name among `values`; ValueError for keys of other names."""
         name = values.get("name", keys(cls)["name"].default)
         kind: type[Self] = (cls.door[name].keys if name in cls.door else None) or cls
-        own = keys(kind).keys() - {"name"}
-        others = {key: values[key] for key in values if key in cls.all_keys().keys() - keys(kind)}
-        has = ", ".join(sorted(own)) or "none"
-        refuse_all(
-            f"{cls.prefix}{key}={shown(value)}: not a key of {cls.door.key}={name}; it has: {has}"
-            for key, value in others.items()
-        )
+        of_any = cls.all_keys().keys() - {"name"}
+        given = {f"{cls.prefix}{own}": values[own] for own in values if own in of_any}
+        own = sorted(keys(kind).keys() - {"name"})
+        refuse_all(foreign_keys(given, own, f"{cls.door.key}={name}"))
         return kind
 
     @classmethod
     def all_keys(cls) -> dict[str, Key]:
         """Return the keys of every name; the meaning of each begins with the names that have it."""
-        found, owners = dict(keys(cls)), dict[str, list[str]]()
-        for name, traits in cls.door.items():
-            for own, declared in keys(traits.keys or cls).items():
-                found.setdefault(own, declared)
-                owners.setdefault(own, []).append(name)
-        for own in found.keys() - keys(cls):
-            meaning = f"{', '.join(owners[own])}: {found[own].meaning}"
-            found[own] = found[own]._replace(meaning=meaning)
+        found = dict(keys(cls))
+        own = {name: keys(traits.keys) for name, traits in cls.door.items() if traits.keys}
+        for name in dict.fromkeys(name for declared in own.values() for name in declared):
+            owners = [owner for owner in own if name in own[owner]]
+            first = own[owners[0]][name]
+            meaning = f"{', '.join(owners)}: {first.meaning}"
+            found.setdefault(name, first._replace(meaning=meaning))
         return found
 
     @property
@@ -204,16 +200,12 @@ class OptimizerConfig(NamedGroup[OptimizerTraits]):
 
     def problems_beside(self, optimizer_state: str | None, lora_rank: int | None) -> Iterator[str]:
         """Yield a message if this optimizer cannot keep its state so, or cannot train LoRA."""
-        if (optimizer_state or "fp32") not in self.traits.states:
-            yield (
-                f"memory.optimizer_state={optimizer_state} with optimizer={self.name}: "
-                f"its state can be {', '.join(self.traits.states)}"
-            )
+        setting, states = f"optimizer={self.name}", self.traits.states
+        shown = ", ".join(states)
+        if (optimizer_state or "fp32") not in states:
+            yield f"memory.optimizer_state={optimizer_state} with {setting}: can be {shown}"
         if lora_rank is not None and not self.traits.lora:
-            yield (
-                f"optimizer={self.name} with lora.rank={lora_rank}: does not train the thin "
-                "matrices of LoRA; use optimizer=adamw"
-            )
+            yield f"{setting} with lora.rank={lora_rank}: trains no LoRA; use optimizer=adamw"
 
 
 @dataclass

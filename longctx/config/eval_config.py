@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import inf
+from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, Group, counted, group, key, positive
+from longctx.config.fields import (
+    DEVICES,
+    MODEL,
+    PLUGINS,
+    SEEDS,
+    Group,
+    choice,
+    counted,
+    group,
+    key,
+    positive,
+)
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 SHORTEST = 128  # tokens of a text with pass keys
+LENGTHS: dict[str, Any] = {"between": (SHORTEST, inf), "parse": counted(), "distinct": True}
 RULER_TASKS = [
     *("niah_single_1", "niah_single_2", "niah_single_3"),
     *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
@@ -30,13 +44,11 @@ class PasskeyConfig:
         None,
         "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
         "training seq_len alone",
-        between=(SHORTEST, float("inf")),
-        parse=counted(),
-        distinct=True,
+        **LENGTHS,
     )
     depths: list[float] | None = key(
         None,
-        "position of the fact: 0 the beginning, 1 the end; null: 11 depths, in training 5",
+        "of the fact: 0 begins, 1 ends; null: 11, in training 5",
         between=(0, 1),
         distinct=True,
     )
@@ -49,15 +61,11 @@ class RulerConfig:
 
     enabled: bool = key(False, "set by ruler=true", short=True)
     lengths: list[int] | None = key(
-        None,
-        "tokens of a text with its answer; null: 4,096, 8,192 … seq_len",
-        between=(SHORTEST, float("inf")),
-        parse=counted(),
-        distinct=True,
+        None, "tokens of a text with its answer; null: 4,096, 8,192 … seq_len", **LENGTHS
     )
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
     tasks: list[str] | None = key(None, "null: all 11", choices=RULER_TASKS, distinct=True)
-    seed: int = key(42, "of the texts", between=(0, 2**63 - 1))
+    seed: int = key(42, "of the texts", between=SEEDS)
 
     @property
     def chosen(self) -> list[str]:
@@ -74,68 +82,41 @@ class EvalConfig(Group):
     The same: longctx eval key=value ...
     """
 
-    checkpoint: str | None = key(
-        None,
-        "runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
-        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
-        positional=True,
-        compared=False,
-    )
+    checkpoint: str | None = key(None, MODEL, positional=True, compared=False)
     seq_len: int | None = positive(
-        None,
-        "tokens that the model sees at most; null: the length that the run trained at",
-        limit=10**12,
-        parse=counted(),
+        None, "tokens the model sees at most; null: as in training", 10**12, parse=counted()
     )
     stride: int | None = positive(
-        None,
-        "tokens from one window to the next; null: half of seq_len",
-        limit=10**12,
-        parse=counted(),
+        None, "tokens from window to window; null: half of seq_len", 10**12, parse=counted()
     )
-    split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
+    split: str = choice("val", "val: the run's own documents that validate | train")
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(
         None,
         "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
         "about an eighth; []: none",
-        between=(2, float("inf")),
+        between=(2, inf),
         parse=counted(),
     )
     batch_size: int | None = positive(
-        None,
-        "windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU",
-        limit=10**12,
-        compared=False,
+        None, "windows per forward; null: 65,536 tokens, on a CPU 4,096", 10**12, compared=False
     )
-    device: str = key(
-        "auto",
-        "auto: a GPU if there is one | cpu | cuda",
-        choices=("auto", "cpu", "cuda"),
-        compared=False,
-    )
+    device: str = choice("auto", DEVICES, compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
-    precision: str = key(
-        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
-    )
-    wandb: str = key(
-        "disabled",
-        "send the result there too: disabled | auto | online | offline",
-        choices=("disabled", "auto", "online", "offline"),
-        compared=False,
+    precision: str = choice("auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32")
+    wandb: str = choice(
+        "disabled", "disabled | auto: send the result there too | online | offline", compared=False
     )
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
     fewshot: int | None = key(
         None,
-        "solved examples before each question of a task; null: as the task says",
+        "solved examples before each question; null: the task's",
         between=(0, 10**6),
         needs="tasks",
     )
     chat_template: bool | None = key(
-        None,
-        "write the prompts of tasks by the model's chat template; null: if it has one",
-        needs="tasks",
+        None, "for the prompts of tasks; null: if the model has one", needs="tasks"
     )
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
@@ -153,8 +134,6 @@ class EvalConfig(Group):
             yield "context.check=true: compares a step of training; give it to train.py"
         if self.tasks and find_spec("lm_eval") is None:
             yield f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval"
-        if self.devices > 1:  # else a launcher may have started more
-            self.context.check_degree(self.devices)
         yield from self._problems_of_kind()
 
     def _tasks(self) -> str:

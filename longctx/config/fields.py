@@ -14,12 +14,18 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from longctx.config import other_names
 
 PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; see docs/extend.md"
+MODEL = (
+    "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME or OWNER/NAME@REVISION"
+)
+DEVICES = "auto: a GPU if there is one | cpu | cuda"
+SEEDS = (0, 2**63 - 1)
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES: dict[Any, str] = {
     int: "a whole number",
@@ -33,6 +39,7 @@ TYPES: dict[Any, str] = {
     list[str]: "a list of text, as in [a,b]",
     list[list[int]]: "a list of lists, as in [[1,2]]",
     tuple[float, float]: "2 numbers, as in [0.9,0.95]",
+    dict[str, Any]: "keys with values, such as {key: value}",
 }
 
 
@@ -41,8 +48,9 @@ class Key(NamedTuple):
 
     between: smallest and largest number allowed, of each item if the field is a list. A number
         without any bound must be above 0.
-    above, below: the number is beyond this bound, which itself is not allowed.
+    above: the number is beyond this bound, which itself is not allowed.
     choices: the names allowed, of each item if the field is a list. A registry may grow later.
+    suffix: the ending of a path, such as ".html".
     distinct: the list is not empty, and has no value twice.
     needs: the key of the same group without which this one does nothing, or its value, as in
         "lr_schedule=wsd"; `enabled` if the group has it.
@@ -59,8 +67,8 @@ class Key(NamedTuple):
     meaning: str = ""
     between: tuple[float, float] | None = None
     above: float | None = None
-    below: float | None = None
     choices: Collection[str] = ()
+    suffix: str = ""
     distinct: bool = False
     needs: str | None = None
     parse: Callable[[Any], Any] | None = None
@@ -88,17 +96,10 @@ class Key(NamedTuple):
         """Return True if the value is a list."""
         return typing.get_origin(self.type) in (list, tuple)
 
-    @property
-    def is_literal(self) -> bool:
-        """Return True if the command line's text is the value as it stands."""
-        return self.parse is str
-
     def expected(self) -> str:
         """Describe the values allowed, for a message."""
         if self.choices and not self.is_list:
             return f"one of {', '.join(self.choices)}"
-        if self.is_open:
-            return "keys with values, such as {key: value}"
         return TYPES.get(self.type, "another value")
 
 
@@ -111,9 +112,14 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def positive(default: Any, meaning: str, limit: int = 10**9, **rules: Any) -> Any:
+def positive(default: Any, meaning: str, limit: float = 10**9, **rules: Any) -> Any:
     """Declare a field that counts something: a whole number from 1 to `limit`."""
     return key(default, meaning, between=(1, limit), **rules)
+
+
+def choice(default: Any, meaning: str, **rules: Any) -> Any:
+    """Declare a field whose `meaning` lists its choices, as in "fp32 | bf16: half the size"."""
+    return key(default, meaning, choices=re.findall(r"(?:^|\| )([\w-]+)", meaning), **rules)
 
 
 def group(schema: type, **rules: Any) -> Any:
@@ -150,19 +156,13 @@ KEYS: dict[Any, dict[str, Key]] = {}  # of each dataclass that was asked, until 
 
 def keys(schema: Any) -> dict[str, Key]:
     """Return every key of `schema` by its dotted name, the groups themselves too."""
-    if schema not in KEYS:
-        KEYS[schema] = _keys_of(schema)
-    return KEYS[schema]
-
-
-def _keys_of(schema: Any) -> dict[str, Key]:
-    hints = typing.get_type_hints(schema)
-    result: dict[str, Key] = {}
+    if schema in KEYS:
+        return KEYS[schema]
+    hints, result = typing.get_type_hints(schema), dict[str, Key]()
     for item in dataclasses.fields(schema):
-        hint = hints[item.name]
+        hint, rules = hints[item.name], item.metadata.get("key", Key())
         types_allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         declared = [allowed for allowed in types_allowed if allowed is not type(None)]
-        rules = item.metadata.get("key", Key())
         # All keys of passkey= and ruler= do nothing while these are off
         if "enabled" in hints and item.name != "enabled":
             rules = rules._replace(needs="enabled")
@@ -177,6 +177,7 @@ def _keys_of(schema: Any) -> dict[str, Key]:
             inner_keys = hint.all_keys() if hasattr(hint, "all_keys") else keys(hint)
             for name, inner in inner_keys.items():
                 result[f"{item.name}.{name}"] = inner._replace(**item.metadata.get("all", {}))
+    KEYS[schema] = result
     return result
 
 
@@ -212,9 +213,7 @@ def refuse_first(messages: Iterable[str]) -> None:
 
 def refuse(*mistakes: tuple[object, str]) -> None:
     """Raise ValueError with the message of the first condition that is true."""
-    for is_wrong, message in mistakes:
-        if is_wrong:
-            raise ValueError(message)
+    refuse_first(message for is_wrong, message in mistakes if is_wrong)
 
 
 def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -251,16 +250,14 @@ def typed(name: str, value: Any, declared: Key) -> Any:
         raise ValueError(f"{name}={shown(value)}: {error}") from None
     try:
         result = _converted(parsed, declared.type)
-        # true and false may have any capitals, also if the key has other choices besides
-        if "true" in declared.choices:
-            result = result.lower()
     except (TypeError, ValueError, OverflowError):
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
     # Nothing is ever filled in from the environment, so a user who expects it must hear of it
-    if "${" in str(result) and not declared.is_literal:
+    if "${" in str(result) and declared.parse is not str:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
-    return result
+    # true and false may have any capitals, also if the key has other choices besides
+    return result.lower() if "true" in declared.choices else result
 
 
 def _converted(value: Any, target: Any) -> Any:
@@ -270,22 +267,17 @@ def _converted(value: Any, target: Any) -> Any:
     if target is Any or isinstance(target, types.UnionType):
         return value
     # YAML reads {a:1}, without a space, as a key "a:1" that has no value
-    if (
-        origin is dict
-        and isinstance(value, Mapping)
-        and not any(":" in str(name) for name in value)
-    ):
+    if origin is dict and isinstance(value, Mapping) and ":" not in "".join(map(str, value)):
         return value
     if target == list[str] and isinstance(value, str):
         return [value]
-    is_list = isinstance(value, list | tuple)
-    has_length = origin is list or ... in items or (is_list and len(value) == len(items))
-    if origin in (list, tuple) and is_list and has_length:
+    is_list = origin in (list, tuple) and isinstance(value, list | tuple)
+    if is_list and (origin is list or ... in items or len(value) == len(items)):
         return origin(_converted(item, items[0]) for item in value)
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
-        return target(str(value).lower() if isinstance(value, bool) else str(value))
+        return target(shown(value))
     # YAML takes 1e9, which has no point, for text; Python counts True as 1, and rounds 4.5 to 4
     if target in (int, float) and type(value) in (str, int, float):
         number = float(value) if isinstance(value, str) and "e" in value.lower() else value
@@ -325,46 +317,40 @@ def check(config: Any, prefix: str = "") -> None:
     else for the first keys that contradict each other. None is always in range.
     """
     refuse_all(_outside(config, prefix))
-    _check_together(config)
+    refuse_first(_contradictions(config))
 
 
-def _check_together(config: Any) -> None:
+def _contradictions(config: Any) -> Iterator[str]:
     # Inner groups first: the outer ones may rely on them
-    for item in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, item.name)):
-            _check_together(value)
+    for value in filter(dataclasses.is_dataclass, vars(config).values()):
+        yield from _contradictions(value)
     if isinstance(config, Group):
-        refuse_first(config.problems())
+        yield from config.problems()
 
 
 def _outside(config: Any, prefix: str) -> Iterator[str]:
     """Yield a message for each key of `config` that is wrong by itself."""
     known = keys(type(config))
-    for name in [item.name for item in dataclasses.fields(config)]:
-        value, declared = getattr(config, name), known[name]
+    for item in dataclasses.fields(config):
+        value, declared, name = getattr(config, item.name), known[item.name], prefix + item.name
         if declared.is_group:
-            yield from _outside(value, f"{prefix}{name}.")
+            yield from _outside(value, f"{name}.")
             continue
         items = value if isinstance(value, list | tuple) else [value]
         wrong = ((item, allowed(item, declared)) for item in items if item is not None)
         if found := next(((item, rule) for item, rule in wrong if rule), None):
-            yield f"{prefix}{name}={found[0]}: {found[1]}"
-        elif declared.distinct and (value == [] or _has_twice(items)):
-            yield f"{prefix}{name}={value}: an empty list, or a value twice; give each once"
+            yield f"{name}={found[0]}: {found[1]}"
+        elif declared.distinct and (value == [] or len(set(map(str, items))) < len(items)):
+            yield f"{name}={value}: an empty list, or a value twice; give each once"
         # config.yaml of a run holds every key of the model, most with their default
         elif declared.needs is not None and value != declared.default:
             switch, _, wanted = declared.needs.partition("=")
             now = getattr(config, switch)
-            if now != wanted if wanted else (not now or now == "none"):
+            if shown(now) != wanted if wanted else now in (None, False, 0, [], "", "none"):
                 remedy = wanted or ("true" if now is False else "another")
-                yield (
-                    f"{prefix}{name}={shown(value)}: does nothing with {prefix}{switch}="
-                    f"{shown(now)}; give {prefix}{switch}={remedy}"
-                )
-
-
-def _has_twice(items: Collection[Any]) -> bool:
-    return len(set(map(str, items))) < len(items)
+                switch = prefix + switch
+                message = f"does nothing with {switch}={shown(now)}; give {switch}={remedy}"
+                yield f"{name}={shown(value)}: {message}"
 
 
 def allowed(value: Any, declared: Key) -> str:
@@ -374,38 +360,34 @@ def allowed(value: Any, declared: Key) -> str:
         return "" if list[int] in typing.get_args(declared.type) else "not a list in a list"
     if declared.choices and value not in declared.choices:
         return f"one of {', '.join(declared.choices)}{closest(str(value), declared.choices)}"
+    if not str(value).endswith(declared.suffix):
+        return f"a file that ends in {declared.suffix}"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return ""
-    minimum, maximum = declared.between or (float("-inf"), float("inf"))
-    above, below = declared.above, declared.below
-    if (declared.between, above, below) == (None, None, None):
-        above = 0
-    is_within = minimum <= value <= maximum and (below is None or value < below)
-    if is_within and (above is None or above < value < float("inf")):
+    minimum, maximum = declared.between or (-inf, inf)
+    above = 0 if declared.between is None and declared.above is None else declared.above
+    if minimum <= value <= maximum and (above is None or above < value < inf):
         return ""
     lowest = f"from {minimum:,}" if above is None else f"above {above:,}"
-    highest = f"to {maximum:,}" if below is None else f"to below {below:,}"
-    if maximum == float("inf"):
-        highest = "up" if above is None else ""
-    return f"a number {lowest} {highest}".rstrip()
+    open_end = "up" if above is None else ""
+    return f"a number {lowest} {open_end if maximum == inf else f'to {maximum:,}'}".rstrip()
 
 
-def foreign_keys(values: Mapping[str, Any], own: Collection[str], choice: str) -> Iterator[str]:
-    """Yield a message for each of `values` that is set though `choice`, such as optimizer=adamw,
+def foreign_keys(values: Mapping[str, Any], own: Collection[str], setting: str) -> Iterator[str]:
+    """Yield a message for each of `values` that is set though a `setting`, such as optimizer=adamw,
     has no key of its name among its `own`.
     """
     for name, value in values.items():
         if value is not None and name.rpartition(".")[2] not in own:
             has = ", ".join(own) or "none"
-            yield f"{name}={shown(value)}: not a key of {choice}; it has: {has}"
+            yield f"{name}={shown(value)}: not a key of {setting}; it has: {has}"
 
 
 def unknown(name: str, known: Collection[str]) -> str:
     """Return a message that `name` is no key, with ours of the same meaning or the closest one."""
-    if answer := other_names.answer(name, known):
-        return answer
     close = closest(name, known)
-    return f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help"
+    ours = other_names.answer(name, known)
+    return ours or f"{name} is not a key{f'{close} All' if close else '; all'} keys: --help"
 
 
 def closest(name: str, names: Iterable[str]) -> str:

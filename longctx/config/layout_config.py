@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, counted, key, positive
+from longctx.config.fields import Group, choice, counted, key, positive
 
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
@@ -55,72 +55,53 @@ class MemoryConfig(Group):
         choices=("auto", *POLICIES),
         short=True,
     )
-    recompute: str | None = key(
-        None,
-        "computed again in backward: none | mlp | block: all (attention=flash: all but attention)",
-        choices=("none", "mlp", "block"),
+    recompute: str | None = choice(
+        None, "none: nothing is computed again in backward | mlp | block: all but flash's attention"
     )
     keep_every: int | None = positive(
         None, "with recompute=block: save the input of every n-th block only", limit=2**24
     )
     mlp_tile: int | None = key(
-        None,
-        "with recompute: tokens per tile of projections and MLP; 0: no tiles",
-        between=(0, 2**24),
+        None, "with recompute: tokens per tile of projections and MLP; 0: none", between=(0, 2**24)
     )
     offload: float | None = key(
-        None,
-        "with recompute=block: share of the saved activations in pinned host memory",
-        between=(0, 1),
+        None, "with recompute=block: share of what is saved in pinned host memory", between=(0, 1)
     )
     loss_chunk: int | None = positive(
-        None,
-        "tokens whose logits exist at one time; null: 2^29 logits, 2^27 in long, at most 16,384 "
-        "tokens; on a CPU 1,024 tokens",
-        limit=2**24,
+        None, "tokens whose logits exist at one time; null: up to 16,384, on a CPU 1,024", 2**24
     )
-    optimizer_state: str | None = key(
-        None,
-        "AdamW's moments, Muon's momentum: fp32 | bf16 | host: fp32 in pinned host memory",
-        choices=("fp32", "bf16", "host"),
+    optimizer_state: str | None = choice(
+        None, "fp32: AdamW's moments, Muon's momentum | bf16 | host: fp32 in pinned host memory"
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for keys that contradict each other."""
-        self.policies()
-        yield from ()
+        """Yield a message if no policy allows the other keys."""
+        if not self.policies():
+            yield self._contradiction("fast" if self.policy == "auto" else self.policy)
 
     def __str__(self) -> str:
         """Return the policy, and the given values that differ from it, for a run's first lines."""
         usual = {"policy": self.policy} | POLICIES.get(self.policy, {})
-        changed = {
-            name: value
-            for name, value in vars(self).items()
-            if value not in (None, usual.get(name))
-        }
-        return ", ".join([self.policy, *(f"{name}={value}" for name, value in changed.items())])
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        changed = [f"{name}={given[name]}" for name in given if given[name] != usual.get(name)]
+        return ", ".join([self.policy, *changed])
 
     def policies(self) -> list[str]:
         """Return the possible policies, the fastest first: its own, or for auto all that allow
-        the other keys. ValueError if none does.
+        the other keys.
         """
         names = list(POLICIES) if self.policy == "auto" else [self.policy]
-        possible = [name for name in names if not self._contradiction(name)]
-        if not possible:
-            raise ValueError(self._contradiction(names[0]))
-        return possible
+        return [name for name in names if not self._contradiction(name)]
 
     def _contradiction(self, policy: str) -> str:
         """Return which keys contradict each other under `policy`; empty if none do."""
         filled = self.filled(policy)
-        unusable = {"keep_every": 1, "offload": 0.0} if filled.recompute != "block" else {}
-        unusable |= {"mlp_tile": 0} if filled.recompute == "none" else {}
-        for name, unused in unusable.items():
-            if (value := getattr(filled, name)) != unused:
-                needed = "mlp or block" if name == "mlp_tile" else "block"
-                return (
-                    f"memory.{name}={value} needs memory.recompute={needed}, not {filled.recompute}"
-                )
+        needs = {"keep_every": ["block"], "offload": ["block"], "mlp_tile": ["mlp", "block"]}
+        for name, ways in needs.items():
+            value = getattr(filled, name)
+            if filled.recompute not in ways and value != NOTHING_TWICE[name]:
+                needed = f"memory.recompute={' or '.join(ways)}, not {filled.recompute}"
+                return f"memory.{name}={value} needs {needed}"
         return ""
 
     def filled(self, policy: str) -> MemoryConfig:
@@ -128,14 +109,10 @@ class MemoryConfig(Group):
         `loss_chunk`.
         """
         if policy not in POLICIES:
-            raise ValueError(
-                f"memory.policy={policy}: a run decides that; a model takes one of "
-                f"{', '.join(POLICIES)}"
-            )
-        values = {
-            name: value for name, value in POLICIES[policy].items() if getattr(self, name) is None
-        }
-        return replace(self, policy=policy, **values)
+            names = ", ".join(POLICIES)
+            raise ValueError(f"memory.policy={policy}: a run decides that; a model takes {names}")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **POLICIES[policy] | given | {"policy": policy})
 
     def chunk(self, vocab_size: int, device: str) -> int:
         """Return the tokens whose logits exist at one time on "cuda" or "cpu"."""
@@ -150,18 +127,12 @@ class MemoryConfig(Group):
 class StrategyConfig:
     """How several devices share the model."""
 
-    name: str = key(
+    name: str = choice(
         "auto",
         "auto: with several devices ddp, or fsdp if ddp does not fit or would train 5% slower "
         "| ddp: a copy of the model per device | fsdp: the model in slices",
-        choices=("auto", "ddp", "fsdp"),
         short=True,
     )
-
-    @property
-    def shards_weights(self) -> bool:
-        """Return True if slices are asked for."""
-        return STRATEGIES.get(self.name, STRATEGIES["none"]).shards_weights
 
 
 @dataclass(frozen=True)
@@ -191,11 +162,10 @@ class ContextConfig:
         parse=counted(word="auto"),
         short=True,
     )
-    method: str = key(
+    method: str = choice(
         "auto",
         "auto: ulysses if the degree divides the heads | ulysses: each device has all tokens of "
         "some heads | allgather: its own queries of all heads, and all keys",
-        choices=("auto", "ulysses", "allgather"),
     )
     check: bool | None = key(
         None,
@@ -206,13 +176,11 @@ class ContextConfig:
     def check_degree(self, devices: int) -> None:
         """Raise ValueError if `devices` devices cannot be split into groups of `degree`."""
         if isinstance(self.degree, int) and devices % self.degree:
-            raise ValueError(
-                f"context={self.degree}: does not divide devices={devices}; give a number that does"
-            )
+            remedy = "give a number that does"
+            raise ValueError(f"context={self.degree}: does not divide devices={devices}; {remedy}")
         if self.check and devices == 1:
             raise ValueError(
-                "context.check=true: compares several devices with one, and there is one; use "
-                "context.check=false"
+                "context.check=true: compares several devices with one; give devices=N"
             )
 
     def method_for(self, heads: int) -> str:
@@ -222,10 +190,8 @@ class ContextConfig:
         """
         assert isinstance(self.degree, int)
         if self.method == "ulysses" and heads % self.degree:
-            raise ValueError(
-                f"context={self.degree}: context.method=ulysses divides the model's {heads} heads, "
-                "and they cannot be; choose a number that divides them, or context.method=allgather"
-            )
+            why = f"does not divide the model's {heads} heads; give context.method=allgather"
+            raise ValueError(f"context={self.degree}: context.method=ulysses {why}")
         if self.method != "auto":
             return self.method
         return "allgather" if heads % self.degree else "ulysses"

@@ -7,28 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
-from longctx.config.fields import PLUGINS, Group, key, positive
+from longctx.config.fields import DEVICES, MODEL, PLUGINS, SEEDS, Group, choice, key, positive
 
 
 @dataclass
 class SampleConfig(Group):
     """A trained model, and how its text is chosen."""
 
-    checkpoint: str = key(
-        "",
-        "a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a "
-        "model of the Hub: OWNER/NAME, OWNER/NAME@REVISION",
-        positional=True,
-    )
+    checkpoint: str = key("", MODEL, positional=True)
     max_new_tokens: int = positive(200, "of each text; fewer if it ends", limit=2**31)
     temperature: float = key(
         0.8, "0: always the likeliest token; 1: by the model's probabilities", between=(0.0, 100.0)
     )
     top_k: int | None = positive(
-        None,
-        "choose among the k likeliest tokens; null: among all",
-        limit=2**31,
-        needs="temperature",
+        None, "choose among the k likeliest; null: all", limit=2**31, needs="temperature"
     )
     top_p: float | None = key(
         None,
@@ -37,17 +29,11 @@ class SampleConfig(Group):
         between=(0, 1),
         needs="temperature",
     )
-    seed: int = key(1, "of the choices", between=(0, 2**63 - 1))
-    device: str = key(
-        "auto", "auto: a GPU if there is one | cpu | cuda", choices=("auto", "cpu", "cuda")
-    )
-    precision: str = key(
-        "auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32", choices=("auto", "bf16", "fp32")
-    )
+    seed: int = key(1, "of the choices", between=SEEDS)
+    device: str = choice("auto", DEVICES)
+    precision: str = choice("auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32")
     attention: str | None = key(
-        None,
-        "backend that computes the prompts; null: that of the run, or flash",
-        choices=DESCRIPTIONS,
+        None, "backend of the prompts; null: the run's, or flash", choices=DESCRIPTIONS
     )
     plugins: list[str] | None = key(None, PLUGINS)
 
@@ -77,25 +63,21 @@ class GenerateConfig(SampleConfig):
         None, "text to continue, as it is typed; null: what a document begins with", parse=str
     )
     prompts: str | None = key(
-        None, ".jsonl file instead: a `prompt` on each line, or `messages` of a chat"
+        None, "a file instead: a `prompt` on each line, or `messages` of a chat", suffix=".jsonl"
     )
-    chat: bool = key(
-        False, "the prompt is a message; the answer is asked for by the model's chat template"
-    )
+    chat: bool = key(False, "the prompt is a message, put into the model's chat template")
     batch_size: int = positive(8, "prompts at a time", limit=2**20)
-    out: str | None = key(None, "write prompts and texts to this .jsonl too")
+    out: str | None = key(None, "write prompts and texts to this .jsonl too", suffix=".jsonl")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
-        if self.chat and self.prompt is None and self.prompts is None:
-            yield "chat=true: give the message, as in prompt='Who are you?'"
-        if self.out is not None and Path(self.out).suffix != ".jsonl":
-            yield f"out={self.out}: a file that ends in .jsonl"
         if self.prompts is None:
+            if self.chat and self.prompt is None:
+                yield "chat=true: give the message, as in prompt='Who are you?'"
             return
         if self.prompt is not None:
             yield f"prompts={self.prompts}: prompt= is given too; leave one of them out"
         if self.out is not None and Path(self.out).resolve() == Path(self.prompts).resolve():
             yield f"out={self.out}: the answers would replace the prompts; give another file"
-        if Path(self.prompts).suffix != ".jsonl" or not Path(self.prompts).is_file():
-            yield f"prompts={self.prompts}: give a file that exists and ends in .jsonl"
+        if not Path(self.prompts).is_file():
+            yield f"prompts={self.prompts}: no such file"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,11 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import (
+    DEVICES,
     PLUGINS,
+    SEEDS,
     Group,
+    choice,
     counted,
     foreign_keys,
     group,
@@ -29,7 +31,8 @@ from longctx.config.rope_config import RopeConfig
 from longctx.spec.model_config import GPTConfig, LoraConfig
 from longctx.spec.step import LONGEST_ROW
 
-SWITCH = ("auto", "true", "false")
+# Of the schedule: a resumed run may have another one, and names show it
+SCHEDULE: dict[str, Any] = {"resume": True, "names": True}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
@@ -39,10 +42,8 @@ class WandbConfig:
 
     project: str = key("longctx", "the project that the run appears in")
     entity: str | None = key(None, "team or user; null: your default")
-    mode: str = key(
-        "auto",
-        "auto: online with an API key, else offline | online | offline | disabled",
-        choices=("auto", "online", "offline", "disabled"),
+    mode: str = choice(
+        "auto", "auto: online with an API key, else offline | online | offline | disabled"
     )
     group: str | None = key(
         None, "runs of one group are drawn together; null: offline, the run and what continues it"
@@ -56,11 +57,8 @@ class WandbConfig:
 class KernelConfig:
     """How strictly a run keeps its kernels, as recorded in its kernel.lock.json."""
 
-    lock: str = key(
-        "auto",
-        "auto: record, and refuse others on resume | record: take what is here now | off",
-        choices=("auto", "record", "off"),
-        resume=True,
+    lock: str = choice(
+        "auto", "auto: record, refuse others on resume | record: what is here | off", resume=True
     )
 
 
@@ -80,7 +78,7 @@ class TrainConfig(Group):
 
     seq_len: int | str = key(
         4096,
-        "tokens per sequence: the model's context in training; max: the longest that fits the GPU",
+        "tokens per sequence, the model's context; max: the longest that fits the GPU",
         between=(2, LONGEST_ROW),
         parse=counted(word="max"),
         names=False,
@@ -89,156 +87,109 @@ class TrainConfig(Group):
         None, "[[tokens per sequence, steps], …]: shorter ones first, the same tokens per step"
     )
     batch_size: int | None = positive(
-        None,
-        "sequences per device and micro-batch; null: the whole step if it fits, else 16,384 tokens",
-        resume=True,
+        None, "sequences per device and micro-batch; null: what fits of a step", resume=True
     )
     accumulate: int | None = positive(
-        None,
-        "micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU",
-        resume=True,
+        None, "micro-batches; null: 65,536 tokens a step on a GPU, 4,096 on a CPU", resume=True
     )
     max_steps: int | None = positive(
-        None,
-        "optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU",
-        resume=True,
+        None, "optimizer steps; null: from max_tokens, else 300, on a CPU up to 40", resume=True
     )
     max_tokens: int | None = positive(
         None,
-        "stop after about this many tokens, padding included (tokens_seen counts none), instead of "
-        "max_steps",
+        "instead of max_steps, padding included (tokens_seen counts none)",
         limit=10**15,
         parse=counted(1000),
         resume=True,
     )
     lr: float | None = key(
-        None,
-        "peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4",
-        between=(0.0, 10.0),
+        None, "peak rate; null: 0.5 / model.channels, init 2e-5, lora 2e-4", between=(0.0, 10.0)
     )
     lr_schedule: str = key(
         "cosine",
         "the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd: stays, and "
         "falls over the last steps | inverse_sqrt: falls as 1 / √step | constant",
         choices=SCHEDULES,
-        resume=True,
-        names=True,
+        **SCHEDULE,
     )
     min_lr_ratio: float | None = key(
-        None,
-        "cosine, linear, wsd: rate of the last step, as a share of lr; null: 0.1",
-        between=(0.0, 1.0),
-        resume=True,
-        names=True,
+        None, "cosine, linear, wsd: last rate / lr; null: 0.1", between=(0.0, 1.0), **SCHEDULE
     )
     lr_decay_share: float | None = key(
-        None,
-        "wsd: share of the steps in which the rate falls; null: 0.2",
-        above=0,
-        between=(0, 1),
-        resume=True,
-        names=True,
+        None, "wsd: share of the steps that decay; null: 0.2", between=(0, 1), above=0, **SCHEDULE
     )
     lr_decay_from: int | None = key(
         None,
         "wsd: steps before the rate falls, in place of lr_decay_share",
         between=(0, 10**9),
-        resume=True,
-        names=True,
+        **SCHEDULE,
     )
     lr_decay_shape: str | None = key(
-        None,
-        "wsd: 1-sqrt | linear; null: 1-sqrt",
-        choices=("1-sqrt", "linear"),
-        resume=True,
-        names=True,
+        None, "wsd: 1-sqrt | linear; null: 1-sqrt", choices=("1-sqrt", "linear"), **SCHEDULE
     )
     warmup_steps: int | None = key(
         None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
     )
     weight_decay: float = key(
-        0.1, "on matrices, embeddings among them; never on norms and biases", between=(0.0, 10.0)
+        0.1, "on matrices, embeddings too; never on norms and biases", between=(0.0, 10.0)
     )
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 1), below=1)
-    clip: float | None = key(1.0, "largest global gradient norm; null: no clipping", above=0)
-    seed: int = key(
-        1, "of the initial weights and of the order of the sequences", between=(0, 2**63 - 1)
-    )
-    device: str = key(
-        "auto",
-        "auto: a GPU if there is one | cpu | cuda",
-        choices=("auto", "cpu", "cuda"),
-        resume=True,
-    )
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 0.999999))
+    clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
+    seed: int = key(1, "of the initial weights and of the order of the sequences", between=SEEDS)
+    device: str = choice("auto", DEVICES, resume=True)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, resume=True)
-    precision: str = key(
+    precision: str = choice(
         "auto",
         "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
         "as bf16, the matrix products of the blocks' linear layers in FP8",
-        choices=("auto", "bf16", "fp32", "fp8"),
     )
     bf16_layers: list[int] = key(
         [],
-        "blocks that stay in bf16 under precision=fp8: the first is 0, the last -1",
+        "blocks in bf16 under precision=fp8: the first is 0, the last -1",
         between=(-4096, 4095),
         needs="precision=fp8",
     )
-    compile: str = key(
-        "auto",
-        "auto: on a GPU | true | false: torch.compile of each transformer block",
-        choices=SWITCH,
-        resume=True,
+    compile: str = choice(
+        "auto", "auto: on a GPU | true: torch.compile of each block | false", resume=True
     )
-    graphs: str = key(
+    graphs: str = choice(
         "auto",
-        "auto: on a GPU that would wait for the host | true | false: CUDA graphs, which launch a "
-        "micro-batch's forward and backward as one",
-        choices=SWITCH,
+        "auto: on a GPU that would wait for the host | true: CUDA graphs, which launch a "
+        "micro-batch as one | false",
         resume=True,
     )
     deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
     name: str | None = key(
-        None,
-        "of the run's folder; null: made of what differs from the defaults, and a counter",
-        names=False,
-        compared=False,
+        None, "of the run's folder; null: what differs, and a counter", names=False, compared=False
     )
     init: str | None = key(
         None,
-        "start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a "
-        "model of the Hub, owner/name or owner/name@revision (branch, tag or commit)",
+        "begin with the model and tokenizer of a run, runs/NAME, a Hugging Face folder, or a model "
+        "of the Hub, OWNER/NAME or OWNER/NAME@REVISION (branch, tag or commit)",
         names=False,
     )
-    transformers: str = key(
-        "auto",
-        "auto: transformers computes a model of init= that has no family here | always | never",
-        choices=("auto", "always", "never"),
-        needs="init",
+    transformers: str = choice(
+        "auto", "auto: computes a model of init= that has no family | always | never", needs="init"
     )
     resume: str | None = key(
         None, "continue this run, for example runs/tiny-flash-4k-001", compared=False
     )
     dry_run: bool = key(
-        False,
-        "print the run and its predicted memory and time; train nothing",
-        resume=True,
-        compared=False,
+        False, "predict memory and time; train nothing", resume=True, compared=False
     )
-    runs: str = key("runs", "the folder that runs are written to", names=False, compared=False)
+    runs: str = key("runs", "the folder of all runs", names=False, compared=False)
     plugins: list[str] | None = key(None, PLUGINS, resume=True)
     val_every: int | None = positive(
-        None,
-        "steps between validations, also one at step 0; null: a fifth of the run, 20 or more",
-        resume=True,
+        None, "steps between validations; null: a fifth of the run, 20 or more", resume=True
     )
     val_rows: int | None = key(
         None,
-        "sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all",
+        "sequences of a validation; null: 262,144 tokens, on a CPU 32,768; 0: all",
         between=(0, 10**9),
         resume=True,
     )
     sample_every: int | None = positive(
-        None, "steps between samples of text, also one at the last step; null: none", resume=True
+        None, "steps between samples of text; null: none", resume=True
     )
     sample_prompt: str | None = key(
         None,
@@ -253,14 +204,11 @@ class TrainConfig(Group):
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
     keep_best: bool = key(
         False,
-        "also keep the checkpoint with the lowest validation loss, as best.ckpt; given on resume: "
-        "the lowest from then on",
+        "keep the one of the lowest validation loss too, as best.ckpt; on resume: from then on",
         resume=True,
     )
     patience: int | None = positive(
-        None,
-        "end after this many validations without a lower loss; null: after max_steps",
-        resume=True,
+        None, "end after this many validations without a lower loss; null: never", resume=True
     )
     log_every: int = positive(5, "steps between rows of metrics.jsonl", resume=True)
     workers: int = key(
@@ -303,21 +251,17 @@ class TrainConfig(Group):
             package = TRACKERS[name].package
             if package is not None and find_spec(package) is None:
                 yield f"tracker={name}: not installed; pip install {package}"
-        if self.max_tokens is not None and self.max_steps is not None:
+        if self.max_tokens and self.max_steps:
             yield f"max_steps={self.max_steps} and max_tokens={self.max_tokens}: give one"
         if self.name is not None and not FOLDER_NAME.fullmatch(self.name):
-            yield (
-                f"name={self.name!r}: names a folder: up to 100 letters, digits, '.', '_', '-', "
-                "the first a letter or digit"
-            )
+            rule = "up to 100 letters, digits, '.', '_', '-', the first a letter or digit"
+            yield f"name={self.name!r}: names a folder: {rule}"
         if self.rope.type != "keep" and self.init is None:
             yield f"rope={self.rope.type}: stretches trained weights; give init=, or leave rope out"
         # 16 bits lose a change of less than 1/256, so the average would stand still
         if self.memory.optimizer_state == "bf16" and self.betas[1] > 0.98:
-            yield (
-                f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}: too close to 1 for 16 "
-                "bits; use betas[1] up to 0.98, or memory.optimizer_state=fp32 or host"
-            )
+            setting = f"memory.optimizer_state=bf16 with betas[1]={self.betas[1]}"
+            yield f"{setting}: too close to 1 for 16 bits; give up to 0.98, or fp32 or host"
 
     def problems_of_new_run(self) -> Iterator[str]:
         """Yield a message for keys that a new run cannot have; a resumed one had them before."""
@@ -371,10 +315,8 @@ class TrainConfig(Group):
         own = SCHEDULES[self.lr_schedule].keys
         yield from foreign_keys(values, own, f"lr_schedule={self.lr_schedule}")
         if self.lr_decay_share is not None and self.lr_decay_from is not None:
-            yield (
-                f"lr_decay_share={self.lr_decay_share} and lr_decay_from={self.lr_decay_from}: "
-                "give one"
-            )
+            share = f"lr_decay_share={self.lr_decay_share}"
+            yield f"{share} and lr_decay_from={self.lr_decay_from}: give one"
 
     def _problems_of_lengths(self) -> Iterator[str]:
         """Yield a message unless the lengths of seq_len_schedule grow and divide seq_len."""
@@ -402,10 +344,8 @@ class TrainConfig(Group):
         if balance and count is None:
             yield f"model.experts.balance={balance}: the model has no experts of ours; leave it out"
         if balance and self.objective.traits.data is not None:
-            yield (
-                f"model.experts.balance={balance}: objective={self.objective.name} does not train "
-                "it; give model.experts.balance=0"
-            )
+            setting = f"objective={self.objective.name}"
+            yield f"model.experts.balance={balance}: {setting} does not train it; give 0"
         if count is None:
             return
         if len(dense) == model.layers:
@@ -434,20 +374,8 @@ class TrainConfig(Group):
             yield f"{setting}: leaves no layer in FP8; use precision=bf16"
 
 
-def default_warmup(steps: int) -> int:
-    """Return the default number of warm-up steps of a run of `steps`."""
-    return min(200, steps // 10)
-
-
-def default_val_every(steps: int) -> int:
-    """Return the default number of steps between validations of a run of `steps`."""
-    return max(20, math.ceil(steps / 5))
-
-
 def check_warmup(warmup_steps: int | None, max_steps: int | None) -> None:
     """Raise ValueError if the learning rate would never reach its peak."""
     if warmup_steps and max_steps and warmup_steps > max_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps}: the run has {max_steps:,} steps, so the learning rate "
-            "would never reach lr; give fewer, or a larger max_steps"
-        )
+        why = f"the run has {max_steps:,} steps, so the rate would never reach lr"
+        raise ValueError(f"warmup_steps={warmup_steps}: {why}; give fewer, or more max_steps")

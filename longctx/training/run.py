@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx.config.asked import workload_of
 from longctx.config.fields import build
-from longctx.config.train_config import TrainConfig, default_val_every
+from longctx.config.train_config import TrainConfig
 from longctx.data import Data
 from longctx.planner import Memory, Seconds
 from longctx.runs import run_folder
@@ -117,7 +117,7 @@ def scheduled(config: TrainConfig, workload: Workload) -> Run:
         max_steps=schedule.max_steps,
         lr=schedule.lr,
         warmup_steps=schedule.warmup_steps,
-        val_every=config.val_every or default_val_every(schedule.max_steps),
+        val_every=config.val_every or max(20, -(-schedule.max_steps // 5)),
         val_rows=sequences if config.val_rows is None else config.val_rows,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longctx.config.doors import SCHEDULES
-from longctx.config.train_config import TrainConfig, default_warmup
+from longctx.config.train_config import TrainConfig
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.step import Workload
 
@@ -59,7 +59,7 @@ def schedule_of(config: TrainConfig, workload: Workload) -> Schedule:
     else:
         steps = config.max_steps or default_steps(workload)
     lr = default_learning_rate(config, workload.model) if config.lr is None else config.lr
-    warmup = default_warmup(steps) if config.warmup_steps is None else config.warmup_steps
+    warmup = min(200, steps // 10) if config.warmup_steps is None else config.warmup_steps
     return Schedule(config.lr_schedule, lr, steps, warmup, config.schedule_keys())
 
 

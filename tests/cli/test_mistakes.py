@@ -59,7 +59,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["compare", "outt=x"], "did you mean out?"),
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
         (["export", "runs/a", "out", "dtype=bf16", "dtype=fp16"], "dtype=fp16: "),
-        (["export", "runs/a", "out", "adapter=true", "dtype=bf16"], "dtype=bf16: adapter=true"),
+        (
+            ["export", "a", "o", "adapter=true", "dtype=bf16"],
+            "dtype=bf16: does nothing with adapter",
+        ),
         (["data", "--seq-len", "9"], "--seq-len: not an option"),
         (["resume"], "RUN is missing"),
         (["dashboard"], "PROJECT is missing"),

@@ -18,8 +18,8 @@ SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
 
 @dataclasses.dataclass
 class Declared:
-    share: float = key(0.5, "a share", between=(0, 1), below=1)
-    norm: float | None = key(None, "a norm", above=0)
+    share: float = key(0.5, "a share", between=(0, 0.99))
+    norm: float | None = key(None, "a norm")
     sizes: list[int] = key([4], "sizes", between=(1, 8))
     length: int | str = key(2, "a length", between=(2, 9), parse=counted(word="max"))
     words: list[str] = key([], "words", choices=("a", "b"))
@@ -39,7 +39,7 @@ def test_counts_have_units():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"share": 1}, r"share=1\.0: a number from 0 to below 1"),
+        ({"share": 1}, r"share=1\.0: a number from 0 to 0\.99"),
         ({"share": float("nan")}, "share=nan"),
         ({"share": 10**400}, "share=.*: must be a number"),
         ({"norm": 0}, r"norm=0\.0: a number above 0"),
