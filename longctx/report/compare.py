@@ -7,11 +7,14 @@ page makes text nodes of them, never HTML. Whatever the files of a run raise lea
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,7 @@ from rich.text import Text
 from longctx import files
 from longctx.config import fields
 from longctx.config.train_config import TrainConfig
-from longctx.report.run_view import Line, RunRecord, read, record_of, short, write_records
+from longctx.report.run_view import Line, RunRecord, hardware, line_of, read
 from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.tables import console, show, text_table
@@ -56,29 +59,19 @@ def compare(
     one line, if no run is left.
     """
     found, notes = read_all(runs, price)
-    if price is not None and all(run.cost.money is None for run in found):
+    if price is not None and not any("money" in run.figures for run in found):
         notes.append("price= is that of an hour of a GPU, and no run had one")
-    shown_table = table_of(found, price)
+    view = table_of(found, price)
     # Before anything is printed: a mistake in `out` is one line
-    write_page(out, found, shown_table, notes)
+    files.write_for_key("out", out, page(found, view, notes))
     if table is not None:
-        keys = differing(found)
-        write_records(
-            table,
-            [
-                record_of(run) | {f"config.{key}": configured(run, key) for key in keys}
-                for run in found
-            ],
-        )
+        files.write_for_key("table", table, text_of_csv(found))
     columns = [
-        [
-            Text(cell, "bold green" if (row, n) in shown_table.best else "")
-            for n, cell in enumerate(texts)
-        ]
-        for row, texts in enumerate(shown_table.rows)
+        [Text(cell, "bold green" if (row, n) in view.best else "") for n, cell in enumerate(cells)]
+        for row, cells in enumerate(view.rows)
     ]
     # A line for each heading: there are more of them than runs
-    _, *lines = zip(shown_table.headings, *columns, strict=True)
+    _, *lines = zip(view.headings, *columns, strict=True)
     show(text_table("runs", ["run", *(run.label for run in found)], lines))
     for note in notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
@@ -123,87 +116,68 @@ def table_of(runs: list[RunRecord], price: float | None) -> Table:
     marked if the runs can be compared in it.
     """
     keys = differing(runs) if len(runs) > 1 else []
-    rows = [cells_of(run, keys, price) for run in runs]
-    headings = [name for name in dict.fromkeys(name for row in rows for name in row)]
-    headings = [name for name in headings if any(row.get(name) for row in rows)]
-    best = [
-        (row, 1 + headings.index(heading))
-        for heading, winners in best_of(runs, rows).items()
-        for row in winners
-        if heading in headings
-    ]
-    texts = [[row.get(heading, "") for heading in headings] for row in rows]
-    labelled = [[run.label, *cells] for run, cells in zip(runs, texts, strict=True)]
-    return Table(["run", *headings], labelled, best)
+    rows = [{"run": run.label} | cells_of(run, keys, price) for run in runs]
+    names = dict.fromkeys(name for row in rows for name in row)
+    headings = [name for name in names if any(row.get(name) for row in rows)]
+    best = [(row, headings.index(name)) for row, name in best_of(runs, rows)]
+    return Table(headings, [[row.get(name, "") for name in headings] for row in rows], best)
 
 
 def cells_of(run: RunRecord, keys: list[str], price: float | None) -> dict[str, str]:
     """Return heading → text of a run, with its values of `keys`."""
+    figures, trained = run.figures, run.config["seq_len"]
     cells = {key: configured(run, key) for key in keys}
     for metric in shown(Shown.COMPARE):
-        if metric.key in run.figures:
-            cells[metric.heading] = metric.format(run.figures[metric.key])
-    errors = finite(run.figures.get(key) for key in ("val_perplexity", "val_loss_error"))
+        if metric.key in figures:
+            cells[metric.heading] = metric.format(figures[metric.key])
+    errors = finite(figures.get(key) for key in ("val_perplexity", "val_loss_error"))
     if len(errors) == 2:
         cells["val perplexity"] += f" ± {errors[0] * errors[1]:,.2f}"
-    cost, trained = run.cost, run.config["seq_len"]
     longest = max((x["context"] for x in run.evaluations.perplexities), default=0)
     longer = f", evaluated at {longest:,}" if longest > trained else ""
     cells |= {
         "context trained at": f"{trained:,}{longer}",
         "ended": run.ended,
-        "hardware": cost.hardware,
+        "hardware": hardware(figures),
         "attention": str(run.config.get("attention.backend", "")),
         "kernel": run.lock.get("kernel", ""),
         "fingerprint": run.lock.get("fingerprint", ""),
-        "time": "" if cost.seconds is None else duration(cost.seconds),
-        "GPU hours": written("{:,.2f}", cost.gpu_hours),
-        f"cost at {price} an hour": written("{:,.2f}", cost.money),
-        PER_MONEY: written("{:,.0f}", cost.tokens_per_money),
+        "time": "".join(map(duration, finite([figures.get("seconds")]))),
     }
-    return cells | evaluated(run)
-
-
-def evaluated(run: RunRecord) -> dict[str, str]:
-    """Return heading → score of a run's evaluations; the newest checkpoint's replace others'."""
-    cells: dict[str, str] = {}
-    for content in (content for contents in run.evaluations for content in contents):
-        numbers = scores(content)
+    costs = {
+        "GPU hours": ("gpu_hours", ",.2f"),
+        f"cost at {price} an hour": ("money", ",.2f"),
+        PER_MONEY: ("tokens_per_money", ",.0f"),
+    }
+    for heading, (key, spec) in costs.items():
+        cells[heading] = f"{figures[key]:{spec}}" if key in figures else ""
+    # Named without their step, as in all runs: those of the newest checkpoint replace others
+    for content in chain(*run.evaluations):
+        name, numbers = re.sub(r"step-\d+-", "", Path(content["file"]).stem), scores(content)
         error = numbers.get("perplexity", 0) * numbers.get("standard_error", 0)
         for key, value in numbers.items():
             if key not in COUNTS:
                 more = f" ± {error:,.3f}" if key == "perplexity" and error else ""
-                cells[f"{name_of(content)}: {key}"] = f"{value:,.4f}{more}"
+                cells[f"{name}: {key}"] = f"{value:,.4f}{more}"
     return cells
 
 
-def name_of(evaluation: dict[str, Any]) -> str:
-    """Return the name of an evaluation without its step: the same in all runs."""
-    return re.sub(r"step-\d+-", "", Path(evaluation["file"]).stem)
-
-
-def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Return heading → the rows that did best; none if more than half share the figure."""
-    is_ranked = not not_ranked(runs)
-    best: dict[str, list[int]] = {}
-    for metric in shown(Shown.COMPARE):
-        values = finite(run.figures[metric.key] for run in runs if metric.key in run.figures)
-        if metric.better is None or not values or (metric.key in LOSSES and not is_ranked):
+def best_of(runs: list[RunRecord], rows: list[dict[str, str]]) -> list[tuple[int, str]]:
+    """Return row and heading of each best figure, of none that more than half of the runs share."""
+    unranked = LOSSES if not_ranked(runs) else ()
+    ranked = [(x.heading, x.key, x.better) for x in shown(Shown.COMPARE) if x.key not in unranked]
+    best: list[tuple[int, str]] = []
+    for heading, key, better in [*ranked, (PER_MONEY, "tokens_per_money", "max")]:
+        values: dict[int, Any] = {
+            n: x for n, run in enumerate(runs) if finite([x := run.figures.get(key)])
+        }
+        if better is None or not values:
             continue
-        extreme = metric.format(min(values) if metric.better == "min" else max(values))
-        cells = [row.get(metric.heading, "").partition(" ±")[0] for row in rows]
-        winners = [number for number, cell in enumerate(cells) if cell == extreme]
-        if 2 * len(winners) <= sum(map(bool, cells)):
-            best[metric.heading] = winners
-    if len(runs) > 1:
-        rates = [run.cost.tokens_per_money or 0.0 for run in runs]
-        best[PER_MONEY] = [rates.index(max(rates))]
+        first = (min if better == "min" else max)(values, key=values.__getitem__)
+        cells = [row.get(heading, "").partition(" ±")[0] for row in rows]
+        winners = [(n, heading) for n, cell in enumerate(cells) if cell == cells[first]]
+        best += winners if 2 * len(winners) <= sum(map(bool, cells)) else []
     return best
-
-
-def written(form: str, value: float | None) -> str:
-    """Write a number; an empty cell for None."""
-    return "" if value is None else form.format(value)
 
 
 def differing(runs: list[RunRecord]) -> list[str]:
@@ -278,8 +252,33 @@ def lock_differences(runs: list[RunRecord]) -> list[str]:
     ]
 
 
-def write_page(out: Path, runs: list[RunRecord], table: Table, notes: list[str]) -> None:
-    """Write the page to `out` atomically."""
+def text_of_csv(runs: list[RunRecord]) -> str:
+    """Return the numbers of the runs as a .csv: a row for each, with the keys that differ."""
+    keys = differing(runs)
+    records = [
+        {
+            "run": run.label,
+            "folder": str(run.folder),
+            "ended": run.ended,
+            "attention": run.config.get("attention.backend"),
+            "kernel": run.lock.get("kernel"),
+            "fingerprint": run.lock.get("fingerprint"),
+            "seq_len": run.config.get("seq_len"),
+            **run.figures,
+            **{f"config.{key}": configured(run, key) for key in keys},
+        }
+        for run in runs
+    ]
+    stream = io.StringIO()
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return stream.getvalue()
+
+
+def page(runs: list[RunRecord], table: Table, notes: list[str]) -> str:
+    """Return the page of the runs."""
     data = {
         "curves": headings(Shown.CURVE),
         "lengths": headings(Shown.CONTEXT),
@@ -288,7 +287,7 @@ def write_page(out: Path, runs: list[RunRecord], table: Table, notes: list[str])
         "notes": notes,
     }
     template = (resources.files("longctx.report") / "page.html").read_text(encoding="utf-8")
-    files.write_for_key("out", out, template.replace("DATA_AS_JSON", embedded(data), 1))
+    return template.replace("DATA_AS_JSON", embedded(data), 1)
 
 
 def headings(view: Shown) -> dict[str, str]:
@@ -298,30 +297,27 @@ def headings(view: Shown) -> dict[str, str]:
 
 def described(run: RunRecord) -> dict[str, Any]:
     """Return the data that the page draws of a run."""
-    # Of the run's own documents that validate: the newest checkpoint, in its longest context
-    contents = [x for x in run.evaluations.perplexities if x["file"].startswith("val-")]
-    contents.sort(key=lambda x: (STEP.findall(x["file"]), x["context"]), reverse=True)
-    positions = [line for x in contents if (line := line_of(x.get("by_position"), "first"))]
-    contexts = [line for x in contents if (line := line_of(x.get("by_context"), "context"))]
     return {
         "label": run.label,
         "backend": str(run.config.get("attention.backend", "")),
         "seq_len": run.config["seq_len"],
         "figures": {
-            key: run.figures[key]
-            for key in headings(Shown.CONTEXT)
-            if key in run.figures and finite([run.figures[key]])
+            key: x for key in headings(Shown.CONTEXT) if finite([x := run.figures.get(key)])
         },
         "curves": run.curves,
-        "positions": run.positions or next(iter(positions), None),
-        "contexts": next(iter(contexts), None),
+        "positions": run.positions or evaluated(run, "by_position", "first"),
+        "contexts": evaluated(run, "by_context", "context"),
     }
 
 
-def line_of(rows: list[dict[str, Any]] | None, x: str) -> Line:
-    """Return the finite losses of an evaluation over the key `x`, {} without any."""
-    rows = [row for row in rows or [] if row["loss"] is not None]
-    return {"x": [row[x] for row in rows], "y": short(row["loss"] for row in rows)} if rows else {}
+def evaluated(run: RunRecord, key: str, x: str) -> Line | None:
+    """Return the losses over `x` in the rows `key` of an evaluation of the run's own documents that
+    validate: of the newest checkpoint, in its longest context.
+    """
+    contents = [c for c in run.evaluations.perplexities if c["file"].startswith("val-")]
+    contents.sort(key=lambda c: (STEP.findall(c["file"]), c["context"]), reverse=True)
+    lines = (line_of((row[x], row["loss"]) for row in c.get(key) or []) for c in contents)
+    return next(filter(None, lines), None)
 
 
 def embedded(data: Any) -> str:

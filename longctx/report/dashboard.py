@@ -46,28 +46,9 @@ def dashboard(project: str, entity: str | None = None, name: str = "longctx") ->
 
 
 def workspace(project: str, entity: str, name: str) -> Any:
-    """Return the workspace, not yet saved."""
-    import wandb_workspaces.workspaces as ws
-
-    filled = [
-        ws.Section(name=title, panels=panels, is_open=True) for title, panels in sections().items()
-    ]
-    columns = [f"summary:{over(metric)}" for metric in metrics.shown(Shown.CONTEXT)]
-    return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        sections=filled,
-        settings=ws.WorkspaceSettings(x_axis=TOKENS, max_runs=20),
-        runset_settings=ws.RunsetSettings(
-            pinned_columns=["config:backend", "config:seq_len", *columns]
-        ),
-    )
-
-
-def sections() -> dict[str, list[Any]]:
-    """Return the panels of every section: lines over tokens, then one point or bar for each run."""
+    """Return the workspace, not yet saved: panels over tokens, and a point or bar for each run."""
     import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
 
     def points(title: str, y: str, x: str) -> Any:
         axes: dict[str, Any] = {"x": wr.Config(x), "y": wr.SummaryMetric(y)}
@@ -75,14 +56,22 @@ def sections() -> dict[str, list[Any]]:
 
     placed = {TOKENS, "step", *(key for panels in PANELS.values() for x in panels for key in x)}
     rest = [(x.key,) for x in metrics.METRICS if not x.hidden and x.key not in placed]
-    panels = PANELS | {"More": tuple(rest)}
-    result = {title: [lines(keys) for keys in charts] for title, charts in panels.items()}
+    panels = {title: [lines(keys) for keys in charts] for title, charts in PANELS.items()}
+    panels["More"] = [lines(keys) for keys in rest]
     over_context = metrics.shown(Shown.CONTEXT)
-    result["Context extension"] += [points(x.heading, over(x), "seq_len") for x in over_context]
-    result["Evaluation"] = [points("Perplexity", "eval/perplexity", "context")]
+    panels["Context extension"] += [points(x.heading, over(x), "seq_len") for x in over_context]
+    panels["Evaluation"] = [points("Perplexity", "eval/perplexity", "context")]
     for key in ("eval/perplexity", "eval/bits_per_byte"):
-        result["Evaluation"].append(wr.BarPlot(title=key, metrics=[wr.SummaryMetric(key)]))
-    return result
+        panels["Evaluation"].append(wr.BarPlot(title=key, metrics=[wr.SummaryMetric(key)]))
+    columns = ["config:backend", "config:seq_len", *(f"summary:{over(x)}" for x in over_context)]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[ws.Section(name=x, panels=panels[x], is_open=True) for x in panels],
+        settings=ws.WorkspaceSettings(x_axis=TOKENS, max_runs=20),
+        runset_settings=ws.RunsetSettings(pinned_columns=columns),
+    )
 
 
 def lines(keys: tuple[str, ...]) -> Any:

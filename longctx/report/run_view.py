@@ -4,27 +4,24 @@ costs; `watch` follows one that another process trains.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from longctx import files, tables, untrusted
+from longctx import tables, untrusted
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
 from longctx.runs.evaluations import Evaluations, read_evaluations
-from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, is_step, line, number
+from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, line, number
 from longctx.runs.metrics_file import Tail, read_records
 from longctx.runs.run_folder import checkpoints, is_training, read_config
-from longctx.untrusted import opened
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
 # and "hi" next to the mean "y".
@@ -36,7 +33,7 @@ PAUSE = 0.5  # seconds between two looks
 
 @dataclass
 class RunRecord:
-    """What the files of a run hold. `figures` has no key for a metric that its records lack;
+    """What the files of a run hold. `figures` has no key for a metric or a cost that is unknown;
     `notes` are remarks for the reader.
     """
 
@@ -47,7 +44,6 @@ class RunRecord:
     curves: dict[str, Curve]
     evaluations: Evaluations
     ended: str
-    cost: Cost
     notes: list[str]
     lock: dict[str, str]
     positions: Line  # loss over tokens before
@@ -70,17 +66,16 @@ def read(folder: Path, points: int, price: float | None = None) -> RunRecord:
             f"{folder}: no metrics yet; wait for the first line of metrics.jsonl, or start the run "
             "again"
         )
-    numbers, lock = metrics.figures(records), kernel_lock(folder)
+    figures, lock = metrics.figures(records), kernel_lock(folder)
     run = RunRecord(
         folder,
         label=folder.resolve().name,
         config=config,
-        figures=numbers,
+        figures=cost_of(config, figures, lock, price) | figures,
         curves=curves(records, points),
         evaluations=read_evaluations(folder),
-        ended=ending(numbers["step"], config["max_steps"], training),
+        ended=ending(figures["step"], config["max_steps"], training),
         positions=positions(records),
-        cost=cost_of(config, numbers, lock, price),
         notes=[f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else [],
         lock=lock,
     )
@@ -122,51 +117,49 @@ def positions(records: list[Record]) -> Line:
     """Return the loss over the number of tokens before, of the last validation that has it."""
     prefix = f"{BY_POSITION}/"
     for record in reversed(records):
-        found = {
-            int(key.removeprefix(prefix)): value
-            for key, value in record.items()
-            if key.startswith(prefix) and finite([value])
-        }
-        if found:
-            return {"x": list(found), "y": short(found.values())}
+        members = [key for key in record if key.startswith(prefix)]
+        if found := line_of((int(key.removeprefix(prefix)), record[key]) for key in members):
+            return found
     return {}
 
 
+def line_of(points: Iterable[tuple[int, Any]]) -> Line:
+    """Return the points of finite losses, {} without any."""
+    drawn = [(x, y) for x, y in points if finite([y])]
+    return {"x": [x for x, _ in drawn], "y": short(y for _, y in drawn)} if drawn else {}
+
+
 def curves(records: list[Record], points: int) -> dict[str, Curve]:
-    """Return the curve of every metric that the page draws and the records hold.
+    """Return the curve of every metric that the page draws and the records hold, each of at most
+    `points` points: the mean, the least and the largest of its records.
 
     A record without a time, such as a validation, has the time of the one before it.
     """
     seconds = 0.0
-    timed: dict[bool, list[Record]] = {True: [], False: []}
+    timed: list[Record] = []
     for record in records:
         seconds = number(record, "seconds", seconds)
-        timed[is_step(record)].append(record | {"seconds": seconds})
-    result: dict[str, Curve] = {}
-    for group in timed.values():
-        for metric in metrics.shown(Shown.CURVE):
-            drawn = [record for record in group if finite([record.get(metric.key)])]
-            if drawn:
-                result[metric.key] = reduced(drawn, metric.key, points)
-    return result
+        timed.append(record | {"seconds": seconds})
+    drawn = {
+        metric.key: [record for record in timed if finite([record.get(metric.key)])]
+        for metric in metrics.shown(Shown.CURVE)
+    }
+    return {key: reduced(held, key, points) for key, held in drawn.items() if held}
 
 
 def reduced(records: list[Record], key: str, points: int) -> Curve:
-    """Return the values of `records` under `key` as a curve of at most `points` points, each the
-    mean, least and largest of its records.
-    """
-    values = [record[key] for record in records]
+    """Return the values of `records` under `key` as a curve."""
     size = -(-len(records) // points)  # records per point, rounded up
-    starts = range(0, len(records), size)
-    middles = [records[min(start + size // 2, len(records) - 1)] for start in starts]
-    parts = [values[start : start + size] for start in starts]
+    groups = [records[start : start + size] for start in range(0, len(records), size)]
+    middles = [records[min(n * size + size // 2, len(records) - 1)] for n in range(len(groups))]
+    values = [[record[key] for record in group] for group in groups]
     curve = {
         "t": [record["tokens_seen"] for record in middles],
         "s": short(record["seconds"] for record in middles),
-        "y": short(map(fmean, parts)),
+        "y": short(map(fmean, values)),
     }
     if size > 1:
-        curve |= {"lo": short(map(min, parts)), "hi": short(map(max, parts))}
+        curve |= {"lo": short(map(min, values)), "hi": short(map(max, values))}
     return curve
 
 
@@ -175,69 +168,32 @@ def short(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-class Cost(NamedTuple):
-    """The machine of a run and what its time there costs.
-
-    seconds: wall time since training began, validations and saves included, resumes added up.
-    gpu_hours: of all GPUs together; None on a CPU. money, tokens_per_money: None without a price.
-    """
-
-    device: str
-    devices: int
-    seconds: float | None
-    gpu_hours: float | None
-    money: float | None
-    tokens_per_money: float | None
-
-    @property
-    def hardware(self) -> str:
-        """Return the number and the name of the devices."""
-        return f"{self.devices} × {self.device}" if self.devices > 1 else self.device
-
-
 def cost_of(
     config: Mapping[str, Any], figures: Record, lock: Mapping[str, str], price: float | None
-) -> Cost:
-    """Return the cost of a run at `price` for an hour of one GPU.
-
-    `lock` holds the cells of its kernel lock, which name the GPU.
+) -> Record:
+    """Return the device of a run, their number, and if its records tell them: wall seconds since
+    training began, resumes added up, the gpu_hours of all GPUs together, and at `price` for an hour
+    of one the money and the tokens_per_money.
     """
     is_gpu = "memory_peak_gib" in figures
-    devices = config.get("devices", 1)
-    seconds = next(iter(finite([figures.get("seconds")])), None)
-    hours = None
-    if is_gpu and seconds is not None:
-        # A resume may have had other devices
-        hours = number(figures, "device_seconds", seconds * devices) / 3600
-    money = None if hours is None or price is None else hours * price
-    tokens = number(figures, "tokens_seen")
-    device = lock.get("device", "GPU") if is_gpu else "CPU"
-    return Cost(device, devices, seconds, hours, money, tokens / money if money else None)
+    cost: Record = {"device": lock.get("device", "GPU") if is_gpu else "CPU"}
+    cost["devices"] = config.get("devices", 1)
+    for seconds in finite([figures.get("seconds")]):
+        cost["seconds"] = seconds
+        if is_gpu:
+            # A resume may have had other devices
+            device_seconds = number(figures, "device_seconds", seconds * cost["devices"])
+            cost["gpu_hours"] = device_seconds / 3600
+            if price is not None:
+                cost["money"] = cost["gpu_hours"] * price
+    if money := cost.get("money"):
+        cost["tokens_per_money"] = number(figures, "tokens_seen") / money
+    return cost
 
 
-def record_of(run: RunRecord) -> dict[str, Any]:
-    """Return the figures of a run as plain numbers, for a file."""
-    return {
-        "run": run.label,
-        "folder": str(run.folder),
-        "ended": run.ended,
-        "attention": run.config.get("attention.backend"),
-        "kernel": run.lock.get("kernel"),
-        "fingerprint": run.lock.get("fingerprint"),
-        "seq_len": run.config.get("seq_len"),
-        **run.cost._asdict(),
-        **run.figures,
-    }
-
-
-def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write a row for each run to a .csv, atomically."""
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    files.write_for_key("table", path, stream.getvalue())
+def hardware(cost: Record) -> str:
+    """Write the number and the name of the devices."""
+    return f"{cost['devices']} × {cost['device']}" if cost["devices"] > 1 else str(cost["device"])
 
 
 def watch(run: Path, price: float | None = None) -> None:
@@ -245,39 +201,32 @@ def watch(run: Path, price: float | None = None) -> None:
     and its cost. Raises ValueError or OSError, one line, if it cannot be shown.
     """
     console = tables.console()
-    with opened(run):
+    with untrusted.opened(run):
         config, tail = read_config(run), Tail(run)
-        # Asked before the records are read, as in `following`.
-        training = is_training(run)
-        records = tail.records()
-        if not records and not training:
-            raise ValueError(
-                f"{run}: no metrics yet and no process trains it; start the run, or watch another"
-            )
-        numbers: Record = {key: value for record in records for key, value in record.items()}
-        for record in following(run, tail, records[-1:]):
-            numbers |= record
-            console.print(f"step {record['step']:,}  {line(record, Shown.WATCH)}", soft_wrap=True)
+        figures: Record = {}
+        training = True
+        while training:
+            # Asked before the records are read, so that records of the last moment are not missed
+            training = is_training(run)
+            records = tail.records()
+            if not (records or figures or training):
+                raise ValueError(
+                    f"{run}: no metrics yet and no process trains it; start the run, or watch "
+                    "another"
+                )
+            for record in records if figures else records[-1:]:
+                text = line(record, Shown.WATCH)
+                console.print(f"step {record['step']:,}  {text}", soft_wrap=True)
+            for record in records:
+                figures |= record
+            if training:
+                time.sleep(PAUSE)
         lock = kernel_lock(run)
-        cost = cost_of(config, numbers, lock, price)
-        spent = [ending(numbers.get("step", 0), config["max_steps"], is_training(run))]
-        spent += [f"hardware {cost.hardware}"]
+        cost = cost_of(config, figures, lock, price)
+        spent = [ending(figures["step"], config["max_steps"], is_training(run))]
+        spent += [f"hardware {hardware(cost)}"]
         spent += [f"kernel {lock['kernel']}"] if "kernel" in lock else []
-        spent += [f"GPU hours {cost.gpu_hours:,.2f}"] if cost.gpu_hours is not None else []
-        spent += [f"cost {cost.money:,.2f} at {price} an hour"] if cost.money is not None else []
-        spent += ["no GPU has a price="] if price is not None and cost.money is None else []
+        spent += [f"GPU hours {cost['gpu_hours']:,.2f}"] if "gpu_hours" in cost else []
+        spent += [f"cost {cost['money']:,.2f} at {price} an hour"] if "money" in cost else []
+        spent += ["no GPU has a price="] if price is not None and "money" not in cost else []
         console.print("  ".join(spent), soft_wrap=True)
-
-
-def following(folder: Path, tail: Tail, records: list[Record]) -> Iterator[Record]:
-    """Yield `records` and the later ones, until the process that trains the run ends."""
-    training = True
-    while True:
-        yield from records
-        if not training:
-            return
-        # Asked before the records are read, so that records of the last moment are not missed.
-        training = is_training(folder)
-        if training:
-            time.sleep(PAUSE)
-        records = tail.records()

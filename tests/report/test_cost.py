@@ -9,7 +9,7 @@ import pytest
 
 from longctx import cli
 from longctx.report.compare import differing, table_of
-from longctx.report.run_view import cost_of, read, watch
+from longctx.report.run_view import cost_of, hardware, read, watch
 from tests.report.run_files import make, step
 
 HOSTILE = '<script>alert(1)</script>, "a"'
@@ -33,14 +33,17 @@ def on_gpus(folder: Path, devices: int, seconds: float, lock: bool = True) -> Pa
 def test_gpu_hours_and_money_are_products():
     figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
     cost = cost_of({"devices": 8}, figures, {"device": "NVIDIA H200"}, 2.5)
-    assert (cost.hardware, cost.gpu_hours, cost.money) == ("8 × NVIDIA H200", 4.0, 10.0)
-    assert cost.tokens_per_money == 500_000
-    assert cost_of({"devices": 8}, figures, {}, None)[3:] == (4.0, None, None)
+    assert (hardware(cost), cost["gpu_hours"], cost["money"]) == ("8 × NVIDIA H200", 4.0, 10.0)
+    assert cost["tokens_per_money"] == 500_000
+    assert cost_of({"devices": 8}, figures, {}, None).keys() == cost.keys() - {
+        *("money", "tokens_per_money")
+    }
     resumed = figures | {"device_seconds": 3600.0}
-    assert cost_of({"devices": 8}, resumed, {}, None).gpu_hours == 1.0
+    assert cost_of({"devices": 8}, resumed, {}, None)["gpu_hours"] == 1.0
     on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
-    assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == ("CPU", 1, 1800.0, None, None, None)
-    assert cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5).gpu_hours is None
+    expected = {"device": "CPU", "devices": 1, "seconds": 1800.0}
+    assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == expected
+    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5)
 
 
 def test_the_most_tokens_for_money_are_marked(tmp_path):

@@ -185,5 +185,3 @@ def test_watch_needs_a_run(tmp_path):
         watch(make(tmp_path / "empty", rows=[]))
     with pytest.raises(FileNotFoundError, match="none: no such folder"):
         watch(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="/deleted"):
-        list(run_view.following(tmp_path / "deleted", Tail(tmp_path / "deleted"), []))
