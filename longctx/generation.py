@@ -38,15 +38,13 @@ WINDOW = 16  # tokens that are decoded again with each new one: a character has 
 
 
 class TokenizedPrompt(NamedTuple):
-    """The tokens of a prompt, and its text or the messages of its chat."""
+    """The tokens of a prompt, its text or the messages of its chat, and the text that a completion
+    continues: an answer in a chat begins its own.
+    """
 
     ids: list[int]
     shown: str | list[dict[str, Any]]
-
-    @property
-    def text(self) -> str:
-        """Return the text that a completion continues; an answer in a chat begins its own."""
-        return self.shown if isinstance(self.shown, str) else ""
+    text: str = ""
 
 
 def load(
@@ -89,11 +87,8 @@ def generate(
     is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not (isinstance(prompt, str) or is_chat):
         raise ValueError("prompt must be a text, or a list of messages; several need a call each")
-    shown = {"messages": prompt} if is_chat else prompt
-    (tokenized,) = tokenize([("prompt", shown)], tokenizer)
-    completion = Completion(tokenizer, tokenizer.end_tokens, tokenized.text)
-    for _ in continued(config, model, [tokenized.ids], [0], [completion]):
-        pass
+    prompts = tokenize([("prompt", {"messages": prompt} if is_chat else prompt)], tokenizer)
+    *_, (completion,) = continued(config, model, tokenizer, prompts, [0])
     return completion.text
 
 
@@ -103,14 +98,13 @@ def run(config: GenerateConfig) -> int:
     Raises ValueError or OSError, one line, for whatever is wrong with the request.
     """
     engine = Engine(config)
-    prompts = read_prompts(config, engine.tokenizer)
-    engine.warn_of_length(max(len(prompt.ids) for prompt in prompts))
+    prompts = tokenize(list(texts_and_chats(config)), engine.tokenizer)
     with engine.within_memory():
         engine.load()
         with open(config.out, "w", encoding="utf-8") if config.out else nullcontext() as file:
             for first in range(0, len(prompts), config.batch_size):
                 numbers = range(len(prompts))[first : first + config.batch_size]
-                engine.write_batch(prompts, numbers, file)
+                engine.answer(prompts, numbers, file)
     return engine.exit_code
 
 
@@ -124,21 +118,19 @@ def chat(config: ChatConfig) -> int:
     """
     engine = Engine(config)
     template = Template(engine.trained.folder, today=datetime.now())
-    system = [{"role": "system", "content": config.system}]
-    messages: list[dict[str, Any]] = [] if config.system is None else system
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    messages: list[dict[str, Any]] = system
     with engine.within_memory():
         engine.load()
         while (line := read_line()) is not None:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                text = template.prompt("chat", {"messages": asked})
+                (prompt,) = tokenize([("chat", {"messages": asked})], engine.tokenizer, template)
             # Such as a special token: only this message is lost
             except ValueError as error:
                 say(f"error: {error}")
                 continue
-            prompt = TokenizedPrompt(engine.tokenizer.encode_question(text), asked)
-            engine.warn_of_length(len(prompt.ids))
-            (answer,) = engine.write_batch([prompt], [0])
+            (answer,) = engine.answer([prompt], [0])
             config.seed += 1  # else each answer draws the same random numbers
             # The next prompt would be refused with a special token in it
             for token in template.special:
@@ -165,13 +157,13 @@ class Engine:
     def __init__(self, config: SampleConfig) -> None:
         self.config = config
         self.device = this_machine().device_for(config.device, config.precision)
-        self.dtype = dtype_of(precision_of(config.precision, self.device))  # of matrices
-        self.trained = open_model(config.checkpoint)
-        asked = None
-        if config.attention is not None:
-            asked = AttentionConfig(**presets.read("attention", config.attention))
-        self.attention = plugins.attention_of(self.trained.run, self.trained.file, asked)
         precision = precision_of(config.precision, self.device)
+        self.dtype = dtype_of(precision)  # of matrices
+        self.trained = open_model(config.checkpoint)
+        self.tokenizer = self.trained.tokenizer
+        name = config.attention
+        asked = None if name is None else AttentionConfig(**presets.read("attention", name))
+        self.attention = plugins.attention_of(self.trained.run, self.trained.file, asked)
         self.trained.model.prove(self.device, precision, self.trained.seq_len)
         check(
             self.attention.backend,
@@ -180,10 +172,9 @@ class Engine:
             options=self.attention.options,
             **self.trained.model.block(0).attention.required(trains=False),
         )
-        self.tokenizer = self.trained.tokenizer
         self.tokens, self.seconds = 0, 0.0  # of new tokens, prompts read
         self.exit_code = 0
-        self.sequences = 0  # of the latest batch, 0 before the first
+        self.has_begun = False
 
     @contextmanager
     def within_memory(self) -> Iterator[None]:
@@ -194,7 +185,7 @@ class Engine:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            when = "" if self.sequences else " while the model loads"
+            when = "" if self.has_begun else " while the model loads"
             changes = "batch_size, max_new_tokens or model, precision=bf16 or attention=flash"
             say(f"error: out of memory{when}; give a smaller {changes}")
             self.exit_code = 1
@@ -210,78 +201,56 @@ class Engine:
             if isinstance(module, nn.Linear | nn.Embedding) and not is_exact:
                 module.to(self.dtype)
 
-    def warn_of_length(self, tokens: int) -> None:
-        """Print a line if `tokens` of a prompt and new ones are more than the model knows."""
-        length, known = tokens + self.config.max_new_tokens, self.trained.seq_len
-        if length > known:
-            say(
-                f"prompt and new tokens make up to {length:,} tokens; the model knows sequences of "
-                f"{known:,}"
-            )
-
-    def write_batch(
+    def answer(
         self, prompts: list[TokenizedPrompt], numbers: Sequence[int], file: TextIO | None = None
     ) -> list[str]:
         """Continue the prompts with these `numbers` together and return the texts.
 
-        Prints each text as soon as all before it are printed, and writes it to `file` when it is
-        done.
+        Prints each text as soon as all before it are printed, after the last line of its prompt. A
+        text that is done is a line of `file`.
         """
-        ids = [prompts[number].ids for number in numbers]
-        self.sequences = len(ids)
-        completions = [
-            Completion(self.tokenizer, self.tokenizer.end_tokens, prompts[number].text)
-            for number in numbers
-        ]
-        screen = shown(prompts, numbers, completions, file)
+        self.has_begun = True
+        length = max(len(prompt.ids) for prompt in prompts) + self.config.max_new_tokens
+        if length > self.trained.seq_len and 0 in numbers:  # once, of all prompts
+            known = f"the model knows sequences of {self.trained.seq_len:,}"
+            say(f"prompt and new tokens make up to {length:,} tokens; {known}")
+        batch = [prompts[number] for number in numbers]
         began = time.perf_counter()
-        for _ in continued(self.config, self.model, ids, numbers, completions):
-            next(screen, None)
+        steps = continued(self.config, self.model, self.tokenizer, batch, numbers)
+        completions = next(steps)
+        for number, prompt, completion in zip(numbers, batch, completions, strict=True):
+            heading = "" if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n"
+            write(heading + prompt.text.rpartition("\n")[2])
+            printed = ""
+            while not completion.is_done:
+                write(completion.text.removeprefix(printed))
+                printed = completion.text
+                next(steps)
+            write(completion.text.removeprefix(printed) + "\n")
+            row = {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
+            if file is not None:
+                print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
         self.tokens += sum(completion.tokens for completion in completions)
         self.seconds += time.perf_counter() - began
         return [completion.text for completion in completions]
 
 
-def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[TokenizedPrompt]:
-    """Return the prompts of `config`; ValueError names the file and line that has no prompt."""
-    prompts = list(_texts_and_chats(config))
-    if not prompts:
-        raise ValueError(f"prompts={config.prompts}: no prompt in it")
-    if config.chat:
-        for index, (origin, prompt) in enumerate(prompts):
-            if isinstance(prompt, str):
-                prompts[index] = origin, {"messages": [{"role": "user", "content": prompt}]}
-    return tokenize(prompts, tokenizer)
-
-
-def tokenize(
-    texts_and_chats: Sequence[tuple[str, Any]], tokenizer: Tokenizer
-) -> list[TokenizedPrompt]:
-    """Return the prompts for texts and chats, each with its origin for messages; the chat template
-    is the one next to the tokenizer.
+def texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
+    """Yield for each prompt its origin, for messages, and its text or its chat; ValueError names
+    the file and line that has no prompt.
     """
-    template = None
-    if any(isinstance(prompt, dict) for _, prompt in texts_and_chats):
-        assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
-        template = Template(tokenizer.folder, today=datetime.now())
-    prompts = []
-    for origin, prompt in texts_and_chats:
-        if template is None or isinstance(prompt, str):
-            prompts.append(TokenizedPrompt(tokenizer.encode_prompt(prompt), prompt))
-        else:
-            ids = tokenizer.encode_question(template.prompt(origin, prompt))
-            prompts.append(TokenizedPrompt(ids, prompt["messages"]))
-    return prompts
 
+    def asked(text: str) -> Any:
+        return {"messages": [{"role": "user", "content": text}]} if config.chat else text
 
-def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
-    """Yield for each prompt its origin, for messages, and its text or its chat."""
     if config.prompts is None:
-        yield "prompt", config.prompt or ""
+        yield "prompt", asked(config.prompt or "")
         return
     file = Path(config.prompts)
     # Editors on Windows write a byte-order mark
     text = untrusted.read_text(file, PROMPTS_SIZE).removeprefix("\ufeff")
+    if not text.strip():
+        raise ValueError(f"prompts={config.prompts}: no prompt in it")
     # splitlines would also break at U+2028, which a string of JSON may hold
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -292,32 +261,51 @@ def _texts_and_chats(config: GenerateConfig) -> Iterator[tuple[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("messages"), list):
             yield origin, row
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            yield origin, row["prompt"]
+            yield origin, asked(row["prompt"])
         else:
             raise ValueError(f"{origin}: needs a text in 'prompt', or a list in 'messages'")
+
+
+def tokenize(
+    prompts: Sequence[tuple[str, Any]], tokenizer: Tokenizer, template: Template | None = None
+) -> list[TokenizedPrompt]:
+    """Return the prompts for texts and chats, each with its origin for messages; the chat template
+    is the one next to the tokenizer, unless it is given.
+    """
+    tokenized = []
+    for origin, prompt in prompts:
+        if isinstance(prompt, str):
+            tokenized.append(TokenizedPrompt(tokenizer.encode_prompt(prompt), prompt, prompt))
+            continue
+        assert tokenizer.folder is not None, "a chat needs a tokenizer of longctx.load"
+        template = template or Template(tokenizer.folder, today=datetime.now())
+        ids = tokenizer.encode_question(template.prompt(origin, prompt))
+        tokenized.append(TokenizedPrompt(ids, prompt["messages"]))
+    return tokenized
 
 
 def continued(
     config: SampleConfig,
     model: GPT,
-    ids: list[list[int]],
+    tokenizer: Tokenizer,
+    prompts: list[TokenizedPrompt],
     numbers: Sequence[int],
-    completions: list[Completion],
-) -> Iterator[None]:
-    """Extend `completions` by the tokens after the prompts `ids`, and yield after each step and
-    once all have ended.
+) -> Iterator[list[Completion]]:
+    """Continue the prompts with these `numbers` together: yield all completions after each step,
+    and once they have ended.
     """
+    ids, ends = [prompt.ids for prompt in prompts], tokenizer.end_tokens
+    completions = [Completion(tokenizer, ends, prompt.text) for prompt in prompts]
     decoder = decoder_of(model, len(ids), max(map(len, ids)) + config.max_new_tokens)
     sampler = Sampler(numbers, config.temperature, config.top_k, config.top_p, config.seed)
-    ends = completions[0].ends
     for tokens in continuations(decoder, ids, config.max_new_tokens, sampler, ends):
         for completion, token in zip(completions, tokens, strict=True):
             if token is not None:
                 completion.add(token)
-        yield
+        yield completions
     for completion in completions:
         completion.end()
-    yield
+    yield completions
 
 
 class Completion:
@@ -358,30 +346,6 @@ class Completion:
     def _decode_new(self) -> str:
         known = self.tokenizer.decode(self._ids[self._context : self._in_text])
         return self.tokenizer.decode(self._ids[self._context :])[len(known) :]
-
-
-def shown(
-    prompts: list[TokenizedPrompt],
-    numbers: Sequence[int],
-    completions: list[Completion],
-    file: TextIO | None,
-) -> Iterator[None]:
-    """Print `completions` in their order, after the last lines of their prompts; each `next` prints
-    the new text. A completion that is done is a line of `file`.
-    """
-    for number, completion in zip(numbers, completions, strict=True):
-        prompt = prompts[number]
-        heading = "" if len(prompts) == 1 else f"\n── {number + 1} of {len(prompts)} ──\n"
-        write(heading + prompt.text.rpartition("\n")[2])
-        printed = 0
-        while not completion.is_done:
-            write(completion.text[printed:])
-            printed = len(completion.text)
-            yield
-        write(completion.text[printed:] + "\n")
-        row = {"prompt": prompt.shown, "text": completion.text, "new_tokens": completion.tokens}
-        if file is not None:
-            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
 
 
 def write(text: str) -> None:

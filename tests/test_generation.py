@@ -16,7 +16,7 @@ import longctx
 from longctx import cli
 from longctx.config.sample_config import GenerateConfig
 from longctx.data import Tokenizer
-from longctx.generation import Completion, read_prompts
+from longctx.generation import Completion, texts_and_chats
 from tests.hf.families.parity import SIZES, reference, write_tokenizer
 
 TEMPLATE = (
@@ -110,8 +110,7 @@ def test_a_prompt_file_may_be_from_windows(folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "a rose"}\r\n')
     config = GenerateConfig(str(folder), prompts=str(file))
-    (prompt,) = read_prompts(config, Tokenizer.load(folder))
-    assert prompt.shown == "a rose"
+    assert [prompt for _, prompt in texts_and_chats(config)] == ["a rose"]
 
 
 def test_a_chat_remembers_what_was_said(folder, capfd, monkeypatch):

@@ -21,6 +21,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,12 +59,6 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.starts = length * torch.arange(rows, device=device)  # of the rows, in slots
 
-    @staticmethod
-    def bytes_of(config: GPTConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-        """Return the memory of such a cache."""
-        elements = sum(2 * block.attention.key_size for block in config.blocks())
-        return rows * length * elements * dtype.itemsize
-
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k, v (N, Hkv, D) of `layer` to `slots` (N,): row · length + place in the row."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slots, k)
@@ -82,8 +77,8 @@ class Decoder:
         self.model = model
         weight = model.embed.weight
         self.device, kind = weight.device, weight.device.type
-        self.autocasts = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if self.autocasts else weight.dtype
+        autocasts = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocasts else weight.dtype
         own: Attention = model.blocks[0].attention.attend
         self.attend = Attention("naive") if own.backend.exact else own
         parts = model.config.block(0).attention.required()["scores"]
@@ -107,7 +102,12 @@ class Decoder:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Logits (rows, V) after each of the `prompts`, one per row, with one token at least."""
-        self._cast_head()
+        # The lm_head is cast once, not for every token; a graph reads this tensor
+        weight = self.model.lm_head_weight
+        if self.graph is None:
+            self.head = weight.to(self.dtype)
+        elif weight.dtype != self.dtype:
+            self.head.copy_(weight)
         cache, lengths = self.cache, [len(prompt) for prompt in prompts]
         assert len(prompts) == cache.rows and 0 < min(lengths) and max(lengths) <= cache.length
         N, ids = sum(lengths), torch.tensor([token for prompt in prompts for token in prompt])
@@ -119,21 +119,18 @@ class Decoder:
         masks = {w: mask if w is None else mask.windowed(w) for w in set(self.windows)}
         places = [torch.arange(n, device=self.device) for n in lengths]
         slots = torch.cat([row * cache.length + at for row, at in enumerate(places)])
-        angles = self.model.ropes.per_layer(lambda rope: _of_texts(rope, places))
+        angles = self.model.ropes.per_layer(lambda rope: angles_of(rope, places, lengths, 1))
 
         # In tiles always, which costs nothing without gradients: an MLP over 1M tokens is 80 GiB.
         tile = self.model.memory.mlp_tile or POLICIES["long"]["mlp_tile"]
 
-        def block_of(n: int) -> Callable[..., Tensor]:
-            def forward(block: Any, x: Tensor) -> Tensor:
-                q, k, v = in_tiles(block.before, tile, (x, *angles[n]))
-                cache.write(n, slots, k[0], v[0])
-                out = block.attention(q, k, v, masks[self.windows[n]])
-                return in_tiles(block.after, tile, (x, out))[0]
+        def forward(n: int, block: Any, x: Tensor) -> Tensor:
+            q, k, v = in_tiles(block.before, tile, (x, *angles[n]))
+            cache.write(n, slots, k[0], v[0])
+            out = block.attention(q, k, v, masks[self.windows[n]])
+            return in_tiles(block.after, tile, (x, out))[0]
 
-            return forward
-
-        x = self._through_blocks(self._embedded(ids[None].to(self.device)), block_of)
+        x = self._through_blocks(ids[None].to(self.device), forward)
         self.texts, self.lengths = [list(prompt) for prompt in prompts], lengths
         cache.lengths.copy_(torch.tensor(lengths))
         return self._logits(x[0, torch.tensor(lengths).cumsum(0).to(self.device) - 1])
@@ -152,7 +149,9 @@ class Decoder:
         for rope, buffers in zip(self.model.ropes, self.angles, strict=True):
             # A graph replays fixed frequencies, so new ones are written into its buffers
             if rope.follows_length:
-                for buffer, angle in zip(buffers, self._angles(rope), strict=True):
+                newest = list(self.cache.lengths[:, None])
+                angles = angles_of(rope, newest, self.lengths, 0)
+                for buffer, angle in zip(buffers, angles, strict=True):
                     buffer.copy_(angle)
         if self.graph is not None:
             self.graph.replay()
@@ -166,12 +165,6 @@ class Decoder:
                 self.logits = self._one_token()
         return logits
 
-    def _angles(self, rope: Rope) -> Angles:
-        """Return cos and sin of the newest tokens, (rows, 1, 1, D/2), by each text's length."""
-        texts = zip(self.cache.lengths[:, None], self.lengths, strict=True)
-        angles = [rope.of_length(position[None], n) for position, n in texts]
-        return tuple(torch.cat(x) for x in zip(*angles, strict=True))
-
     def _one_token(self) -> Tensor:
         """Logits after `tokens`; waits for nothing, and reads nothing that changes but tensors."""
         cache = self.cache
@@ -184,42 +177,27 @@ class Decoder:
         first = {w: (last - ((w or cache.length) - 1)).clamp(min=0) for w in set(self.windows)}
         masks = {w: Mask("intervals", first=first[w], last=last) for w in first}
 
-        def block_of(n: int) -> Callable[..., Tensor]:
-            def forward(block: Any, x: Tensor) -> Tensor:
-                q, k, v = block.before(x, *angles[n])
-                cache.write(n, slots, k[:, 0], v[:, 0])
-                q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
-                mask, scores = masks[self.windows[n]], block.attention.scores
-                if self.splits_keys:
-                    out = by_triton(q, k, v, mask, scores)
-                else:
-                    out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
-                y: Tensor = block.after(x, out)
-                return y
+        def forward(n: int, block: Any, x: Tensor) -> Tensor:
+            q, k, v = block.before(x, *angles[n])
+            cache.write(n, slots, k[:, 0], v[:, 0])
+            q, k, v = q.to(self.dtype), cache.keys[n], cache.values[n]
+            mask, scores = masks[self.windows[n]], block.attention.scores
+            if self.splits_keys:
+                out = by_triton(q, k, v, mask, scores)
+            else:
+                out = self.attend.decode(q, k[:, :keys], v[:, :keys], mask, scores)
+            y: Tensor = block.after(x, out)
+            return y
 
-            return forward
-
-        x = self._through_blocks(self._embedded(self.tokens[:, None]), block_of)
+        x = self._through_blocks(self.tokens[:, None], forward)
         cache.lengths += 1
         return self._logits(x[:, 0])
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        return self.model.embedded(tokens).to(self.dtype)
-
-    def _through_blocks(
-        self, x: Tensor, block_of: Callable[[int], Callable[..., Tensor]]
-    ) -> Tensor:
+    def _through_blocks(self, tokens: Tensor, forward: Callable[..., Tensor]) -> Tensor:
+        x = self.model.embedded(tokens).to(self.dtype)
         for n, block in enumerate(self.model.blocks):
-            x = block.calling(block_of(n), x)
+            x = block.calling(functools.partial(forward, n), x)
         return x
-
-    def _cast_head(self) -> None:
-        """Cast the lm_head once, not for every token; a graph reads this tensor."""
-        weight = self.model.lm_head_weight
-        if self.graph is None:
-            self.head = weight.to(self.dtype)
-        elif weight.dtype != self.dtype:
-            self.head.copy_(weight)
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.model.logits(self.model.norm(x), self.head)
@@ -239,10 +217,11 @@ def decoder_of(model: GPT, rows: int, length: int, graphs: bool | None = None) -
     return (model.decoder or Decoder)(model, rows, length, graphs)
 
 
-def _of_texts(rope: Rope, positions: Sequence[Tensor]) -> Angles:
-    """Return cos and sin of whole texts with these `positions`, one text after the other."""
-    angles = [rope.of_length(at[None], len(at)) for at in positions]
-    return tuple(torch.cat(x, dim=1) for x in zip(*angles, strict=True))
+def angles_of(rope: Rope, positions: list[Tensor], lengths: list[int], dim: int) -> Angles:
+    """Return cos and sin at `positions` in texts of these `lengths`, joined along `dim`."""
+    texts = zip(positions, lengths, strict=True)
+    angles = [rope.of_length(position[None], length) for position, length in texts]
+    return tuple(torch.cat(x, dim=dim) for x in zip(*angles, strict=True))
 
 
 def continuations(
@@ -278,6 +257,7 @@ def continuations(
             logits = decoder.step(tokens)
 
 
+@dataclass
 class Sampler:
     """Chooses tokens for the texts of these `numbers`; with a `temperature` of 0 the likeliest.
 
@@ -287,16 +267,14 @@ class Sampler:
     batch.
     """
 
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        temperature: float,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 1,
-    ) -> None:
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self.random = [random.Random(f"sample {seed} {number}") for number in numbers]
+    numbers: Sequence[int]
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        self.random = [random.Random(f"sample {self.seed} {number}") for number in self.numbers]
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens (rows,) int64 of logits (rows, V)."""

@@ -147,7 +147,8 @@ def test_decoding_is_measured_after_each_prompt(result_of):
 def test_a_token_reads_weights_and_cache_once():
     sizes = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 99}
     tied, own = (GPTConfig(**sizes, tied=tied) for tied in (True, False))
-    cache = KVCache.bytes_of(tied, 3, 70, torch.bfloat16)
+    held = KVCache(tied, 3, 70, torch.bfloat16, "cpu")
+    cache = sum(x.nbytes for x in (*held.keys, *held.values))
     weights = sum(2 * weight.numel() for weight in GPT(tied).parameters())
     # Of `own` an lm_head, and one row of the embedding
     assert bytes_of_token(tied, 3, 70, 2) == bytes_of_token(own, 3, 70, 2) == weights + cache

@@ -20,7 +20,7 @@ from transformers import (
 
 from longctx.hf.model_folder import pretrained
 from longctx.model import GPT
-from longctx.model.decoder import Decoder, KVCache, Sampler, continuations
+from longctx.model.decoder import Decoder, Sampler, continuations
 from longctx.spec.model_config import GPTConfig
 from tests.hf.families.parity import ROPES, SIZES, SPECIAL, reference
 
@@ -94,13 +94,6 @@ def test_logits_are_those_of_a_forward_over_the_whole_text(decode, window, monke
         expected: Tensor = model(texts[row : row + 1].to(device))[0]
         for more, ours in enumerate(logits):
             torch.testing.assert_close(ours[row], expected[n + more - 1], rtol=1e-4, atol=1e-4)
-
-
-def test_a_cache_takes_the_memory_that_is_foretold():
-    config = small().config
-    cache = KVCache(config, 3, 17, torch.float16, "cpu")
-    bytes_held = sum(x.numel() * x.itemsize for x in (*cache.keys, *cache.values))
-    assert bytes_held == KVCache.bytes_of(config, 3, 17, torch.float16)
 
 
 LOGITS = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
