@@ -50,20 +50,18 @@ def test_a_run_is_scored_on_its_validation_documents(run, evaluate):
     assert "warning" not in output
 
 
-def test_memory_that_runs_out_on_a_cpu_is_one_line(run, monkeypatch, capsys):
-    def fails(*anything: object) -> None:
-        torch.empty(1 << 60)
-
-    monkeypatch.setattr("longctx.evaluation.evaluate.measure", fails)
-    assert evaluation.main([f"checkpoint={run}", "device=cpu"]) == 1
-    assert "error: out of memory on process 0; " in capsys.readouterr().err
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FAULTS = [
+    ("evaluate.measure", lambda *_: torch.empty(1 << 60), 1, "out of memory on process 0; "),
+    ("results.save", FULL, files.FULL_DISK, ""),
+]
 
 
-def test_a_full_disk_has_its_exit_code(run, monkeypatch, capsys):
-    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr("longctx.evaluation.results.save", full)
-    assert evaluation.main([f"checkpoint={run}", "device=cpu", "documents=2"]) == files.FULL_DISK
-    assert capsys.readouterr().err.startswith("error: ")
+@pytest.mark.parametrize(("function", "fault", "code", "message"), FAULTS)
+def test_a_fault_has_its_exit_code(run, monkeypatch, capsys, function, fault, code, message):
+    monkeypatch.setattr(f"longctx.evaluation.{function}", Mock(side_effect=fault))
+    assert evaluation.main([f"checkpoint={run}", "device=cpu", "documents=2"]) == code
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
@@ -90,9 +88,7 @@ def test_numbers_that_are_not_finite_are_null(run, evaluate, tmp_path):
 
 
 def test_splits_lengths_limits_and_backends(run, evaluate):
-    file = run / "checkpoints" / "last.ckpt"
-    file.symlink_to(run_folder.checkpoint_path(run, 3).name)
-    scores = {}
+    file, scores = run / "checkpoints" / "last.ckpt", {}
     for attention in ("naive", "flash", "auto"):
         overrides = ["seq_len=200", "stride=50", "split=train", "documents=4"]
         content, output = evaluate(*overrides, f"attention={attention}", checkpoint=file)
