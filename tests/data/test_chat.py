@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -128,15 +129,9 @@ def test_answers_of_known_templates_are_learned(folder, template, messages, lear
 @pytest.mark.parametrize(
     ("name", "messages"),
     [
-        ("llama3", PLAIN),
-        ("llama3", GREETING),
-        ("qwen2_5_vl", CALLING),
-        ("qwen2_5_vl", GREETING),
-        ("qwen3_vl", CALLING),
-        ("qwen3_instruct_2507", CALLING),
-        ("gemma3", PLAIN),
-        ("cohere2", PLAIN),
-        ("lfm2_v2", CALLING),
+        *(("llama3", PLAIN), ("llama3", GREETING), ("qwen2_5_vl", GREETING)),
+        *((x, CALLING) for x in ("qwen2_5_vl", "qwen3_vl", "qwen3_instruct_2507", "lfm2_v2")),
+        *((x, PLAIN) for x in ("gemma3", "cohere2")),
     ],
 )
 def test_learned_is_what_training_templates_mark(folder, name, messages):
@@ -207,8 +202,7 @@ def test_the_template_gets_the_values_of_its_row(folder):
 
 def test_the_last_turn_alone_is_learned_if_asked_for(folder):
     last = written(folder, CHATML, PLAIN, "last")
-    assert parts(last) == ["a2<|im_end|>\n"]
-    assert not last.shortened
+    assert parts(last) == ["a2<|im_end|>\n"] and not last.shortened
     with pytest.raises(ValueError, match=r"data\.turns=last: .*generation"):
         written(folder, INST, PLAIN, "last")
 
@@ -216,12 +210,9 @@ def test_the_last_turn_alone_is_learned_if_asked_for(folder):
 def test_thinking_missing_in_a_middle_turn_is_found(folder):
     """The first and the last turn stand in the text as they are asked for."""
     condition = "loop.last or (not loop.last and reasoning_content)"
-    template = shipped("qwen3")
-    assert condition in template
-    template = template.replace(condition, "reasoning_content")
+    template = shipped("qwen3").replace(condition, "reasoning_content")
     conversation = written(folder, template, [*THINKING[:5], says("a3")])
-    assert conversation.shortened
-    assert parts(conversation) == ["a3<|im_end|>\n"]
+    assert conversation.shortened and parts(conversation) == ["a3<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(
@@ -263,8 +254,7 @@ def test_a_model_is_asked_for_what_it_learned(folder, ending, answer):
     prompt = Template(folder).prompt("here", {"messages": messages[:1]})
     question = tokenizer.encode_question(prompt)
     assert ids[: len(question)].tolist() == question
-    assert not learned[: len(question)].any()
-    assert learned[len(question) :].all()
+    assert (learned == (np.arange(len(ids)) >= len(question))).all()
     assert answer in tokenizer.decode(ids[learned])
 
 
@@ -283,20 +273,6 @@ def test_long_conversations_take_linear_time(folder, monkeypatch, template):
     written(folder, template, messages)
     whole = len(Template(folder).render(messages).text)
     assert sum(characters) - whole < (2 if template == INST else 5) * whole
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for n in range(messages | length) %}{{ messages[n].content }}{% endfor %}",
-        "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
-        "{% for m in messages %}{% endfor %}{{ all() }}",
-        "gemma4_v5",  # results of tools are among an answer
-    ],
-)
-def test_answers_without_an_opening_are_refused(folder, template):
-    with pytest.raises(ValueError, match=r"here: .*\{% generation %\}"):
-        written(folder, template, CALLING)
 
 
 def chats(folder: Path, *rows: Any, **changes: Any) -> DataConfig:
@@ -359,6 +335,9 @@ def test_a_wrong_conversation_is_one_line(folder, row, message):
     check_refused(chats(folder, row), message)
 
 
+MARK = r"chats.jsonl:1: .*\{% generation %\}"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -367,11 +346,19 @@ def test_a_wrong_conversation_is_one_line(folder, row, message):
         ("{% for x in range(10**9) %}{% endfor %}", "chats.jsonl:1: .*too big"),
         ("{{ 1 / 0 }}", "chats.jsonl:1: .*division"),
         (None, "no chat template.*data.tokenizer="),
+        # Of these nobody knows which part is an answer
+        ("{% for n in range(messages | length) %}{{ messages[n].content }}{% endfor %}", MARK),
+        (
+            "{% macro all() %}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+            "{% for m in messages %}{% endfor %}{{ all() }}",
+            MARK,
+        ),
+        ("gemma4_v5", MARK),  # results of tools are among an answer
     ],
 )
 def test_templates_are_not_trusted(folder, template, message):
     write(folder, template)
-    check_refused(chats(folder, {"messages": TALK}), message)
+    check_refused(chats(folder, {"messages": CALLING, "tools": TOOLS}), message)
 
 
 def test_named_templates_and_files_are_found(folder):

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from longctx.cli import main
 from tests.hf.families.parity import write_tokenizer
 from tests.processes import ROOT
@@ -34,15 +32,7 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
         assert "cross in April?⟦No. Until" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("notes.txt", "data=text data.path=notes.txt"),
-        ("data.pth=x", "data.pth"),
-        ("data=mix data.mix.a.pth=x", "data.mix.a.pth is not"),
-    ],
-)
-def test_a_mistake_is_one_line(overrides, message, refused, tmp_path, monkeypatch):
+def test_a_file_without_a_key_is_one_line(refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").touch()
-    refused(main(["data", *overrides.split()]), message)
+    refused(main(["data", "notes.txt"]), "data=text data.path=notes.txt")

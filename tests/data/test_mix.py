@@ -51,27 +51,19 @@ def test_validation_is_trained_on_in_no_source(text_config, tmp_path, needles):
         for number in range(60):
             (tmp_path / name / f"{number}.txt").write_text(prose(200, number))
     (tmp_path / "b" / "own.txt").write_text(prose(200, 99))
-    recall = {"source": "needles", "path": str(tmp_path / "a"), "documents": 20, "length": 4000}
     mix = {name: {"path": str(tmp_path / name)} for name in "ab"}
-    mix["recall"] = recall | {"val_fraction": 0}
-    data = load(text_config(source="mix", path=None, mix=mix), 64)
-    texts = {
-        split: {
-            document.name: data.tokenizer.decode(document.ids[:-1])
-            for document in data.documents(split)
-        }
+    recall = {"source": "needles", "documents": 20, "length": 4000, "val_fraction": 0}
+    data = load(text_config(source="mix", path=None, mix=mix | {"r": mix["a"] | recall}), 64)
+    train, val = (
+        {x.name: data.tokenizer.decode(x.ids[:-1]) for x in data.documents(split)}
         for split in ("train", "val")
-    }
-    assert {name[0] for name in texts["val"]} == {"a", "b"}
-    assert len(texts["val"]) > 10
-    assert not set(texts["val"].values()) & set(texts["train"].values())
-    generated = "\n".join(text for name, text in texts["train"].items() if name[0] == "r")
-    lines = {
-        split: {line for text in of_split.values() for line in text.split("\n")}
-        for split, of_split in texts.items()
-    }
-    assert any(line in generated for line in lines["train"])
-    assert not any(line in generated for line in lines["val"])
+    )
+    assert {name[0] for name in val} == {"a", "b"} and len(val) > 10
+    assert not set(val.values()) & set(train.values())
+    generated = "\n".join(text for name, text in train.items() if name[0] == "r")
+    for texts, are_there in ((train, True), (val, False)):
+        lines = {line for text in texts.values() for line in text.split("\n")}
+        assert any(line in generated for line in lines) == are_there
 
 
 def test_fingerprint_covers_sources_and_weights(config):

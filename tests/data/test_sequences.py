@@ -47,19 +47,16 @@ def test_every_token_but_the_first_is_a_target(text_config, seq_len, split):
 
 @pytest.mark.parametrize("seq_len", SEQ_LENS)
 def test_sequences_keep_their_contract(text_config, seq_len):
-    data = load(text_config(), seq_len)
-    filled = 0
-    for index in range(len(data.train)):
-        row = data.train[index]
+    data, filled = load(text_config(), seq_len), 0
+    for row in (data.train[index] for index in range(len(data.train))):
         padding = int(row.pop("padding"))
         assert all(x.shape == (seq_len,) and x.dtype == torch.int64 for x in row.values())
-        of_padding = row["doc_ids"][seq_len - padding :]
+        own, of_padding = row["doc_ids"].split([seq_len - padding, padding])
         assert not padding or int(of_padding.bincount().max()) <= PADDING_PIECE
-        assert of_padding[:1].tolist() != row["doc_ids"][: seq_len - padding][-1:].tolist()
+        assert of_padding[:1].tolist() != own[-1:].tolist()
         assert (row["targets"][seq_len - padding :] == IGNORED).all()
-        filled += seq_len - padding
-        assert row["doc_ids"][0] == 0
-        assert set(row["doc_ids"].diff().tolist()) <= {0, 1}
+        assert own[0] == 0 and set(row["doc_ids"].diff().tolist()) <= {0, 1}
+        filled += len(own)
     counts = data.summary()
     assert counts["train_tokens"] == int(data.lengths[data.parts[""].split["train"]].sum())
     share = filled / (len(data.train) * seq_len)
@@ -80,23 +77,13 @@ def test_nothing_to_predict_is_refused(text_config, corpus):
     check_refused(text_config(), r"data\.path=.*corpus: ")
 
 
-SOURCES = {"one of 1": ([1], [1.0]), "one of 31": ([31], [1.0]), "two": ([5, 13], [1.0, 2.5])}
-
-
-def interleaved(source: str, seed: int, ranks: int, consumed: int, count: int) -> list[int]:
-    """Return the next `count` samples that all ranks take together, in global order."""
-    streams = [
-        iter(SampleStream(*SOURCES[source], seed, rank, ranks, consumed)) for rank in range(ranks)
-    ]
-    return [next(streams[sample % ranks]) for sample in range(count)]
-
-
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("sources", [([1], [1.0]), ([31], [1.0]), ([5, 13], [1.0, 2.5])])
 @pytest.mark.parametrize("consumed", [0, 1, 30, 31, 1000, 7000])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 40])
-def test_resumed_order_is_the_uninterrupted_one(source, consumed, ranks):
-    uninterrupted = list(islice(SampleStream(*SOURCES[source], 9), consumed + 120))
-    assert interleaved(source, 9, ranks, consumed, 120) == uninterrupted[consumed:]
+def test_resumed_order_is_the_uninterrupted_one(sources, consumed, ranks):
+    streams = [iter(SampleStream(*sources, 9, rank, ranks, consumed)) for rank in range(ranks)]
+    together = [next(streams[sample % ranks]) for sample in range(120)]
+    assert together == list(islice(SampleStream(*sources, 9), consumed + 120))[consumed:]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13, 64])

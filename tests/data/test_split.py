@@ -1,18 +1,13 @@
 """The share that validates: as large as asked for, copies on one side, one file too."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from longctx.config.data_config import DataConfig
 from longctx.data import load
 from longctx.data.sequences import IGNORED
 from longctx.data.split import by_hash
 from longctx.data.store import Store
 from tests.data.conftest import check_refused, prose
-
-Make = Callable[..., DataConfig]
 
 
 class Documents(Store):
@@ -25,50 +20,45 @@ class Documents(Store):
         self.keys = keys[np.arange(len(lengths)) // copies]
         self.has_answers = False
 
+    def split(self, fraction: float | None) -> np.ndarray:
+        (trained,) = by_hash([self], {"data": fraction})
+        return trained
 
-def split(store: Store, fraction: float | None) -> np.ndarray:
-    (trained,) = by_hash([store], {"data": fraction})
-    return trained
-
-
-def validating_share(store: Store, trained: np.ndarray) -> float:
-    return float(1 - trained.sum() / store.lengths.sum())
+    def share(self, trained: np.ndarray) -> float:
+        return float(1 - trained.sum() / self.lengths.sum())
 
 
-def lengths_of(count: int, seed: int = 0) -> list[int]:
-    return (5 + np.random.default_rng(seed).lognormal(6, 1, count)).astype(int).tolist()
+MANY = (5 + np.random.default_rng(0).lognormal(6, 1, 2000)).astype(int).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 10, 50])
 @pytest.mark.parametrize("fraction", [0.02, 0.3, 0.9])
 def test_copies_stay_together_at_the_asked_share(size, fraction):
-    store = Documents(lengths_of(2000), size)
-    trained = split(store, fraction)
+    store = Documents(MANY, size)
+    trained = store.split(fraction)
     # Few large groups may miss the share, and the end of a text makes it up
     sides = (trained < store.lengths).reshape(-1, size)
     assert (sides.all(axis=1) == sides.any(axis=1)).all()
-    assert validating_share(store, trained) == pytest.approx(fraction, rel=0.15, abs=0.01)
+    assert store.share(trained) == pytest.approx(fraction, rel=0.15, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "fraction"),
-    [([300_007], 0.02), ([5001, 4003, 7001], 0.1), ([1_000_000, *[100] * 20], 0.02)],
+    ("lengths", "fraction"), [([5001, 4003, 7001], 0.1), ([1_000_000, *[100] * 20], 0.02)]
 )
 def test_the_end_of_the_longest_text_validates(lengths, fraction):
-    store = Documents(lengths)
-    trained = split(store, fraction)
-    longest = int(np.argmax(lengths))
+    store, longest = Documents(lengths), int(np.argmax(lengths))
+    trained = store.split(fraction)
     assert 0 < trained[longest] < lengths[longest]
-    assert validating_share(store, trained) == pytest.approx(fraction, rel=0.01)
+    assert store.share(trained) == pytest.approx(fraction, rel=0.01)
 
 
 def test_the_shortest_of_few_conversations_validates():
     store = Documents([5001, 4003, 7001])
     store.has_answers = True
-    assert split(store, 0.1).tolist() == [5001, 0, 7001]
+    assert store.split(0.1).tolist() == [5001, 0, 7001]
     store.keys[:] = 0
     with pytest.raises(ValueError, match=r"data\.val_fraction=0\.1: "):
-        split(store, 0.1)
+        store.split(0.1)
 
 
 @pytest.mark.parametrize(
@@ -76,32 +66,30 @@ def test_the_shortest_of_few_conversations_validates():
 )
 def test_without_a_fraction_enough_validates(total, share):
     store = Documents([total // 500] * 500)
-    assert validating_share(store, split(store, None)) == pytest.approx(share, rel=0.1)
+    assert store.share(store.split(None)) == pytest.approx(share, rel=0.1)
 
 
 def test_the_split_depends_on_the_texts_alone():
     """In whatever order they come; and few change sides if others come."""
-    store, other = Documents(lengths_of(500), 3), Documents([1])
-    trained = split(store, 0.1)
-    order = np.random.default_rng(1).permutation(500)
-    for part, expected in ((order, trained[order]), (np.arange(480), trained[:480])):
+    store, other = Documents(MANY[:500], 3), Documents([1])
+    trained, order = store.split(0.1), np.random.default_rng(1).permutation(500)
+    for part, most in ((order, 0), (np.arange(480), 0.03)):
         for name in ("lengths", "n_bytes", "keys"):
             setattr(other, name, getattr(store, name)[part])
-        assert (split(other, 0.1) != expected).mean() < (0.03 if len(part) < 500 else 1e-9)
+        assert (other.split(0.1) != trained[part]).mean() <= most
 
 
-def test_copies_in_two_stores_are_on_one_side():
-    a, b = Documents(lengths_of(300)), Documents(lengths_of(300, 1), seed=1)
+@pytest.mark.parametrize("fraction", [0.3, 0])
+def test_copies_in_two_stores_are_on_one_side(fraction):
+    """Of a store that validates nothing, they are trained on."""
+    a, b = Documents(MANY[:300]), Documents(MANY[300:600], seed=1)
     b.keys[:200] = a.keys[:200]
-    of_a, of_b = by_hash([a, b], {"data.mix.a": 0.2, "data.mix.b": 0.3})
+    of_a, of_b = by_hash([a, b], {"data.mix.a": 0.2, "data.mix.b": fraction})
     assert ((of_a[:200] == 0) == (of_b[:200] == 0)).all()
-    assert (of_a[:200] == 0).any()
-    for store, trained, fraction in ((a, of_a, 0.2), (b, of_b, 0.3)):
-        assert validating_share(store, trained) == pytest.approx(fraction, rel=0.1)
-    of_a, of_b = by_hash([a, b], {"data.mix.a": 0.2, "data.mix.b": 0})
-    assert (of_b == b.lengths).all()
-    assert (of_a[:200] == a.lengths[:200]).all()
-    assert (of_a[200:] == 0).any()
+    assert (of_a[:200] == 0).any() == (fraction > 0) and (of_a[200:] == 0).any()
+    if fraction:
+        assert a.share(of_a) == pytest.approx(0.2, rel=0.1)
+    assert b.share(of_b) == pytest.approx(fraction, rel=0.1)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3017])
@@ -117,15 +105,10 @@ def test_one_file_validates_on_its_end(text_config, tmp_path, text, share):
     counts = data.summary()
     assert counts["val_tokens"] == len(end.ids)
     assert counts["val_tokens"] / counts["tokens"] == pytest.approx(share, abs=0.002)
-    # Each token but the first of each side is predicted once, none on both sides.
+    # Each token but the first of each side is predicted once, none on both sides
     for rows, ids in ((data.train, begin.ids), (data.val, end.ids)):
         targets = [target for row in rows for target in row["targets"].tolist()]
         assert sorted(t for t in targets if t != IGNORED) == sorted(ids[1:].tolist())
-
-
-@pytest.mark.parametrize("text", ["x", "xy"])
-def test_text_too_short_for_both_sides_is_refused(text_config, tmp_path, text):
-    file = tmp_path / "short.txt"
-    file.write_text(text)
+    file.write_text("xy")  # too short for both sides
     message = r"data\.val_fraction=null: .*val_fraction=0 "
     check_refused(text_config(path=str(file), val_fraction=None), message)

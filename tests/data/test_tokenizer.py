@@ -75,17 +75,15 @@ def test_save_and_load_keep_everything(trained, tmp_path):
     assert ids == trained.encode("the rain fell")
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("tokenizer_config.json", {"eos_token": "<stop>"}),
-        ("tokenizer_config.json", {"eos_token": {"content": "<stop>", "special": True}}),
-        ("special_tokens_map.json", {"eos_token": "<stop>"}),
-        ("config.json", {"eos_token_id": 5}),
-        ("config.json", {"eos_token_id": [5, 4]}),
-        ("generation_config.json", {"eos_token_id": 5}),
-    ],
-)
+ENDS = [
+    *(("tokenizer_config.json", {"eos_token": x}) for x in ("<stop>", {"content": "<stop>"})),
+    ("special_tokens_map.json", {"eos_token": "<stop>"}),
+    *(("config.json", {"eos_token_id": x}) for x in (5, [5, 4])),
+    ("generation_config.json", {"eos_token_id": 5}),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), ENDS)
 def test_end_of_text_is_found_and_saved(tmp_path, file, content):
     word_level("</s>", "<stop>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / file).write_text(json.dumps(content))
@@ -99,7 +97,9 @@ def test_end_of_text_is_found_and_saved(tmp_path, file, content):
 
 def test_begin_of_text_is_that_of_the_post_processor(tmp_path):
     plain = word_level("<s>", "</s>")
-    plain.save(str(tmp_path / "plain.json"))
+    without = Tokenizer(plain, "</s>")
+    assert without.bos_id is None
+    assert without.encode_prompt("a b") == [0, 1] and without.encode_prompt("") == [5]
     plain.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)]
     )
@@ -111,9 +111,6 @@ def test_begin_of_text_is_that_of_the_post_processor(tmp_path):
     assert with_bos.encode_prompt("a b") == [4, 0, 1] and with_bos.encode_prompt("") == [4]
     assert with_bos.encode("a b c a b c") == [0, 1, 2, 0, 1, 2]
     assert with_bos.encode_documents(["a b c a b c"])[0].tolist() == [4, 0, 1, 2, 0, 1, 2, 5]
-    plain = Tokenizer.load(tmp_path / "plain.json")
-    assert plain.bos_id is None
-    assert plain.encode_prompt("a b") == [0, 1] and plain.encode_prompt("") == [plain.eos_id]
 
 
 def test_a_mark_at_the_start_encodes_a_text_whole(tmp_path):
