@@ -25,9 +25,8 @@ from longctx.model import GPT, GPTConfig
 from tests.data.chat_templates import CHATML, write_tokenizer
 from tests.data.chat_templates import write as write_template
 from tests.eval_script.sample import TEXT, write_tasks
+from tests.evaluation.conftest import SHAPE
 from tests.evaluation.test_load import with_begin
-
-SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,6 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train(TEXTS.values(), 300)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "docs").mkdir()

@@ -11,21 +11,16 @@ import pytest
 import torch
 
 from longctx.data.dataset import EncodedDocument
-from longctx.data.tokenizer import Tokenizer, train
+from longctx.data.tokenizer import Tokenizer
 from longctx.evaluation.passkey import FACT, QUESTION, filler_of, recall, sample, text
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    keys = "The pass key is 12345."
-    return train(["a long walk home with the old dog\n" * 40, keys], 400)
+from tests.evaluation.conftest import WALK
 
 
 @pytest.fixture(scope="module")
 def filler(tokenizer: Tokenizer) -> np.ndarray:
-    return np.asarray(tokenizer.encode("a long walk home\nwith the old dog\n" * 80), dtype=np.int64)
+    return np.asarray(tokenizer.encode(WALK), dtype=np.int64)
 
 
 class Oracle(GPT):

@@ -27,15 +27,9 @@ from longctx.training.positions import (
     mean_losses,
     packed_buckets,
 )
+from tests.evaluation.conftest import SHAPE
 
-V = 53
-SHAPE = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "init_std": 0.3}
-
-
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=V, **SHAPE), "flash").eval()
+V = 64
 
 
 def documents(*lengths: int) -> list[EncodedDocument]:

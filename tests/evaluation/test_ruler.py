@@ -11,20 +11,15 @@ from typing import Any
 import pytest
 
 from longctx.config.eval_config import RULER_TASKS, RulerConfig
-from longctx.data.tokenizer import Tokenizer, train
+from longctx.data.tokenizer import Tokenizer
 from longctx.evaluation.evaluate import answered
 from longctx.evaluation.ruler import TASKS, Texts, essay_words, inserted, score, sentences
 from longctx.evaluation.score import Scorer
 from longctx.model import GPT, GPTConfig
+from tests.evaluation.conftest import ESSAY
 
 LENGTH = 3001
 OUTPUTS = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
-ESSAY = "The old dog walks home. " * 30 + "Nobody knows the way, but the river does! " * 40
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train([ESSAY], 300)
 
 
 def texts_of(tokenizer: Tokenizer, **keys: Any) -> Texts:

@@ -15,13 +15,6 @@ from longctx.model import GPT, GPTConfig
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 9]]
 
 
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    torch.manual_seed(0)
-    shape = {"layers": 2, "channels": 16, "heads": 2, "ffn": 16, "init_std": 0.3}
-    return GPT(GPTConfig(vocab_size=64, **shape)).eval()
-
-
 def test_answers_are_greedy_and_end(model):
     expected = []
     for prompt in PROMPTS:
