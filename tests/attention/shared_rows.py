@@ -16,17 +16,11 @@ import torch.distributed as dist
 from longctx import system
 from longctx.attention import Attention, Mask
 from longctx.attention.context_parallel import Context
+from tests.attention.rule import Case, inputs
 
 TOKENS = 1100  # an odd number of tiles
-MASKS = ("causal", "documents", "window")
+MASKS = (("causal", None), ("documents", None), ("causal", 200))
 HEADS = ((4, 4), (8, 2))  # of queries, of keys and values
-
-
-def mask_of(kind: str, rows: int) -> Mask:
-    if kind == "documents":
-        begins = torch.rand(rows, TOKENS, generator=torch.Generator().manual_seed(3)) < 0.01
-        return Mask.documents(begins.cumsum(1))
-    return Mask.causal(200 if kind == "window" else None)
 
 
 def results(context: Context, mask: Mask, given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,15 +43,12 @@ def main(device: str, path: Path) -> None:
     # a window's keys come from the neighbour otherwise, which is no Ulysses
     shared = Context(dist.group.WORLD, "ulysses", fetches_windows=False)
     differ = {}
-    for kind, (heads, kv_heads), D in itertools.product(MASKS, HEADS, sizes):
-        torch.manual_seed(7)
-        counts = heads, kv_heads, kv_heads, heads
-        given = [torch.randn(2, TOKENS, n, D, dtype=dtype, device=device) for n in counts]
-        mask = mask_of(kind, 2)
+    for (mask, window), heads, D in itertools.product(MASKS, HEADS, sizes):
+        case = Case(2, TOKENS, TOKENS, *heads, D, mask, window)
+        given, mask = [x.to(device) for x in inputs(case, dtype)], case.build_mask()
         pairs = zip(results(Context(), mask, given), results(shared, mask, given), strict=True)
         names = zip(("out", "dq", "dk", "dv"), pairs, strict=True)
-        case = f"{kind}, {heads} on {kv_heads} heads of {D}"
-        differ[case] = [name for name, (one, two) in names if not torch.equal(one, two)]
+        differ[str(case)] = [name for name, (one, two) in names if not torch.equal(one, two)]
     if dist.get_rank() == 0:
         path.write_text(json.dumps(differ))
     dist.barrier()  # or one process ends while the other still reads from it

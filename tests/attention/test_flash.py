@@ -44,7 +44,7 @@ def implementation(request, monkeypatch):
         monkeypatch.setattr(portable, "launch_config", lambda *_: Launch(32, 16, 4, 1))
         if request.param == "triton-portable":
             monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # has a file of its own, test_flash_hopper.py
+    # has a file of its own, test_flash_generations.py
     monkeypatch.setattr(flash_op, "runs", lambda *_: False)
     yield request.param
     assert kernels_run()["flash"] == request.param

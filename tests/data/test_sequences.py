@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longctx.data import load
+from longctx.data.packing import best_fit_decreasing
 from longctx.data.sequences import IGNORED, PADDING_PIECE, SampleStream, permutation
 from tests.data.conftest import check_refused
 
@@ -111,3 +112,20 @@ def test_order_does_not_change_with_a_release():
     assert permutation(8, seed=1337, epoch=2).tolist() == [7, 6, 1, 2, 4, 5, 0, 3]
     mixed = islice(SampleStream([5, 13], [1.0, 2.5], 9), 8)
     assert list(mixed) == [17, 6, 14, 12, 1, 7, 13, 9]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seq_len", [13, 100])
+def test_packing_is_the_textbook_algorithm(seed, seq_len):
+    lengths = np.random.default_rng(seed).integers(1, seq_len + 1, 150)
+    rooms: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        fitting = [row for row, capacity in enumerate(rooms) if capacity >= length]
+        if fitting:
+            rooms[min(fitting, key=lambda row: rooms[row])] -= length
+        else:
+            rooms.append(seq_len - length)
+    row_of, rows = best_fit_decreasing(lengths, seq_len)
+    assert rows == len(rooms)
+    filled = np.bincount(row_of, lengths).tolist()
+    assert sorted(filled) == sorted(seq_len - capacity for capacity in rooms)

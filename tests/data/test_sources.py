@@ -3,6 +3,7 @@ checks that all of them share.
 """
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from longctx.data import DataConfig, load
 from longctx.data.sources import SOURCES, Corpus, Document, Shard, Source, register
 from longctx.data.sources.registry import check, open_corpus, pinned, read_documents
+from longctx.evaluation import passkey
 from tests.data.conftest import check_refused, prose
 
 
@@ -113,3 +115,38 @@ def test_a_file_changed_at_the_same_size_is_read_again(tmp_path, monkeypatch):
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert file.stat().st_size == status.st_size
         assert (open_corpus(DataConfig()).identity == identity) is is_equal
+
+
+# The example plugin of generated facts
+
+QUESTION = re.compile(r"\? The (?:pass key|secret number of (\w+)) is (\d{5})\.\n")
+
+
+@pytest.fixture
+def facts(needles, tmp_path: Path) -> DataConfig:
+    lines = (f"line {n} of a long and dull text" for n in range(3000))
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    return DataConfig(source="needles", path=str(tmp_path / "a.txt"), documents=20, length=3000)
+
+
+def test_every_question_is_answered_before(facts, needles):
+    documents = list(open_corpus(facts).documents())
+    assert len({document.text for document in documents}) == len(documents) == 20
+    for text in (document.text for document in documents):
+        assert 2000 < len(text) < 3300
+        questions = list(QUESTION.finditer(text))
+        assert len(questions) > 5
+        for question in questions:
+            city, _ = question.groups()
+            fact = needles.NEEDLE_FACT if city else passkey.FACT
+            fact = fact.format(*filter(None, question.groups()))
+            assert 0 <= text.find(fact) < question.start()
+        assert questions[-1][1] is None
+        assert questions[-1].end() == len(text)
+
+
+def test_facts_follow_from_their_number(facts):
+    documents = list(open_corpus(facts).documents())
+    assert documents == list(open_corpus(facts).documents())
+    assert list(open_corpus(replace(facts, documents=7)).documents()) == documents[:7]
+    assert open_corpus(facts).identity != open_corpus(replace(facts, length=4000)).identity

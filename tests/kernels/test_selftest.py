@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longctx.attention import Mask, attention
-from longctx.kernels.attention import flash_op, selftest, tiled
+from longctx.kernels.attention import fingerprint, flash_op, selftest, tiled
 from longctx.kernels.attention.selftest import SelfTestFailed, check, trust
 
 CPU = torch.device("cpu")
@@ -183,3 +183,21 @@ def test_the_gpus_kernels_pass(kernel, part, dtype, head_dim, group, bucket, cop
     device = torch.device("cuda", 0)
     function = run(part, f"triton-{kernel}", device)
     assert check(part, function, device, dtype, head_dim, group, bucket, copies) is None
+
+
+# What identifies kernels: versions and sources
+
+
+def test_sources_are_the_files():
+    hashes = fingerprint.sources("triton-hopper")
+    hopper = {"hopper_primitives.py", "hopper_forward.py", "hopper_backward.py"}
+    assert {"portable.py"} | hopper <= hashes.keys()
+    assert fingerprint.sources("torch-tiled").keys() == {"tiled.py"}
+    assert fingerprint.sources("torch matmul and softmax") == {}
+
+
+@pytest.mark.gpu
+def test_a_gpu_names_its_compilers():
+    machine = fingerprint.machine(torch.device("cuda", 0))
+    assert machine["triton"].startswith("3.")
+    assert machine["driver"][0].isdigit()

@@ -1,4 +1,6 @@
-"""flash with kernel=hopper: the correctness rule over the grid, and what it is refused for."""
+"""flash with the kernels of one generation of GPUs, ampere and hopper: the rule over the whole
+grid, sums in order, and what they are refused for.
+"""
 
 import time
 from dataclasses import replace
@@ -14,26 +16,117 @@ from tests.attention import rule
 from tests.attention.rule import DEVICE, FREE, GRID, ON_GPU, Case
 
 if HAS_TRITON and ON_GPU:  # Gluon has no interpreter
-    from longctx.kernels.attention import hopper_backward, hopper_forward
+    from longctx.kernels.attention import ampere, hopper_backward, hopper_forward
 
-every_size = pytest.mark.parametrize("head_dim", HOPPER_SIZES)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-
-
+AMPERE_SIZES = IMPLEMENTATIONS["triton-ampere"].head_sizes
+BF16, FP16 = torch.bfloat16, torch.float16
 ON_HOPPER = (pytest.mark.gpu, pytest.mark.hopper)
+every_size = pytest.mark.parametrize("head_dim", HOPPER_SIZES)
+both_dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 
 def on_hopper(test):
     return pytest.mark.gpu(pytest.mark.hopper(test))
 
 
-@on_hopper
-@both_dtypes
-@pytest.mark.parametrize("head_dim", [*HOPPER_SIZES, 72, 88, 136, 248])
+@pytest.fixture
+def options(request, monkeypatch):
+    """The options that choose a kernel; of Ampere's with the tiles of cards with so many KiB of
+    shared memory, of Hopper's ordered ones by what torch is asked for.
+    """
+    name, _, KiB = request.param.partition("-")
+    if name == "ordered":
+        request.getfixturevalue("deterministic")
+        return {}
+    if KiB:
+        monkeypatch.setattr(ampere, "shared_memory", lambda device: int(KiB))
+    return {"kernel": name}
+
+
+def kernels(names, sizes, dtypes, marks):
+    return [pytest.param(x, D, to, marks=marks) for x in names for D in sizes for to in dtypes]
+
+
+AMPERE = ["ampere-163", "ampere-99"]
+RULE = [
+    *kernels(AMPERE, AMPERE_SIZES, [BF16, FP16], pytest.mark.gpu),
+    *kernels(["hopper"], [*HOPPER_SIZES, 72, 88, 136, 248], [BF16, FP16], ON_HOPPER),
+    *kernels(["ordered"], HOPPER_SIZES, [BF16], ON_HOPPER),
+]
+
+
+@pytest.mark.parametrize(("options", "head_dim", "dtype"), RULE, indirect=["options"], ids=str)
 @pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_rule(case, head_dim, dtype):
-    rule.check(replace(case, D=head_dim), "flash", dtype, kernel="hopper")
-    assert kernels_run()["flash"] == "triton-hopper"
+def test_rule(case, options, head_dim, dtype):
+    rule.check(replace(case, D=head_dim), "flash", dtype, **options)
+    assert kernels_run()["flash"] == f"triton-{options.get('kernel', 'hopper-ordered')}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", AMPERE_SIZES)
+@pytest.mark.parametrize("options", AMPERE, indirect=True)
+def test_softcap_is_that_of_naive(head_dim, options):
+    case = Case(2, 300, 300, Hq=4, Hkv=2, D=head_dim, mask="documents")
+    large = [3 * x for x in rule.inputs(case, BF16)]
+    rule.check(case, "flash", BF16, large, softcap=20.0, **options)
+
+
+@pytest.mark.gpu
+def test_ordered_runs_repeat_to_the_bit():
+    case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=128, mask="documents")
+    tensors = rule.inputs(case, BF16)
+    torch.use_deterministic_algorithms(True)
+    rule.check(case, "flash", BF16, tensors=tensors, kernel="ampere")
+    assert kernels_run()["flash"] == "triton-ampere-ordered"
+    rule.check_equal_runs(case, tensors, 19, kernel="ampere")
+
+
+@pytest.mark.parametrize(
+    ("major", "head_dim", "expected"),
+    [
+        *((7, 128, "portable"), (8, 128, "ampere"), (8, 80, "portable")),
+        *((9, 128, "hopper"), (10, 128, "portable"), (12, 96, "ampere")),
+    ],
+)
+def test_auto_by_generation(major, head_dim, expected, monkeypatch):
+    gpu, half = torch.device("cuda", 0), BF16
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(flash_op, "_properties", lambda device: properties)
+    assert flash_op.implementation(gpu, half, head_dim) == f"triton-{expected}"
+    assert flash_op.implementation(gpu, torch.float32, head_dim) == "triton-portable"
+
+
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_auto_is_compiled_without_a_warning(monkeypatch):
+    hopper, gpu = SimpleNamespace(major=9), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+
+    def choose(x):
+        return x, flash_op.implementation(gpu, BF16, 128)
+
+    compiled = torch.compile(choose, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1))[1] == "triton-hopper"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "dtype", "head_dim", "message"),
+    [
+        ("ampere", DEVICE, BF16, 80, "head sizes in "),
+        ("hopper", "cpu", FP16, 128, "on a Hopper GPU; use attention.options.kernel=portable"),
+        pytest.param("hopper", DEVICE, torch.float32, 128, "takes bf16 and fp16", marks=ON_HOPPER),
+        pytest.param("hopper", DEVICE, FP16, 60, "head sizes in ", marks=ON_HOPPER),
+    ],
+)
+def test_refusals(kernel, device, dtype, head_dim, message):
+    with pytest.raises(ValueError, match=message):
+        check("flash", device=device, dtype=dtype, head_dim=head_dim, options={"kernel": kernel})
+
+
+def test_sizes_are_padded_to_the_next_that_has_tiles():
+    sizes = [hopper_size(d) for d in (64, 72, 96, 104, 136, 256)]
+    assert sizes == [64, 96, 96, 128, 192, 256]
+    taken = IMPLEMENTATIONS["triton-hopper"].head_sizes
+    assert {hopper_size(d) for d in taken} == set(HOPPER_SIZES)
 
 
 @on_hopper
@@ -60,13 +153,6 @@ def test_scores_far_from_the_first_maximum(mask, window, head_dim, dtype):
     rule.check(case, "flash", dtype, tensors=[q, k, v, do], kernel="hopper")
 
 
-def test_sizes_are_padded_to_the_next_that_has_tiles():
-    sizes = [hopper_size(d) for d in (64, 72, 96, 104, 136, 256)]
-    assert sizes == [64, 96, 96, 128, 192, 256]
-    taken = IMPLEMENTATIONS["triton-hopper"].head_sizes
-    assert {hopper_size(d) for d in taken} == set(HOPPER_SIZES)
-
-
 @on_hopper
 @every_size
 @pytest.mark.parametrize(
@@ -82,7 +168,7 @@ def test_more_tiles_than_processors(case, head_dim):
     """A program's second tile of keys; of grouped heads of 128 channels its walk over the queries
     goes the other way, and of keys that nobody sees it is empty.
     """
-    rule.check(replace(case, D=head_dim), "flash", torch.bfloat16, kernel="hopper")
+    rule.check(replace(case, D=head_dim), "flash", BF16, kernel="hopper")
     assert kernels_run()["flash"] == "triton-hopper"
 
 
@@ -90,14 +176,6 @@ def test_more_tiles_than_processors(case, head_dim):
 def deterministic():
     # naive's matrix products would want an environment variable: warn_only
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-@on_hopper
-@every_size
-@pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_rule_ordered(case, head_dim, deterministic):
-    rule.check(replace(case, D=head_dim), "flash", torch.bfloat16)
-    assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
 @on_hopper
@@ -110,7 +188,7 @@ def test_ordered_gives_the_same_bits(mask, window, head_dim, deterministic):
     then 250 times the same.
     """
     case = Case(1, 9000, 9000, Hq=8, Hkv=4, D=head_dim, mask=mask, window=window)
-    rule.check_equal_runs(case, rule.inputs(case, torch.bfloat16), 250)
+    rule.check_equal_runs(case, rule.inputs(case, BF16), 250)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
 
 
@@ -124,8 +202,7 @@ def test_ordered_ends_under_load(window, head_dim, deterministic):
     generator = torch.Generator(DEVICE).manual_seed(0)
     shape = 4, 4096, 3072 // head_dim, head_dim
     q, k, v, do = (
-        torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, generator=generator)
-        for _ in range(4)
+        torch.randn(shape, device=DEVICE, dtype=BF16, generator=generator) for _ in range(4)
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attention(*inputs, mask=Mask.causal(window))
@@ -148,8 +225,8 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
         [[2000], [170], [600]], device=DEVICE
     )
     case.build_mask = lambda: Mask.documents(ids)
-    tensors = list(rule.inputs(case, torch.bfloat16))
-    rule.check(case, "flash", torch.bfloat16, tensors=tensors)
+    tensors = list(rule.inputs(case, BF16))
+    rule.check(case, "flash", BF16, tensors=tensors)
     assert kernels_run()["flash"] == "triton-hopper-ordered"
     rule.check_equal_runs(case, tensors, 50)
 
@@ -157,7 +234,7 @@ def test_ordered_rows_of_one_and_of_several_documents(head_dim, deterministic):
 @on_hopper
 @pytest.mark.filterwarnings("error:.*lru_cache")
 def test_auto_is_ordered_if_runs_must_repeat():
-    q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q = torch.randn(1, 100, 2, 64, device="cuda", dtype=BF16, requires_grad=True)
     attend = torch.compile(attention, fullgraph=True)
     for call in (attention, attend):
         call(q, q, q).sum().backward()
@@ -170,31 +247,6 @@ def test_auto_is_ordered_if_runs_must_repeat():
             torch.use_deterministic_algorithms(False)
     attention(*(x.float() for x in (q, q, q)))
     assert kernels_run()["flash"] == "triton-portable", "32 bits"
-
-
-@pytest.mark.filterwarnings("error:.*lru_cache")
-def test_auto_is_compiled_without_a_warning(monkeypatch):
-    hopper, gpu = SimpleNamespace(major=9), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
-
-    def choose(x):
-        return x, flash_op.implementation(gpu, torch.bfloat16, 128)
-
-    compiled = torch.compile(choose, backend="eager", fullgraph=True)
-    assert compiled(torch.zeros(1))[1] == "triton-hopper"
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "message"),
-    [
-        ("cpu", torch.float16, 128, "on a Hopper GPU; use attention.options.kernel=portable"),
-        pytest.param(DEVICE, torch.float32, 128, "takes bf16 and fp16", marks=ON_HOPPER),
-        pytest.param(DEVICE, torch.float16, 60, "head sizes in ", marks=ON_HOPPER),
-    ],
-)
-def test_refusals(device, dtype, head_dim, message):
-    with pytest.raises(ValueError, match=message):
-        check("flash", device=device, dtype=dtype, head_dim=head_dim, options={"kernel": "hopper"})
 
 
 @on_hopper
