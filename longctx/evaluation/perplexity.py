@@ -31,7 +31,7 @@ from longctx.config.fields import refuse
 from longctx.data.dataset import EncodedDocument
 from longctx.evaluation.score import OnBatch, Scorer
 from longctx.evaluation.windows import Window, losses, sliding, stride_of, window_of
-from longctx.training.positions import Filled, bucket_sums, error_of_ratio, mean_losses
+from longctx.training.positions import LossByPosition, error_of_ratio
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Perplexity:
     stride: int
     documents: list[Score] = field(default_factory=list)
     windows: list[tuple[float, int]] = field(default_factory=list)  # nats and tokens of each
-    positions: list[list[float]] = field(default_factory=list)  # `bucket_sums` of each document
+    positions: LossByPosition = field(default_factory=LossByPosition)
     contexts: Contexts = field(default_factory=lambda: Contexts([]))
 
     @property
@@ -140,7 +140,7 @@ class Perplexity:
             "stride": self.stride,
             "windows": len(self.windows),
             "total": self.total.row() | {"standard_error": self.standard_error},
-            "by_position": mean_losses(Filled(1, sums) for sums in self.positions),
+            "by_position": self.positions.rows(),
             "by_context": self.contexts.rows(),
             "documents": [score.row() for score in self.documents],
         }
@@ -175,11 +175,9 @@ def perplexity(
             continue
         result.windows.append((math.fsum(nats), int(window.is_target.sum())))
         result.documents[window.owner].nats += result.windows[-1][0]
-        # Loss by position needs every token before a token: the first window alone has them, up to
-        # the first token that is no target.
+        # Loss by position needs every token before a token: the first window alone has them
         if window.begin == 0:
-            gaps = np.flatnonzero(~window.is_target)
-            result.positions.append(bucket_sums(nats[: gaps[0]] if len(gaps) else nats))
+            result.positions.add(nats, window.is_target)
     problem = "documents: none has 2 tokens or more, so there is nothing to score; give others"
     refuse((not result.total.tokens, problem))
     return result

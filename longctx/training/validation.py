@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,25 +18,21 @@ from longctx.parallel.mesh import Parallel
 from longctx.runs.metrics import BY_POSITION
 from longctx.training.batches import MicroBatch, validation_batches
 from longctx.training.cuda_graphs import ForwardGraph
-from longctx.training.positions import Filled, mean_losses, packed_buckets
+from longctx.training.positions import LossByPosition, error_of_ratio
 from longctx.training.run import Run
 from longctx.training.throughput import means
-
-BUCKETS = 32  # sequences are shorter than 2^32 tokens
 
 
 def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
     """Return loss, its standard error, perplexity and loss by position over `val_rows` sequences;
     {} if they have no target.
     """
-    if run.config.objective.traits.figures:
+    objective = run.config.objective.traits
+    if objective.figures:
         return validated_by_loss(module, data, run, parallel)
-    # Sums over the ranks travel together: nats of each (full buckets of the piece, bucket); of all
-    # targets, and their number; pieces by full buckets; `sequence_sums`
     # In fp64, so that the number of ranks does not show in the sums
-    sizes = [BUCKETS * BUCKETS, 2, BUCKETS, 4]
-    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=parallel.device)
-    nats, totals, pieces, of_sequences = sums.split(sizes)
+    totals = torch.zeros(2, dtype=torch.float64, device=parallel.device)  # nats, targets
+    positions, sequences = LossByPosition(), list[tuple[float, float]]()
     # Small batches wait for the host unless their kernels are launched as a graph
     losses_of: Callable[[MicroBatch], Tensor] = partial(
         validation_losses, module, parallel=parallel
@@ -43,25 +40,29 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
     if run.workload.captured:
         losses_of = ForwardGraph(losses_of)
     for micro in validation_batches(run, data, parallel):
-        losses = losses_of(micro.to(parallel.device)).double().flatten()
+        losses = losses_of(micro.to(parallel.device)).double()
         if not micro.scored:
             continue
-        cells, positions, full = cells_of_targets(micro)
-        nats.index_add_(0, cells.to(parallel.device), losses[positions.to(parallel.device)])
-        pieces += torch.bincount(full, minlength=BUCKETS).to(pieces)
         totals[0] += losses.sum()
         totals[1] += micro.scored
-        of_sequences += sequence_sums(losses.view(micro.targets.shape), micro.targets)
+        nats, is_target = losses.cpu().numpy(), micro.targets.numpy() != IGNORED
+        sequences += zip(nats.sum(axis=1).tolist(), is_target.sum(axis=1).tolist(), strict=True)
+        assert micro.mask.offsets is not None
+        for first, last in pairwise(micro.mask.offsets.tolist()):
+            positions.add(nats.reshape(-1)[first:last], is_target.reshape(-1)[first:last])
     # Each target is scored once over all ranks
-    parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1)))
-    total, scored = totals.tolist()
+    sums = torch.cat([totals, torch.from_numpy(positions.sums).to(totals).flatten()])
+    sums = parallel.all_reduce_sum(sums * parallel.counted_once(1))
+    total, scored = sums[:2].tolist()
     if not scored:
         return {}
-    loss = total / scored
-    row = run.config.objective.traits.metrics(loss)
-    error = standard_error(of_sequences.tolist(), loss, scored)
-    row |= {} if error is None else {"val_loss_error": error}
-    return row | by_position(nats.view(BUCKETS, BUCKETS).tolist(), pieces.tolist())
+    row = objective.metrics(total / scored)
+    mine = [pair for pair in sequences if pair[1]] * parallel.counted_once(1)
+    error = error_of_ratio(sum(parallel.all_gather_objects(mine), []))
+    if not math.isnan(error):
+        row["val_loss_error"] = error
+    positions.sums = sums[2:].view(positions.sums.shape).cpu().numpy()
+    return row | {f"{BY_POSITION}/{row['first']}": row["loss"] for row in positions.rows()}
 
 
 def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> dict[str, float]:
@@ -116,44 +117,3 @@ def scoring(module: nn.Module, parallel: Parallel) -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
     ):
         yield
-
-
-def sequence_sums(losses: Tensor, targets: Tensor) -> Tensor:
-    """Return the (4,) sums of a², ab, b² and 1 over sequences with a nats and b targets each;
-    losses and targets are (B, T).
-    """
-    nats = losses.sum(dim=1)
-    scored = (targets != IGNORED).sum(dim=1).to(nats)
-    return torch.stack([nats**2, nats * scored, scored**2, (scored > 0).to(nats)]).sum(dim=1)
-
-
-def standard_error(sums: Sequence[float], loss: float, scored: float) -> float | None:
-    """Return the standard error of `loss`, the mean over `scored` targets, from `sequence_sums`;
-    None for one sequence.
-
-    It equals `positions.error_of_ratio`, but from sums that ranks can add.
-    """
-    squares, products, of_targets, sequences = sums
-    if sequences < 2:
-        return None
-    variance = max(0.0, squares - 2 * loss * products + loss**2 * of_targets)
-    return math.sqrt(sequences / (sequences - 1) * variance) / scored
-
-
-def cells_of_targets(micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for each target in a bucket that its piece fills, its cell (full buckets of the piece
-    · BUCKETS + bucket) and its position in the flattened batch; and the full buckets per piece.
-    """
-    assert micro.mask.offsets is not None
-    scored = (micro.targets.numpy() != IGNORED).reshape(-1)
-    position, bucket, of_piece, full = packed_buckets(micro.mask.offsets.numpy(), scored)
-    cells = of_piece * BUCKETS + bucket
-    return torch.from_numpy(cells), torch.from_numpy(position), torch.from_numpy(full)
-
-
-def by_position(nats: list[list[float]], pieces: list[float]) -> dict[str, float]:
-    """Return the mean loss per bucket of the pieces that fill all of them: pieces[n] of them fill n
-    buckets and have nats[n][b] in bucket b.
-    """
-    groups = (Filled(pieces[n], nats[n][:n]) for n in range(1, BUCKETS))
-    return {f"{BY_POSITION}/{row['first']}": row["loss"] for row in mean_losses(groups)}

@@ -4,7 +4,6 @@ batched.
 
 import copy
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,14 +18,7 @@ from longctx.evaluation.score import Scorer
 from longctx.evaluation.windows import spans
 from longctx.hf.export import export
 from longctx.model import GPT, GPTConfig
-from longctx.training.positions import (
-    FEWEST,
-    Filled,
-    bucket_sums,
-    error_of_ratio,
-    mean_losses,
-    packed_buckets,
-)
+from longctx.training.positions import FEWEST, LossByPosition, error_of_ratio
 from tests.evaluation.conftest import SHAPE
 
 V = 64
@@ -137,32 +129,17 @@ def test_loss_by_position_is_of_the_same_documents(model):
         assert row["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [[9, 4, 1, 16], [70] * FEWEST + [300, 2], [1, 1], [40] * 7])
-def test_packed_rows_have_the_means_of_their_documents(lengths):
-    """`lengths` in tokens; the last token of each document has no target."""
-    nats = np.random.default_rng(0).random(sum(lengths)) * 9
-    offsets = np.cumsum([0, *lengths])
-    scored = np.ones(sum(lengths), dtype=bool)
-    scored[offsets[1:] - 1] = False
-    each = [bucket_sums(nats[begin : end - 1]) for begin, end in pairwise(offsets)]
-    alone = mean_losses(Filled(1, sums) for sums in each)
-
-    place, bucket, filled, per_document = packed_buckets(offsets, scored)
-    sums = np.zeros((32, 32))
-    np.add.at(sums, (filled, bucket), nats[place])
-    groups = [Filled(int((per_document == n).sum()), sums[n, :n].tolist()) for n in range(32)]
-    rows = mean_losses(groups)
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in alone]
-    for row, expected in zip(rows, alone, strict=True):
-        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-
-
 def test_longest_bucket_is_filled_by_enough_documents():
-    few = [Filled(FEWEST - 1, [1.0] * 5), Filled(1, [1.0] * 3), Filled(4, [1.0])]
-    assert len(mean_losses(few)) == 3
-    assert len(mean_losses(few[:1])) == 5
-    assert mean_losses([Filled(9, [])]) == []
-    assert math.fsum(row["nats"] for row in mean_losses(few)) == 6.0
+    few = LossByPosition()
+    for count, targets in ((FEWEST - 1, 31), (1, 9), (4, 1), (3, 0)):
+        for _ in range(count):
+            few.add(np.ones(targets), np.ones(targets, dtype=bool))
+    assert [row["tokens"] for row in few.rows()] == [FEWEST, 2 * FEWEST, 4 * FEWEST]
+    assert all(row["loss"] == 1 for row in few.rows())
+    one = LossByPosition()
+    assert one.rows() == []
+    one.add(np.arange(40.0), np.arange(40) != 20)  # counts up to its first token that is no target
+    assert [row["nats"] for row in one.rows()] == [0, 1 + 2, 3 + 4 + 5 + 6, sum(range(7, 15))]
 
 
 ROPES = {

@@ -1,33 +1,12 @@
-"""Loss by position of packed validation rows: the right tokens in the right buckets."""
+"""A validation's loss by position, and its memory."""
 
 import gc
-import math
 
 import pytest
 import torch
 
-from longctx.data.sequences import IGNORED
-from longctx.training.batches import micro_batch
-from longctx.training.positions import error_of_ratio
-from longctx.training.validation import (
-    BUCKETS,
-    BY_POSITION,
-    cells_of_targets,
-    sequence_sums,
-    standard_error,
-)
-from tests.training.sample_run import row, steps, validations
-
-
-def test_targets_after_a_gap_fill_no_bucket():
-    """Documents without gaps: see evaluation/test_perplexity.py."""
-    conversation = row(16, 16)
-    conversation["targets"][:5] = IGNORED  # what is asked
-    conversation["targets"][23:27] = IGNORED
-    place, kept, full = cells_of_targets(micro_batch([conversation]))
-    assert full.tolist() == [0, 3]
-    assert kept.tolist() == list(range(16, 23))
-    assert place.tolist() == [3 * BUCKETS + int(math.log2(n)) for n in range(1, 8)]
+from longctx.runs.metrics import BY_POSITION
+from tests.training.sample_run import steps, validations
 
 
 def test_the_buckets_of_a_run_are_its_losses(trained):
@@ -39,22 +18,6 @@ def test_the_buckets_of_a_run_are_its_losses(trained):
     for value in buckets.values():
         assert value == pytest.approx(before["val_loss"], rel=0.02)
     assert {key: after[key] for key in buckets} == pytest.approx(buckets)
-
-
-def test_the_standard_error_is_that_of_a_ratio():
-    torch.manual_seed(0)
-    losses, targets = torch.rand(7, 9, dtype=torch.float64), torch.randint(-1, 2, (7, 9))
-    targets[targets < 0] = IGNORED
-    targets[4] = IGNORED
-    losses[targets == IGNORED] = 0
-    sums = sequence_sums(losses[:3], targets[:3]) + sequence_sums(losses[3:], targets[3:])
-    scored = int((targets != IGNORED).sum())
-    error = standard_error(sums.tolist(), float(losses.sum()) / scored, scored)
-    pairs = [
-        (float(a.sum()), int((b != IGNORED).sum())) for a, b in zip(losses, targets, strict=True)
-    ]
-    assert error == pytest.approx(error_of_ratio([pair for pair in pairs if pair[1]]), rel=1e-9)
-    assert standard_error(sequence_sums(losses[:1], targets[:1]).tolist(), 1.0, 9) is None
 
 
 @pytest.mark.gpu
