@@ -68,14 +68,12 @@ class CapturedPass(NamedTuple):
     loss: Tensor
 
 
-class End(NamedTuple):
-    """The end of a step, captured: the gradients' norm, and an update that is kernels alone."""
+class CapturedClip(NamedTuple):
+    """The clipping of a step, captured: `norm` and `factor` are written by each replay."""
 
-    clip: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph
     norm: Tensor
-    factor: Tensor | None
-    update: torch.cuda.CUDAGraph | None
-    launch: Callable[[], None] | None  # it was captured, and holds a table that `update` reads
+    factor: Tensor | None  # that AdamW multiplies gradients by
 
 
 class StepGraphs(StepParts):
@@ -94,7 +92,9 @@ class StepGraphs(StepParts):
         self.passes: dict[
             bool, CapturedPass
         ] = {}  # by whether a micro-batch is the first of its step
-        self.end: End | None = None
+        self.clipping: CapturedClip | None = None
+        self.captures_update = False
+        self.updating: torch.cuda.CUDAGraph | None = None
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # written by the graphs
         self.pool: Any = torch.cuda.graph_pool_handle()
         super().zero_grad()
@@ -124,28 +124,35 @@ class StepGraphs(StepParts):
     def clip(self) -> None:
         if not self.is_warm:
             return super().clip()
-        if self.end is None:
-            self.end = self._captured_end()
-        self.end.clip.replay()
-        self.module.grad_norm = self.end.norm
-        if isinstance(self.optimizer, AdamW):
-            self.optimizer.factor = self.end.factor
+        optimizer = self.optimizer
+        if self.clipping is None:
+            graph, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
+            factor = optimizer.factor if isinstance(optimizer, AdamW) else None
+            self.clipping = CapturedClip(graph, self.module.grad_norm, factor)
+            self.captures_update = isinstance(optimizer, AdamW) and optimizer.can_capture_update()
+        self.clipping.graph.replay()
+        self.module.grad_norm = self.clipping.norm
+        if isinstance(optimizer, AdamW):
+            optimizer.factor = self.clipping.factor
         return None
 
     def update(self) -> None:
-        if self.end is None or self.end.update is None:
-            if not self.is_warm:
-                # Optimizer state that lies among freed activations would keep their segments from
-                # the graphs' pool: a quarter of a GiB in 124m.
-                torch.cuda.empty_cache()
-            super().update()
-            self.is_warm = True
-            for parameter, gradient in self.gradients:  # the optimizer may have set it to None
-                parameter.grad = gradient
-            return None
-        assert isinstance(self.optimizer, AdamW)
-        self.optimizer.count_step()
-        return self.end.update.replay()
+        if self.captures_update:
+            assert isinstance(self.optimizer, AdamW)
+            # Before the capture too: it reads the count, and finds the numbers on the GPU
+            self.optimizer.count_step()
+            if self.updating is None:
+                self.updating, _ = self._capture(self.optimizer.update)
+            self.updating.replay()
+            return
+        if not self.is_warm:
+            # Optimizer state that lies among freed activations would keep their segments from
+            # the graphs' pool: a quarter of a GiB in 124m.
+            torch.cuda.empty_cache()
+        super().update()
+        self.is_warm = True
+        for parameter, gradient in self.gradients:  # the optimizer may have set it to None
+            parameter.grad = gradient
 
     def zero_grad(self) -> None:
         """Leave captured gradients, to be written over."""
@@ -157,16 +164,6 @@ class StepGraphs(StepParts):
         backward, _ = self._capture(lambda: self.parallel.backward(loss))
         self.gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
         return CapturedPass(forward, backward, loss.detach())
-
-    def _captured_end(self) -> End:
-        optimizer = self.optimizer
-        clip, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
-        norm = self.module.grad_norm
-        if not isinstance(optimizer, AdamW):
-            return End(clip, norm, None, None, None)
-        launch = optimizer.captured_update()
-        update = None if launch is None else self._capture(launch)[0]
-        return End(clip, norm, optimizer.factor, update, launch)
 
     def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         return capture(function, self.parallel.device.type, self.pool)

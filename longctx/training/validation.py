@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ def validate(module: nn.Module, data: Data, run: Run, parallel: Parallel) -> dic
         return {}
     row = objective.metrics(total / scored)
     mine = [pair for pair in sequences if pair[1]] * parallel.counted_once(1)
-    error = error_of_ratio(sum(parallel.all_gather_objects(mine), []))
+    error = error_of_ratio(list(chain(*parallel.all_gather_objects(mine))))
     if not math.isnan(error):
         row["val_loss_error"] = error
     positions.sums = sums[2:].view(positions.sums.shape).cpu().numpy()

@@ -69,7 +69,7 @@ def test_weights_that_are_no_numbers_are_not_saved(overrides, tmp_path, monkeypa
 
 @pytest.mark.parametrize("kind", ["weight", "average"])
 def test_a_state_that_is_not_finite_is_not_saved(kind, overrides, tmp_path, monkeypatch, capsys):
-    class Overflows(adamw.FusedAdamW):
+    class Overflows(adamw.AdamW):
         """AdamW in whose fourth step, the last before a save, a number overflows."""
 
         def step(self, closure: object = None) -> None:
@@ -79,7 +79,7 @@ def test_a_state_that_is_not_finite_is_not_saved(kind, overrides, tmp_path, monk
                 x = p if kind == "weight" else self.state[p]["exp_avg"]
                 x.data[1, 2] = float("inf")
 
-    monkeypatch.setattr(adamw, "FusedAdamW", Overflows)
+    monkeypatch.setattr(adamw, "AdamW", Overflows)
     every = {"checkpoint_every": 2, "val_every": 30, "keep_checkpoints": 1}
     assert train.main(overrides(name="r", max_steps=30, **every)) == 1
     line = capsys.readouterr().err.splitlines()[-1]

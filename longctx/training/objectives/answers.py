@@ -1,4 +1,18 @@
-"""Log-probabilities of answers, from which the objectives of preferences are made.
+"""The losses of preferences, from log-probabilities of answers.
+
+    DPO    -log σ(β (log p(w) - log q(w) - log p(l) + log q(l)))                   arXiv 2305.18290
+    ORPO   -log p(w) / |w| - β log σ(log odds(w) - log odds(l))                    arXiv 2403.07691
+    SimPO  -log σ(β (log p(w) / |w| - log p(l) / |l|) - γ)                         arXiv 2405.14734
+    KTO    weight · (1 - σ(β (r - z))) if desirable, else weight · (1 - σ(β (z - r)))
+                                                                                   arXiv 2402.01306
+
+w is the chosen answer, l the rejected one, |w| its tokens, q the reference. In odds = p / (1 - p),
+log p is a mean over tokens. r = log p(y) - log q(y), and z, without gradient, is the mean of r over
+unrelated answers of the micro-batches of all ranks, or 0 if that is more.
+
+The loss of a step is the mean over its pairs or labelled answers. So is ORPO's first term, the
+cross entropy of the answer, as in its paper. TRL's is the mean over all tokens of prompts and
+answers.
 
 Each answer is a document of its own in a sequence, so masks, packing and shared sequences hold as
 for any other. Its log p is the sum over its tokens, in fp32. No logits of a whole sequence exist.
@@ -11,22 +25,19 @@ document n.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import logsigmoid as logsigmoid
+from torch.nn.functional import logsigmoid
 
 from longctx.data.preferences import CHOSEN, REJECTED, SIDES, UNRELATED
 from longctx.data.sequences import IGNORED
-from longctx.model import lora
+from longctx.model import GPT, lora
 from longctx.training.batches import NO_WINDOW, MicroBatch, Windows, micro_batch
 
-if TYPE_CHECKING:
-    from longctx.model import GPT
-
-Result = tuple[Tensor, Tensor]
+Result = tuple[Tensor, Tensor]  # the loss; sums and counts of the figures
 
 
 class AnswerBatch(MicroBatch):
@@ -100,14 +111,31 @@ def margin(x: Tensor) -> Tensor:
     return x[..., CHOSEN] - x[..., REJECTED]
 
 
-def distance(policy: LogP, ratio: Tensor) -> Tensor:
-    """Return the mean of log p/q of unrelated answers over all ranks, 0 if it is below."""
-    present = policy.tokens[..., UNRELATED] > 0
-    total = ratio[..., UNRELATED].detach().masked_fill(~present, 0).sum()
-    sums = torch.stack([total, present.sum().to(total)])
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
+def dpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
+    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
+    reference, policy = reference_of(model, batch), answers(model, batch)
+    rewards = keys.beta * (policy.logp - reference)
+    return of_pairs(model, batch, policy, rewards, policy.logp, -logsigmoid(margin(rewards)))
+
+
+def orpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
+    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
+    policy = answers(model, batch)
+    # Without an answer any log-probability below 0 keeps the odds finite
+    mean = policy.mean.masked_fill(policy.tokens == 0, -1.0)
+    # So does one for an answer that is certain
+    below = mean.clamp(max=-1e-6)
+    odds = below - (-below.expm1()).log()
+    losses = -mean[..., CHOSEN] - keys.beta * logsigmoid(margin(odds))
+    return of_pairs(model, batch, policy, keys.beta * mean, mean, losses)
+
+
+def simpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
+    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
+    policy = answers(model, batch)
+    rewards = keys.beta * policy.mean
+    losses = -logsigmoid(margin(rewards) - keys.gamma)
+    return of_pairs(model, batch, policy, rewards, policy.mean, losses)
 
 
 def of_pairs(
@@ -115,38 +143,33 @@ def of_pairs(
 ) -> Result:
     """Return the sum of `losses` (B, documents) over the pairs, weighed, and the figures."""
     present = policy.tokens[..., CHOSEN] > 0
-    figures = summed(
-        present,
-        rewards[..., CHOSEN],
-        rewards[..., REJECTED],
-        margin(rewards),
-        (margin(rewards) > 0).double(),
-        logp[..., CHOSEN],
-        logp[..., REJECTED],
-    )
+    sides = [x[..., side] for x in (rewards, logp) for side in (CHOSEN, REJECTED)]
+    margins = margin(rewards)
+    figures = summed(present, *sides[:2], margins, (margins > 0).double(), *sides[2:])
     return losses.masked_fill(~present, 0).sum() * share_of(model, batch), figures
 
 
-def of_labels(
-    model: GPT,
-    batch: AnswerBatch,
-    policy: LogP,
-    rewards: Tensor,
-    away: Tensor,
-    losses: tuple[Tensor, Tensor],
-) -> Result:
-    """Return the sum of the `losses` (B, documents) of desirable and of undesirable answers,
-    weighed, and the figures.
+def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
+    """Return the loss of the labelled answers in `batch`, and the sums and counts of its
+    figures.
     """
+    reference, policy = reference_of(model, batch), answers(model, batch)
+    ratio = policy.logp - reference
     good, bad, others = (policy.tokens[..., side] > 0 for side in (CHOSEN, REJECTED, UNRELATED))
-    loss = sum(
-        x.masked_fill(~present, 0).sum() for x, present in zip(losses, (good, bad), strict=True)
-    )
+    # Over all ranks
+    total = ratio[..., UNRELATED].detach().masked_fill(~others, 0).sum()
+    sums = torch.stack([total, others.sum().to(total)])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    away = (sums[0] / sums[1].clamp(min=1)).clamp(min=0)
+    of_good = keys.desirable_weight * (keys.beta * (away - ratio[..., CHOSEN])).sigmoid()
+    of_bad = keys.undesirable_weight * (keys.beta * (ratio[..., REJECTED] - away)).sigmoid()
+    loss = of_good.masked_fill(~good, 0).sum() + of_bad.masked_fill(~bad, 0).sum()
     figures = [
-        summed(good, rewards[..., CHOSEN], policy.logp[..., CHOSEN]),
-        summed(bad, rewards[..., REJECTED], policy.logp[..., REJECTED]),
-        summed(others, away.expand(others.shape)),
+        summed(present, keys.beta * ratio[..., side], policy.logp[..., side])
+        for present, side in ((good, CHOSEN), (bad, REJECTED))
     ]
+    figures.append(summed(others, away.expand(others.shape)))
     return loss * share_of(model, batch), torch.cat(figures, dim=1)
 
 

@@ -1,101 +1,24 @@
 """The objectives of preferences: DPO, ORPO and SimPO of pairs, KTO of labelled answers.
 
-    DPO    -log σ(β (log p(w) - log q(w) - log p(l) + log q(l)))                   arXiv 2305.18290
-    ORPO   -log p(w) / |w| - β log σ(log odds(w) - log odds(l))                    arXiv 2403.07691
-    SimPO  -log σ(β (log p(w) / |w| - log p(l) / |l|) - γ)                         arXiv 2405.14734
-    KTO    weight · (1 - σ(β (r - z))) if desirable, else weight · (1 - σ(β (z - r)))
-                                                                                   arXiv 2402.01306
-
-w is the chosen answer, l the rejected one, |w| its tokens, q the reference. In odds = p / (1 - p),
-log p is a mean over tokens. r = log p(y) - log q(y), and z, without gradient, is the mean of r over
-unrelated answers of the micro-batches of all ranks, or 0 if that is more.
-
-The loss of a step is the mean over its pairs or labelled answers. So is ORPO's first term, the
-cross entropy of the answer, as in its paper. TRL's is the mean over all tokens of prompts and
-answers.
-
-answers.py has log p of the answers, and reference.py that of the reference. Both import torch, so
-the losses import them when they are computed.
+Their losses are in answers.py, and what DPO and KTO compare with in reference.py. Both import
+torch, so they are imported when a step needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from longctx.config.doors import OBJECTIVES, Objective, ObjectiveConfig
 from longctx.config.fields import key
-
-if TYPE_CHECKING:
-    from longctx.model import GPT
-    from longctx.training.objectives.answers import AnswerBatch, Result
 
 OF_PAIRS = (
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("logps/chosen", "logps/rejected"),
 )
 OF_LABELS = ("rewards/chosen", "logps/chosen", "rewards/rejected", "logps/rejected", "kl")
-
-
-def collate(*arguments: Any) -> AnswerBatch:
-    """Stack sequences of answers."""
-    from longctx.training.objectives import answers
-
-    return answers.collate(*arguments)
-
-
-def prepare(*arguments: Any) -> dict[str, Any]:
-    """Give the data of a run the log-probabilities of its reference."""
-    from longctx.training.objectives import reference
-
-    return reference.prepare(*arguments)
-
-
-def dpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
-    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    from longctx.training.objectives import answers
-
-    reference, policy = answers.reference_of(model, batch), answers.answers(model, batch)
-    rewards = keys.beta * (policy.logp - reference)
-    losses = -answers.logsigmoid(answers.margin(rewards))
-    return answers.of_pairs(model, batch, policy, rewards, policy.logp, losses)
-
-
-def orpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
-    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    from longctx.training.objectives import answers
-
-    policy = answers.answers(model, batch)
-    # Without an answer any log-probability below 0 keeps the odds finite
-    mean = policy.mean.masked_fill(policy.tokens == 0, -1.0)
-    # So does one for an answer that is certain
-    below = mean.clamp(max=-1e-6)
-    odds = below - (-below.expm1()).log()
-    losses = -mean[..., answers.CHOSEN] - keys.beta * answers.logsigmoid(answers.margin(odds))
-    return answers.of_pairs(model, batch, policy, keys.beta * mean, mean, losses)
-
-
-def simpo(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
-    """Return the loss of the pairs in `batch`, and the sums and counts of its figures."""
-    from longctx.training.objectives import answers
-
-    policy = answers.answers(model, batch)
-    rewards = keys.beta * policy.mean
-    losses = -answers.logsigmoid(answers.margin(rewards) - keys.gamma)
-    return answers.of_pairs(model, batch, policy, rewards, policy.mean, losses)
-
-
-def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
-    """Return the loss of the answers in `batch`, and the sums and counts of its figures."""
-    from longctx.training.objectives import answers
-
-    reference, policy = answers.reference_of(model, batch), answers.answers(model, batch)
-    ratio = policy.logp - reference
-    away = answers.distance(policy, ratio)
-    good = keys.desirable_weight * (keys.beta * (away - ratio[..., answers.CHOSEN])).sigmoid()
-    bad = keys.undesirable_weight * (keys.beta * (ratio[..., answers.REJECTED] - away)).sigmoid()
-    return answers.of_labels(model, batch, policy, keys.beta * ratio, away, (good, bad))
 
 
 @dataclass
@@ -135,28 +58,26 @@ class KtoKeys(DpoKeys):
     undesirable_weight: float = key(1.0, "weight of undesirable answers", between=(0, 99))
 
 
-def register(
-    name: str, loss: Callable[..., Result], data: str, keys: type[ObjectiveConfig]
-) -> None:
+def call(module: str, function: str, *arguments: Any) -> Any:
+    """Call a `function` of a module of this folder, which is imported for it."""
+    return getattr(importlib.import_module(f"{__package__}.{module}"), function)(*arguments)
+
+
+def register(name: str, data: str, keys: type[ObjectiveConfig]) -> None:
     """Register an objective of `data`, pairs or labels, with its own `keys`."""
-    figures = OF_PAIRS if data == "pairs" else OF_LABELS
-    begin = prepare if issubclass(keys, DpoKeys) else None
-    OBJECTIVES.register(
-        name,
-        Objective(
-            loss,
-            None,
-            collate=collate,
-            figures=figures,
-            keys=keys,
-            data=data,
-            prepare=begin,
-            rate=0.05,
-        ),
+    objective = Objective(
+        loss=partial(call, "answers", name),
+        collate=partial(call, "answers", "collate"),
+        figures=OF_PAIRS if data == "pairs" else OF_LABELS,
+        keys=keys,
+        data=data,
+        prepare=partial(call, "reference", "prepare") if issubclass(keys, DpoKeys) else None,
+        rate=0.05,
     )
+    OBJECTIVES.register(name, objective)
 
 
-register("dpo", dpo, "pairs", DpoKeys)
-register("orpo", orpo, "pairs", OrpoKeys)
-register("simpo", simpo, "pairs", SimpoKeys)
-register("kto", kto, "labels", KtoKeys)
+register("dpo", "pairs", DpoKeys)
+register("orpo", "pairs", OrpoKeys)
+register("simpo", "pairs", SimpoKeys)
+register("kto", "labels", KtoKeys)

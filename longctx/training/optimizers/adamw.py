@@ -8,12 +8,12 @@ the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import adamw as functional
 
 from longctx.kernels import HAS_TRITON
@@ -25,16 +25,10 @@ from longctx.training.run import Run
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(model: nn.Module, run: Run) -> torch.optim.AdamW:
-    """Return AdamW over `model`; its moments are stored as `memory.optimizer_state` says."""
+def build(model: nn.Module, run: Run) -> AdamW:
+    """Return AdamW over the trained weights of `model`."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    beta1, beta2 = run.config.betas
-    stored = run.workload.memory.optimizer_state or "fp32"
-    decayed_or_not = groups(trained, run.config.weight_decay)
-    is_whole = not any(isinstance(p, DTensor) for p in trained)
-    if stored == "fp32" and is_whole and not all(by_kernel(p) for p in trained):
-        return FusedAdamW(decayed_or_not, lr=run.lr, betas=(beta1, beta2), fused=True)
-    return AdamW(decayed_or_not, run.lr, (beta1, beta2), stored)
+    return AdamW(groups(trained, run.config.weight_decay), run)
 
 
 def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
@@ -50,90 +44,97 @@ def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict
 
 
 def by_kernel(p: Tensor) -> bool:
-    """Return True if our kernel updates p."""
+    """Return True if our kernel updates p; it reads moments of any dtype."""
     return p.is_cuda and p.dtype == torch.float32 and HAS_TRITON
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """AdamW by torch's kernels; it can name the states of a weight."""
+@contextmanager
+def fetched(stored: list[Tensor], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """Yield the `stored` state on `device` in `dtype`, and store what the block makes of it."""
+    if all(x.device == device and x.dtype == dtype for x in stored):
+        yield stored
+        return
+    copies = [x.to(device, dtype, non_blocking=True, copy=True) for x in stored]
+    yield copies
+    for x, new in zip(stored, copies, strict=True):
+        x.copy_(new, non_blocking=True)
 
-    def state_names(self, p: Tensor) -> tuple[str, ...]:
-        """Return the names of the states of p."""
-        return ("step", *MOMENTS)
 
-
-class AdamW(FusedAdamW):
+class AdamW(torch.optim.AdamW):
     """AdamW by our kernel on a GPU, else by torch's.
 
-    Its moments are `stored` next to the weights in fp32 ("fp32") or bf16 ("bf16"), or in pinned
-    host memory ("host"); then they come to the GPU in slices. The update itself is fp32, and "host"
-    gives the same bits as "fp32".
+    Its moments are stored as `memory.optimizer_state` says: next to the weights in fp32 or bf16, or
+    in pinned host memory ("host"); then they come to the GPU in slices. The update itself is fp32,
+    and "host" gives the same bits as "fp32".
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], stored: str
-    ) -> None:
-        super().__init__(groups, lr=lr, betas=betas)
-        self.stored = stored
+    def __init__(self, groups: list[dict[str, Any]], run: Run) -> None:
+        beta1, beta2 = run.config.betas
+        super().__init__(groups, lr=run.lr, betas=(beta1, beta2))
+        self.stored = run.workload.memory.optimizer_state or "fp32"
         # The next step multiplies gradients by it, on their device: see clip_gradients
         self.factor: Tensor | None = None
         # First parameter of a group → the tensor that the kernel reads in a step, and its values
         self._rates: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
 
-    @torch.no_grad()
+    def state_names(self, p: Tensor) -> tuple[str, ...]:
+        """Return the names of the states of p."""
+        return ("step", *MOMENTS)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update_group(group)
+        self.count_step()
+        self.update()
         self.factor = None
         return loss
 
+    def count_step(self) -> None:
+        """Count one more step of every parameter that has a gradient, with a state of zeros at
+        first. Write the numbers of the step, which our kernel reads on the GPU.
+        """
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            for p in trained:
+                state = self.state[p]
+                if not state:
+                    # On the host: reading it waits for nothing. torch's Adam expects it so
+                    state["step"] = torch.zeros(())
+                    state |= {name: self._zeros(local(p)) for name in self.state_names(p)[1:]}
+                state["step"] += 1
+            if trained and by_kernel(trained[0]):
+                self._rates_at(int(self.state[trained[0]]["step"]), group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update every parameter that has a gradient, by a step that is counted."""
+        for group in self.param_groups:
+            self._update_group(group)
+
     def _update_group(self, group: dict[str, Any]) -> None:
         for p in group["params"]:
-            if p.grad is not None and local(p).numel():
-                state = self._counted(p, MOMENTS)
-                self._update(local(p), local(p.grad), state, group)
-
-    def _counted(self, p: Tensor, names: Iterable[str]) -> dict[str, Any]:
-        """Count one more step of p; return its state, with zeros for the `names` it lacks."""
-        state = self.state[p]
-        # On the host: reading it waits for nothing. torch's Adam expects it of every state
-        state["step"] = torch.tensor(1.0 + (int(state["step"]) if state else 0))
-        for name in names:
-            if name not in state:
-                state[name] = self._zeros(local(p))
-        return state
+            if p.grad is not None:
+                self._update(local(p), local(p.grad).reshape(-1), self.state[p], group)
 
     def _update(
         self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
         step = int(state["step"])
-        in_place = by_kernel(p) and self.stored != "host"
-        # Moments from the host come in slices: a whole embedding's would take 4 GiB in 8b
-        size = p.numel() if in_place else SLICE
-        flat, grad = p.view(-1), grad.reshape(-1)
-        for start in range(0, p.numel(), size):
-            at = slice(start, start + size)
+        dtype = state[MOMENTS[0]].dtype if by_kernel(p) else torch.float32
+        # In slices: a whole embedding's moments from the host would take 4 GiB in 8b
+        for start in range(0, p.numel(), SLICE):
+            at = slice(start, start + SLICE)
             stored = [state[name].view(-1)[at] for name in MOMENTS]
-            m, v = (
-                stored
-                if in_place
-                else [x.to(p.device, torch.float32, non_blocking=True, copy=True) for x in stored]
-            )
-            self._change(flat[at], grad[at], m, v, step, group)
-            if not in_place:
-                for moment, new in zip(stored, (m, v), strict=True):
-                    moment.copy_(new, non_blocking=True)
+            with fetched(stored, p.device, dtype) as (m, v):
+                self._change(p.view(-1)[at], grad[at], m, v, step, group)
 
     def _change(
         self, p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """Update p (N,) and its fp32 moments m and v (N,)."""
-        lr, eps, weight_decay = group["lr"], group["eps"], group["weight_decay"]
+        """Update p (N,) and its moments m and v (N,)."""
         beta1, beta2 = group["betas"]
         if by_kernel(p):
             from longctx.kernels import adamw_update  # needs Triton
@@ -151,9 +152,9 @@ class AdamW(FusedAdamW):
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
             maximize=False,
         )
 
@@ -172,45 +173,19 @@ class AdamW(FusedAdamW):
             self._rates[first] = rates, values
         return rates
 
-    def captured_update(self) -> Callable[[], None] | None:
-        """Return the launches of a step that `count_step` has counted, for a CUDA graph: they
-        update all tensors at their present addresses and read nothing of the host. None if that is
-        not possible.
+    def can_capture_update(self) -> bool:
+        """Return True if a CUDA graph of `update` serves every step that `count_step` has counted:
+        its kernels stay at their addresses and read nothing of the host.
         """
-        from longctx.kernels import adamw_update  # needs Triton
-
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         # Muon's stacks are new tensors in each step, and copies from the host are not kernels
         if type(self) is not AdamW or self.stored == "host" or self.state.keys() != set(trained):
-            return None
-        steps = {int(state["step"]) for state in self.state.values()}
-        is_plain = all(
+            return False
+        # A group has one tensor of numbers, which are those of one step
+        is_one_step = len({int(state["step"]) for state in self.state.values()}) == 1
+        return is_one_step and all(
             type(p.data) is Tensor and by_kernel(p) and p.grad.is_contiguous() for p in trained
         )
-        if len(steps) != 1 or not is_plain:
-            return None
-        tensors = [
-            (*(x.view(-1) for x in (p.data, p.grad, *moments)), self.factor, rates)
-            for group in self.param_groups
-            for rates, _ in [self._rates[group["params"][0]]]
-            for p in group["params"]
-            if p.grad is not None and p.numel()
-            for moments in [[self.state[p][name] for name in MOMENTS]]
-        ]
-        betas, eps = (self.param_groups[0][name] for name in ("betas", "eps"))  # equal in all
-
-        def update() -> None:
-            for each in tensors:
-                adamw_update.adamw_(*each, betas, eps)
-
-        return update
-
-    def count_step(self) -> None:
-        """Count one more step of all parameters; write its numbers for the kernel to read."""
-        steps = [state["step"] for state in self.state.values()]
-        torch._foreach_add_(steps, 1.0)
-        for group in self.param_groups:
-            self._rates_at(int(steps[0]), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each moment into the memory and dtype in which it is stored.

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from longctx.model import GPT
 from longctx.parallel.sharding import full, like, local, rows
 from longctx.spec.step import STACK
-from longctx.training.optimizers.adamw import AdamW, groups
+from longctx.training.optimizers.adamw import AdamW, fetched, groups
 from longctx.training.run import Run
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz, from Jordan's post
@@ -43,17 +43,7 @@ def build(model: GPT, run: Run) -> Muon:
     """Return Muon over the matrices in `model.blocks`, AdamW over all other weights of `model`."""
     parts = block_matrices(model)
     others = [p for p in model.parameters() if p.requires_grad and p not in parts]
-    config: Any = run.workload.optimizer  # MuonKeys
-    return Muon(
-        parts,
-        run.config.weight_decay,
-        groups(others, run.config.weight_decay),
-        run.lr,
-        run.config.betas,
-        run.workload.memory.optimizer_state or "fp32",
-        config.momentum,
-        config.iterations,
-    )
+    return Muon(parts, groups(others, run.config.weight_decay), run)
 
 
 def block_matrices(model: GPT) -> dict[Tensor, tuple[int, ...]]:
@@ -77,23 +67,16 @@ class Matrix(NamedTuple):
 class Muon(AdamW):
     """Muon for `parts`, weight → rows of each of its matrices, and AdamW for `others`, groups.
 
-    State is `stored` as in AdamW; all arithmetic but Newton-Schulz is fp32.
+    State is stored as in AdamW; all arithmetic but Newton-Schulz is fp32.
     """
 
     def __init__(
-        self,
-        parts: dict[Tensor, tuple[int, ...]],
-        weight_decay: float,
-        others: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        stored: str,
-        momentum: float,
-        iterations: int,
+        self, parts: dict[Tensor, tuple[int, ...]], others: list[dict[str, Any]], run: Run
     ) -> None:
-        matrices = {"params": list(parts), "weight_decay": weight_decay}
-        super().__init__([matrices, *others], lr, betas, stored)
-        self.parts, self.momentum, self.iterations = parts, momentum, iterations
+        matrices = {"params": list(parts), "weight_decay": run.config.weight_decay}
+        super().__init__([matrices, *others], run)
+        keys: Any = run.workload.optimizer  # MuonKeys
+        self.parts, self.momentum, self.iterations = parts, keys.momentum, keys.iterations
 
     def state_names(self, p: Tensor) -> tuple[str, ...]:
         """Return the names of the states of p."""
@@ -121,9 +104,9 @@ class Muon(AdamW):
 
     def _update_slice(self, p: DTensor, lr: float, decay: float) -> None:
         """Update this rank's rows of p; every rank orthogonalizes the gathered matrices."""
-        state, weight = self._counted(p, ["momentum"]), local(p)
+        weight = local(p)
         assert p.grad is not None
-        matrix = Matrix(weight, local(p.grad), state["momentum"])
+        matrix = Matrix(weight, local(p.grad), self.state[p]["momentum"])
         rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
         self._directions([matrix], [rows_of_rank])
         # Rows of a matrix depend on all others: a rank cannot orthogonalize its own alone
@@ -136,11 +119,10 @@ class Muon(AdamW):
         weight.mul_(1 - lr * decay).add_(update, alpha=-lr * SCALE)
 
     def _matrices(self, weights: Iterable[Tensor]) -> Iterator[Matrix]:
-        """Yield every matrix in `weights` with its stored momentum, zeros at first."""
+        """Yield every matrix in `weights` with its stored momentum."""
         for p in weights:
-            state = self._counted(p, ["momentum"])
             assert p.grad is not None
-            splits = (x.split(self.parts[p]) for x in (p, p.grad, state["momentum"]))
+            splits = (x.split(self.parts[p]) for x in (p, p.grad, self.state[p]["momentum"]))
             yield from map(Matrix._make, zip(*splits, strict=True))
 
     def _stack(self, batch: list[Matrix]) -> Tensor:
@@ -156,17 +138,11 @@ class Muon(AdamW):
         """Update the momentum of `batch`; write the directions to orthogonalize `into` bf16."""
         gradients = [matrix.gradient for matrix in batch]
         stored = [matrix.momentum for matrix in batch]
-        momenta, in_place = stored, self.stored == "fp32"
-        if not in_place:
-            device = gradients[0].device
-            momenta = [m.to(device, torch.float32, non_blocking=True, copy=True) for m in stored]
         if self.factor is not None:
             torch._foreach_mul_(gradients, self.factor)
-        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        if not in_place:
-            for momentum, new in zip(stored, momenta, strict=True):
-                momentum.copy_(new, non_blocking=True)
-        ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
+        with fetched(stored, gradients[0].device, torch.float32) as momenta:
+            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+            ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
         for target, direction in zip(into, ahead, strict=True):
             target.copy_(direction)
 

@@ -16,7 +16,7 @@ from longctx import cli
 from longctx.config.doors import ObjectiveConfig
 from longctx.evaluation.load import of_run, open_model
 from longctx.training import resolve
-from longctx.training.objectives import answers, preferences
+from longctx.training.objectives import answers
 from longctx.training.objectives.reference import FILE
 from tests.processes import train_together
 from tests.training.sample_run import (
@@ -35,7 +35,7 @@ def test_a_certain_answer_has_finite_odds(monkeypatch):
     known = answers.LogP(logp, torch.ones(1, 2))
     monkeypatch.setattr(answers, "answers", lambda *_: known)
     monkeypatch.setattr(answers, "of_pairs", lambda *arguments: arguments[-1].sum())
-    loss: Any = preferences.orpo(None, None, ObjectiveConfig.of("orpo"))  # type: ignore[arg-type]
+    loss: Any = answers.orpo(None, None, ObjectiveConfig.of("orpo"))  # type: ignore[arg-type]
     loss.backward()
     assert loss.isfinite()
     assert logp.grad is not None
