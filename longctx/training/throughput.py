@@ -8,14 +8,16 @@ count. A chip that is not in the table gets no MFU, not a guess.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx.attention.communication import Laps
+from longctx.attention.communication import Clock, elapsed_ms, now
 from longctx.parallel.mesh import Parallel
 from longctx.spec import hardware
 from longctx.spec.step import Workload
@@ -47,15 +49,14 @@ class Meter:
         self._begin_window(0.0)
         self.begin()
 
-    def _begin_window(self, now: float) -> None:
+    def _begin_window(self, start: float) -> None:
         """Forget the steps since the last row."""
-        self.window = now
+        self.window = start
         self.steps = 0
         self.steps_before = 0  # those of them before this process
+        # Loss, sums of the figures, their counts
+        self.sums = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=self.device)
         self.counts: list[float] = [0, 0, 0, 0]  # target tokens, real tokens, all tokens, pairs
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        # Sums and counts
-        self.figures = torch.zeros(2, len(self.names), dtype=torch.float64, device=self.device)
         self.waited = 0.0  # seconds for data
         self.aside = 0.0  # seconds of validation and checkpoints
 
@@ -78,9 +79,9 @@ class Meter:
         """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
         `figures` the sums and counts of the objective's.
         """
-        self.loss += loss.double()
+        self.sums[0] += loss.double()
         if figures is not None:
-            self.figures += figures * self.parallel.counted_once(1)
+            self.sums[1:] += figures.flatten() * self.parallel.counted_once(1)
         self.steps += 1
         for micro in batch.micro:
             counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
@@ -103,9 +104,9 @@ class Meter:
         the time per step between one step and the arrival of the next batch.
         """
         # The sums wait for the device, so the clock is read after them
-        loss, scored, real, everything, pairs, *figures = self._over_ranks()
-        now = time.perf_counter()
-        elapsed = max(now - self.window - self.aside, 1e-9)
+        (loss, *figures), (scored, real, everything, pairs) = self._over_ranks()
+        ended = time.perf_counter()
+        elapsed = max(ended - self.window - self.aside, 1e-9)
         self.tokens_seen += int(real)
         row: dict[str, Any] = {"tokens_seen": self.tokens_seen}
         if scored:
@@ -119,48 +120,40 @@ class Meter:
             "padding_share": 1 - real / everything,
         }
         if self.flops_of_device is not None:
-            possible = elapsed * self.flops_of_device * self.parallel.ranks
-            row["mfu"] = self.flops(real, pairs) / possible
-        row |= self.ranks(real / elapsed)
-        row |= measured(self.device) | self.times(now)
-        self._begin_window(now)
+            model, lora = self.workload.model, self.workload.lora
+            # Of forward and backward, for tokens that see so many pairs
+            flops = real * model.flops_per_token(pairs / max(real, 1.0), lora.parameters(model))
+            row["mfu"] = flops / (elapsed * self.flops_of_device * self.parallel.ranks)
+        if self.parallel.clock is not None:
+            row["tokens_per_second_per_device"] = real / elapsed / self.parallel.ranks
+            row["communication_ms"] = self._communication_ms(self.parallel.clock)
+        row |= measured(self.device) | self.times(ended)
+        self._begin_window(ended)
         return row
 
-    def times(self, now: float) -> dict[str, float]:
+    def times(self, until: float) -> dict[str, float]:
         """Return the seconds since the run began, and their sum over its devices."""
-        here = now - self.started
+        here = until - self.started
         all_devices = self.device_seconds + here * self.parallel.ranks
         return {"seconds": self.seconds + here, "device_seconds": all_devices}
 
-    def ranks(self, tokens_per_second: float) -> dict[str, float]:
-        """Return how long several ranks wait in collectives, the mean over the ranks.
+    def _communication_ms(self, clock: Clock) -> float:
+        """Return how long the ranks wait in collectives in a step, their mean.
 
         FSDP2 issues collectives of its own, whose waits nobody measures.
         """
-        clock, ranks = self.parallel.clock, self.parallel.ranks
-        if clock is None:
-            return {}
         waits = torch.tensor(clock.take(), dtype=torch.float64, device=self.device)
         waits = 1000 * self.parallel.all_reduce_sum(waits) / max(self.steps - self.steps_before, 1)
-        return {
-            "tokens_per_second_per_device": tokens_per_second / ranks,
-            "communication_ms": float(waits) / ranks,
-        }
-
-    def flops(self, tokens: float, pairs: float) -> float:
-        """Return the FLOPs of forward and backward for `tokens` that see `pairs` in all."""
-        model, lora = self.workload.model, self.workload.lora
-        return tokens * model.flops_per_token(pairs / max(tokens, 1.0), lora.parameters(model))
+        return float(waits) / self.parallel.ranks
 
     def state(self) -> dict[str, Any]:
         """Return the plain values for a checkpoint, summed over the ranks; all ranks call it."""
-        loss, *sums = self._over_ranks()
-        counts, figures = sums[: len(self.counts)], sums[len(self.counts) :]
-        now = time.perf_counter()
+        (loss, *figures), counts = self._over_ranks()
+        ended = time.perf_counter()
         return {
             "tokens_seen": self.tokens_seen,
-            **self.times(now),
-            "spent": now - self.window - self.aside if self.steps else 0.0,
+            **self.times(ended),
+            "spent": ended - self.window - self.aside if self.steps else 0.0,
             "waited": self.waited,
             "steps": self.steps,
             "counts": [int(count) for count in counts],
@@ -171,26 +164,20 @@ class Meter:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rank 0 takes the sums over all ranks."""
         self.tokens_seen, self.seconds = int(state["tokens_seen"]), float(state["seconds"])
-        self.device_seconds = float(state.get("device_seconds", self.seconds * self.parallel.ranks))
+        self.device_seconds = float(state["device_seconds"])
         self.spent, self.waited = float(state["spent"]), float(state["waited"])
         self.steps = self.steps_before = int(state["steps"])
         # The saved sums are over all ranks, so only one rank may add them
         if self.parallel.is_first:
-            self.counts = [float(n) for n, _ in zip(state["counts"], self.counts, strict=True)]
-            self.loss.fill_(state["loss"])
-            saved = torch.tensor(state["figures"], dtype=torch.float64)
-            self.figures.copy_(saved.view_as(self.figures))
+            self.counts = [float(count) for count in state["counts"]]
+            self.sums.copy_(torch.tensor([state["loss"], *state["figures"]], dtype=torch.float64))
 
-    def _over_ranks(self) -> list[float]:
-        """Return loss, counts and figures of this window, summed over all ranks; waits for the
-        device.
-        """
+    def _over_ranks(self) -> tuple[list[float], list[float]]:
+        """Return sums and counts of this window over all ranks; waits for the device."""
         # One collective for all of them
-        sums = torch.tensor([0.0, *self.counts], dtype=torch.float64, device=self.device)
-        sums[0] = self.loss
-        sums = torch.cat([sums, self.figures.flatten()])
-        totals: list[float] = self.parallel.all_reduce_sum(sums).tolist()
-        return totals
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=self.device)
+        totals = self.parallel.all_reduce_sum(torch.cat([self.sums, counts])).tolist()
+        return totals[: -len(counts)], totals[-len(counts) :]
 
 
 def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, float]:
@@ -205,26 +192,24 @@ def means(names: tuple[str, ...], sums_and_counts: list[float]) -> dict[str, flo
 
 
 class StepSplit:
-    """Split a step into its parts, if it `measures`; `row` returns the milliseconds of each."""
+    """Split a step into its parts, if it `measures`."""
 
     def __init__(self, device: torch.device, measures: bool) -> None:
-        self.parts: list[str] = []
-        self.laps = Laps(device.type == "cuda") if measures else None
-        if self.laps is not None:
-            self.laps.begin()
+        self.on_gpu = device.type == "cuda"
+        self.marks = [("", now(self.on_gpu))] if measures else []  # the ends of parts
 
     def mark(self, part: str) -> None:
         """End `part` ("forward", "backward", "optimizer"); the next one begins."""
-        if self.laps is not None:
-            self.laps.end()
-            self.parts.append(part)
-            self.laps.begin()
+        if self.marks:
+            self.marks.append((part, now(self.on_gpu)))
 
     def row(self) -> dict[str, float]:
         """Return `<part>_ms` of the step, summed over its micro-batches; {} if it was not measured.
         Waits for the device.
         """
-        row: dict[str, float] = {}
-        for part, ms in zip(self.parts, self.laps.ms() if self.laps else [], strict=True):
-            row[f"{part}_ms"] = row.get(f"{part}_ms", 0.0) + ms
-        return row
+        if self.marks and self.on_gpu:
+            torch.cuda.synchronize()
+        row = Counter[str]()
+        for (_, begin), (part, end) in pairwise(self.marks):
+            row[f"{part}_ms"] += elapsed_ms(begin, end)  # type: ignore[assignment]
+        return dict(row)
