@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -97,21 +97,17 @@ class Sequences:
 
     def order(self, rank: int, steps_done: int) -> Iterator[list[int]]:
         """Yield the numbers of each step's sequences on data rank `rank`, from step `steps_done`
-        on, without end.
+        on.
         """
-        workload, offset = self.run.workload, 0
+        seed, workload, offset = self.run.config.seed, self.run.workload, 0
         for stage in self.stages:
-            # Stages that are done are passed over; the last one has no end
-            last = stage is self.stages[-1]
-            if last or steps_done < stage.last:
-                consumed = max(0, steps_done - stage.first) * self.per_step(stage)
-                stream = iter(
-                    stage.data.order(self.run.config.seed, rank, workload.data_ranks, consumed)
-                )
-                size = stage.batch_size * workload.accumulate
-                numbers = (list(islice(stream, size)) for _ in count())
-                steps = None if last else stage.last - max(steps_done, stage.first)
-                yield from ([offset + number for number in step] for step in islice(numbers, steps))
+            # None is left of a stage that is done
+            steps = range(max(steps_done, stage.first), stage.last)
+            consumed = max(0, steps_done - stage.first) * self.per_step(stage)
+            numbers = iter(stage.data.order(seed, rank, workload.data_ranks, consumed))
+            for _ in steps:
+                step = islice(numbers, stage.batch_size * workload.accumulate)
+                yield [offset + number for number in step]
             # `dataset` has the sequences of all stages, one stage after another
             offset += len(stage.data.train)
 

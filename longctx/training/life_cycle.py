@@ -111,6 +111,7 @@ class LifeCycle:
         problem: str | None = None
         is_refused = False
         log = RunLog(run, parallel)
+        log.open()
         saver = Saver(run, parallel, log)
         # The Saver's block writes a checkpoint that is under way to its end, also if the loop fails
         try:

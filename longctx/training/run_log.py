@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,14 @@ from longctx.training.memory import predicted_gib
 from longctx.training.run import Run
 
 
-class Display:
-    """Show the rows of a run as they come; print nothing if `silent`."""
+class RunLog:
+    """The log of `run`, silent on ranks other than 0, which have no tracker either."""
 
-    def __init__(self, steps: int, first_step: int, silent: bool = False) -> None:
+    def __init__(self, run: Run, parallel: Parallel) -> None:
+        self.run, self.steps_done = run, run.steps_done
+        config, is_first = run.config, parallel.is_first
         self.console = tables.console()
-        self.console.quiet = silent
-        self.steps, self.steps_done = steps, first_step
+        self.console.quiet = not is_first
         self.bar = Progress(
             TextColumn("step {task.completed:,}/{task.total:,}"),
             BarColumn(16),
@@ -41,24 +40,33 @@ class Display:
             TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
             TimeRemainingColumn(),
             console=self.console,
-            disable=silent or not self.console.is_terminal,
+            disable=not is_first or not self.console.is_terminal,
         )
+        done = self.steps_done
         self.task = self.bar.add_task(
-            "", total=steps, completed=first_step, numbers="first step ..."
+            "", total=run.max_steps, completed=done, numbers="first step ..."
         )
+        self.figures: dict[str, float] = {}  # of context.check, for the first row
+        self.tracker: Tracker | None = None
+        if is_first:
+            keys = (config.wandb, config.tracker, config.plugins or ())
+            self.tracker = Tracker(run.folder, *keys)
+
+    def open(self) -> None:
+        """Print the first lines of the run."""
+        if self.tracker is not None:
+            for line in [*opening(self.run), self.tracker.opening()]:
+                if line:
+                    self.say(line)
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        with self._heard():
-            self.console.print(text, soft_wrap=True)
+        """Print a line, above the bar if there is one.
 
-    @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Raise SIGHUP if nobody reads stdout any more, as after `| head`: the run saves and ends,
-        as it does if its terminal is gone. Print nothing from then on.
+        Raise SIGHUP if nobody reads stdout any more, as after `| head`: the run saves and ends, as
+        it does if its terminal is gone. Print nothing from then on.
         """
         try:
-            yield
+            self.console.print(text, soft_wrap=True)
         except BrokenPipeError:
             self.console.quiet = True
             files.silence_stdout()
@@ -69,41 +77,6 @@ class Display:
         self.steps_done = step
         self.bar.update(self.task, completed=step)
 
-    def show(self, row: Record) -> None:
-        """Show a logged row: in the bar, or as a line if the output is no terminal."""
-        if is_step(row) and not self.bar.disable:
-            self.bar.update(self.task, completed=row["step"], numbers=brief(row))
-            return
-        time_left = self.time_left(row)
-        ending = f"  {time_left} left" if time_left else ""
-        self.say(f"step {row['step']:,}/{self.steps:,}  {brief(row)}{ending}")
-
-    def time_left(self, row: Record) -> str:
-        """Return the time that the steps after `row` take at its pace, empty if it has none."""
-        steps = self.steps - row["step"]
-        if not is_step(row) or not steps or not row.get("ms_per_step"):
-            return ""
-        return metrics.duration(steps * row["ms_per_step"] / 1000)
-
-
-class RunLog(Display):
-    """The log of `run`, silent on ranks other than 0."""
-
-    def __init__(self, run: Run, parallel: Parallel) -> None:
-        super().__init__(run.max_steps, run.steps_done, silent=not parallel.is_first)
-        self.run = run
-        config = run.config
-        self.tracker = (
-            Tracker(run.folder, config.wandb, config.tracker, config.plugins or ())
-            if parallel.is_first
-            else None
-        )
-        self.figures: dict[str, float] = {}  # of context.check, for the first row
-        if self.tracker is not None:
-            for line in [*opening(run), self.tracker.opening()]:
-                if line:
-                    self.say(line)
-
     def checked(self, found: dict[str, float]) -> None:
         """Show what context.check found; its figures are in the next row."""
         off = " and ".join(f"{name} by {value:.0e}" for name, value in found.items())
@@ -111,10 +84,19 @@ class RunLog(Display):
         self.figures = {f"context_check/{name}": value for name, value in found.items()}
 
     def record(self, row: dict[str, Any]) -> None:
-        """Write a row to metrics.jsonl, and show it."""
+        """Write a row to metrics.jsonl; show it in the bar, or as a line if the output is no
+        terminal.
+        """
         self._write(row | self.figures)
         self.figures = {}
-        self.show(row)
+        if is_step(row) and not self.bar.disable:
+            self.bar.update(self.task, completed=row["step"], numbers=brief(row))
+            return
+        # The steps after it take so long at its pace
+        steps = self.run.max_steps - row["step"]
+        ms = steps * row.get("ms_per_step", 0) if is_step(row) else 0
+        ending = f"  {metrics.duration(ms / 1000)} left" if ms else ""
+        self.say(f"step {row['step']:,}/{self.run.max_steps:,}  {brief(row)}{ending}")
 
     def sample(self, step: int, tokens_seen: int, text: str) -> None:
         """Write a sample of text to metrics.jsonl, and show it."""
@@ -247,27 +229,25 @@ def opening(run: Run) -> list[str]:
     """Return the lines that a run begins with: one for each decision, and warnings."""
     workload, config, data = run.workload, run.config, run.data
     assert data is not None
-    counts = data.summary()
+    counts, memory = data.summary(), workload.memory
     device = f"CPU, {count_of(torch.get_num_threads(), 'thread')}"
     if workload.device == "cuda":
         device = torch.cuda.get_device_name()
-    memory = workload.memory
     moves = memory.offload or memory.optimizer_state == "host"
-    devices = f"{workload.devices} × {device}" if workload.devices > 1 else device
     added = workload.lora.parameters(workload.model)
     base = f" in {workload.lora.base}" if workload.lora.base else ""
     # Documents without text are counted: many of them hint at a wrong column
-    empty = counts["documents_dropped"]
-    documents = count_of(counts["documents"], "document")
-    documents += f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""
+    empty, documents = counts["documents_dropped"], count_of(counts["documents"], "document")
     stages = [f"{steps:,} steps at {length:,}" for length, steps in config.seq_len_schedule or []]
     # CUDA graphs are explained only if the GPU would have gained by them
-    reason = workload.not_captured if workload.graphs == "auto" and workload.is_host_bound else None
+    explains = workload.graphs == "auto" and workload.is_host_bound and workload.not_captured
+    shortened, cut = counts["conversations_shortened"], counts["prompts_cut"]
+    validating, tokens = counts["val_documents"], counts["val_tokens"]
     # A line is left out if its text is empty
     lines = {
         "run": listed(run.folder, run.steps_done and f"continued after step {run.steps_done:,}"),
         "device": listed(
-            devices,
+            f"{workload.devices} × {device}" if workload.devices > 1 else device,
             workload.precision,
             workload.compile and "torch.compile",
             workload.captured and "CUDA graphs",
@@ -286,25 +266,33 @@ def opening(run: Run) -> list[str]:
         ),
         "data": listed(
             config.data.source,
-            documents,
+            documents + (f" ({empty:,} {data.config.why_left_out} left out)" if empty else ""),
             f"{counts['tokens']:,} tokens",
             f"{count_of(len(data.train), 'sequence')} of {workload.seq_len:,}",
         ),
-        "turns": learned_turns(counts),
-        "prompts": cut_prompts(counts),
-        "validate": validated_documents(counts),
+        "turns": shortened
+        and f"only the last of {count_of(shortened, 'conversation')} is learned: the chat template "
+        "writes earlier answers differently once others follow; data.turns=all learns all",
+        "prompts": cut
+        and f"the beginnings of {count_of(cut, 'prompt')} are left out, so that the answers fit "
+        f"seq_len={counts['seq_len']}; a longer one keeps them",
+        "validate": f"{tokens:,} tokens of {count_of(validating, 'document')}, "
+        f"{tokens / counts['tokens']:.1%}"
+        if validating
+        else "nothing: no document is left for it",
         "step": step_of(workload),
         "length": listed(
             f"{run.max_steps:,} steps",
             f"{run.max_steps * workload.tokens_per_step:,} tokens",
             stages and f"first {listed(*stages)} tokens per sequence",
         ),
-        "graphs": f"off: {reason}" if reason else "",
+        "graphs": explains and f"off: {explains}",
         "lr": run.rate_note,
         "layout": run.layout_note,
         "kernels": run.lock_note,
     }
-    return [f"{name:<10} {text}" for name, text in lines.items() if text] + warnings(run, counts)
+    shown = [f"{name:<10} {text}" for name, text in lines.items() if text]
+    return shown + [f"warning: {text}" for text in warnings(run, counts)]
 
 
 def listed(*parts: object) -> str:
@@ -326,75 +314,41 @@ def step_of(workload: Workload) -> str:
     return f"{text}{groups} on {workload.devices} devices ({listed(workload.strategy, shared)})"
 
 
-def learned_turns(counts: dict[str, Any]) -> str:
-    """Return a line about conversations that are learned in their last turn only, if any are."""
-    shortened = counts["conversations_shortened"]
-    if not shortened:
-        return ""
-    return (
-        f"only the last of {count_of(shortened, 'conversation')} is learned: the chat template "
-        "writes earlier answers differently once others follow; data.turns=all learns all"
-    )
-
-
-def cut_prompts(counts: dict[str, Any]) -> str:
-    """Return a line about prompts whose beginnings are left out, if any are."""
-    if not counts["prompts_cut"]:
-        return ""
-    return (
-        f"the beginnings of {count_of(counts['prompts_cut'], 'prompt')} are left out, so that the "
-        f"answers fit seq_len={counts['seq_len']}; a longer one keeps them"
-    )
-
-
-def validated_documents(counts: dict[str, Any]) -> str:
-    """Return the tokens and documents that validate."""
-    documents, tokens = counts["val_documents"], counts["val_tokens"]
-    if not documents:
-        return "nothing: no document is left for it"
-    share = tokens / counts["tokens"]
-    return f"{tokens:,} tokens of {count_of(documents, 'document')}, {share:.1%}"
-
-
 def warnings(run: Run, counts: dict[str, Any]) -> list[str]:
     """Return warnings: files not read, endless answers, much padding, keys and patience
     without effect, or positions beyond those of init's weights.
     """
-    lines = []
-    if others := SOURCES[run.config.data.source].left_out(run.config.data):
-        ending = next((word.strip(",;") for word in others.split() if word[0] == "."), "")
-        advice = f"a glob reads them, such as data.path='FOLDER/**/*{ending}'"
-        lines.append(f"warning: not read: {others}; {advice}")
-    # Such a model writes on until it has written all tokens that it may
-    if counts["sources_without_end"]:
-        lines.append(
-            "warning: no target is a token at which generation stops, so answers will not end; the "
-            "chat template can put one between {% generation %} and {% endgeneration %}"
-        )
-    if counts["train_efficiency"] < 0.5:
-        lines.append(
-            f"warning: {1 - counts['train_efficiency']:.0%} of the sequences is padding, since "
-            "there is little text, or data.packing=false; give a smaller seq_len"
-        )
-    if unread := run.config.unread():
-        trackers = ",".join(run.config.tracker)
-        lines.append(f"warning: {', '.join(unread)}: not read by tracker=[{trackers}]")
+    config, is_new, seq_len = run.config, not run.steps_done, run.workload.seq_len
+    unread_files = SOURCES[config.data.source].left_out(config.data)
+    ending = next((word.strip(",;") for word in unread_files.split() if word[0] == "."), "")
+    unread_keys, trackers = config.unread(), ",".join(config.tracker)
     # The first validation only sets the loss, and the last step ends the run anyway
-    validations, patience = (run.max_steps - 1) // run.val_every, run.config.patience
-    if patience is not None and patience >= validations and not run.steps_done:
-        lines.append(
-            f"warning: patience={patience} cannot end this run: between first and last step it "
-            f"validates {count_of(validations, 'time')}; give a smaller patience or val_every"
-        )
-    model, seq_len = run.workload.model, run.workload.seq_len
+    validations, patience = (run.max_steps - 1) // run.val_every, config.patience
+    model = run.workload.model
     trained = model.context or seq_len
-    is_kept = run.config.init is not None and run.config.rope.type == "keep"
-    stretches_itself = model.rope_scaling.get("rope_type") == "dynamic"
-    # A resumed run has said so when it began
-    if is_kept and not stretches_itself and not run.steps_done and seq_len > trained:
-        lines.append(
-            f"warning: seq_len={seq_len:,} is {seq_len / trained:,.1f} times the {trained:,} "
-            "tokens that the weights were trained for; at positions beyond them the loss starts "
-            "far higher, and training first has to undo that. rope=auto stretches positions"
-        )
-    return lines
+    is_kept = config.init is not None and config.rope.type == "keep"
+    is_kept = is_kept and model.rope_scaling.get("rope_type") != "dynamic"  # stretches itself
+    rows = {
+        f"not read: {unread_files}; a glob reads them, such as data.path='FOLDER/**/*{ending}'": (
+            unread_files
+        ),
+        # Such a model writes on until it has written all tokens that it may
+        "no target is a token at which generation stops, so answers will not end; the chat "
+        "template can put one between {% generation %} and {% endgeneration %}": (
+            counts["sources_without_end"]
+        ),
+        f"{1 - counts['train_efficiency']:.0%} of the sequences is padding, since there is little "
+        "text, or data.packing=false; give a smaller seq_len": counts["train_efficiency"] < 0.5,
+        f"{', '.join(unread_keys)}: not read by tracker=[{trackers}]": unread_keys,
+        f"patience={patience} cannot end this run: between first and last step it validates "
+        f"{count_of(validations, 'time')}; give a smaller patience or val_every": (
+            is_new and patience is not None and patience >= validations
+        ),
+        # A resumed run has said so when it began
+        f"seq_len={seq_len:,} is {seq_len / trained:,.1f} times the {trained:,} tokens that the "
+        "weights were trained for; at positions beyond them the loss starts far higher, and "
+        "training first has to undo that. rope=auto stretches positions": (
+            is_new and is_kept and seq_len > trained
+        ),
+    }
+    return [text for text, holds in rows.items() if holds]

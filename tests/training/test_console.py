@@ -1,15 +1,20 @@
 """What a run and a sweep print in the end."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.table import Table
 
 from longctx import tables
 from longctx.config.train_config import TrainConfig
+from longctx.parallel.mesh import Parallel
 from longctx.system import typed_command
-from longctx.training.run_log import Display, brief, closing_lines, warnings
+from longctx.training.run_log import RunLog, brief, closing_lines, opening, warnings
 from longctx.training.sweep import Job, sweep_table
 from tests.training.sample_run import sample_run
 
@@ -96,13 +101,33 @@ def test_the_documents_are_warned_about(tmp_path):
     assert "75%" in padding
 
 
-def test_a_piped_run_has_plain_lines_with_time_left(capsys):
-    display = Display(steps=21, first_step=0)
-    display.bar.start()
-    display.show(ROWS[0])
-    display.show(ROWS[1])  # 9 s a step
-    display.show(ROWS[2])
-    display.bar.stop()
+def test_what_is_left_out_is_among_the_first_lines():
+    counts = COUNTS | {"documents": 9, "documents_dropped": 1, "tokens": 99, "val_tokens": 0}
+    counts |= {"conversations_shortened": 2, "prompts_cut": 3, "seq_len": 64}
+    config = SimpleNamespace(why_left_out="without text")
+    data: Any = SimpleNamespace(summary=lambda: counts, train=[0], config=config)
+    lines = "\n".join(opening(replace(sample_run(TrainConfig()), data=data)))
+    for part in ("(1 without text left out)", "data.turns=all", "3 prompts", "no document is left"):
+        assert part in lines
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Callable[[int, int], RunLog]:
+    """Return the log of a run of so many steps, after so many of them."""
+
+    def log_of(max_steps: int, steps_done: int) -> RunLog:
+        run = sample_run(TrainConfig(max_steps=max_steps, device="cpu", tracker=[]))
+        run = replace(run, folder=tmp_path, steps_done=steps_done)
+        return RunLog(run, Parallel.of(run.config, "cpu"))
+
+    return log_of
+
+
+def test_a_piped_run_has_plain_lines_with_time_left(log, capsys):
+    piped = log(21, 0)
+    with piped.bar:
+        for row in ROWS[:3]:  # 9 s a step, then 0.9
+            piped.record(row)
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "\r" not in printed
     lines = printed.splitlines()
@@ -112,11 +137,11 @@ def test_a_piped_run_has_plain_lines_with_time_left(capsys):
     assert lines[2].endswith("14.4 s left")
 
 
-def test_a_narrow_terminal_cuts_nothing_of_the_bar(monkeypatch, capsys):
+def test_a_narrow_terminal_cuts_nothing_of_the_bar(log, monkeypatch, capsys):
     for name, value in {"TTY_COMPATIBLE": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
-    display = Display(20_000, 1234)
-    with display.bar:
-        display.show(row_of(1234, 9.7376, 1710.0, 2395.0, 9.0))
+    shown = log(20_000, 1234)
+    with shown.bar:
+        shown.record(row_of(1234, 9.7376, 1710.0, 2395.0, 9.0))
     printed = capsys.readouterr().out
     assert "1,234/20,000" in printed and "617.00 GiB" in printed and "-:--:--" in printed
