@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,22 +60,6 @@ class StaticBatch:
         return [micro.tokens, micro.targets, micro.mask.doc_ids, micro.weight]
 
 
-class CapturedPass(NamedTuple):
-    """A micro-batch's forward and backward, captured; `loss` is written by each replay."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
-    loss: Tensor
-
-
-class CapturedClip(NamedTuple):
-    """The clipping of a step, captured: `norm` and `factor` are written by each replay."""
-
-    graph: torch.cuda.CUDAGraph
-    norm: Tensor
-    factor: Tensor | None  # that AdamW multiplies gradients by
-
-
 class StepGraphs(StepParts):
     """A step whose kernels are launched as graphs, once a step of its shape has run without."""
 
@@ -88,12 +72,12 @@ class StepGraphs(StepParts):
         """Forget the graphs: sequences of another length follow."""
         # True once a step of this shape has run to its update: all is compiled, and every moment
         # has its address
-        self.is_warm = False
-        self.passes: dict[
-            bool, CapturedPass
-        ] = {}  # by whether a micro-batch is the first of its step
-        self.clipping: CapturedClip | None = None
-        self.captures_update = False
+        self.is_warm = self.captures_update = False
+        # By whether a micro-batch is the first of its step: forward, backward, and its loss, which
+        # each replay writes
+        self.passes: dict[bool, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph, Tensor]] = {}
+        self.clipping: torch.cuda.CUDAGraph | None = None  # writes the module's `grad_norm`
+        self.factor: Tensor | None = None  # it writes, too: AdamW multiplies gradients by it
         self.updating: torch.cuda.CUDAGraph | None = None
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []  # written by the graphs
         self.pool: Any = torch.cuda.graph_pool_handle()
@@ -113,28 +97,30 @@ class StepGraphs(StepParts):
         if first not in self.passes:
             # live autograd nodes of an earlier step would keep its gradients on its stream
             gc.collect()
-            self.passes[first] = self._captured_pass(self.inputs.micro)
-        captured = self.passes[first]
-        captured.forward.replay()
+            batch = self.inputs.micro
+            forward, loss = self._capture(lambda: self.prepared.training_step(batch))
+            backward, _ = self._capture(lambda: self.parallel.backward(loss))
+            self.gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+            self.passes[first] = forward, backward, loss.detach()
+        forward, backward, loss = self.passes[first]
+        forward.replay()
         mark("forward")
-        captured.backward.replay()
+        backward.replay()
         mark("backward")
-        return captured.loss
+        return loss
 
     def clip(self) -> None:
         if not self.is_warm:
             return super().clip()
-        optimizer = self.optimizer
+        optimizer = self.optimizer if isinstance(self.optimizer, AdamW) else None
         if self.clipping is None:
-            graph, _ = self._capture(lambda: self.module.configure_gradient_clipping(optimizer))
-            factor = optimizer.factor if isinstance(optimizer, AdamW) else None
-            self.clipping = CapturedClip(graph, self.module.grad_norm, factor)
-            self.captures_update = isinstance(optimizer, AdamW) and optimizer.can_capture_update()
-        self.clipping.graph.replay()
-        self.module.grad_norm = self.clipping.norm
-        if isinstance(optimizer, AdamW):
-            optimizer.factor = self.clipping.factor
-        return None
+            self.clipping, _ = self._capture(super().clip)
+            if optimizer is not None:
+                self.factor = optimizer.factor
+                self.captures_update = optimizer.can_capture_update()
+        if optimizer is not None:
+            optimizer.factor = self.factor
+        return self.clipping.replay()
 
     def update(self) -> None:
         if self.captures_update:
@@ -158,12 +144,6 @@ class StepGraphs(StepParts):
         """Leave captured gradients, to be written over."""
         if not self.passes:
             super().zero_grad()
-
-    def _captured_pass(self, micro: MicroBatch) -> CapturedPass:
-        forward, loss = self._capture(lambda: self.prepared.training_step(micro))
-        backward, _ = self._capture(lambda: self.parallel.backward(loss))
-        self.gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
-        return CapturedPass(forward, backward, loss.detach())
 
     def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         return capture(function, self.parallel.device.type, self.pool)
