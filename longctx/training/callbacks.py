@@ -151,9 +151,8 @@ class EarlyStopping(Callback):
     def restore(self, state: dict[str, Any]) -> None:
         if state.get("val_rows") != self.run.val_rows:
             return  # losses of other sequences are not compared
-        self.loss = None if state["loss"] is None else float(state["loss"])
-        self.step, self.since = int(state["step"]), int(state["since"])
-        self.kept = tuple(kept) if (kept := state.get("kept")) else None
+        self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
+        self.kept = state["kept"] and tuple(state["kept"])
 
 
 class Spikes(Callback):

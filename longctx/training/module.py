@@ -65,9 +65,7 @@ class TrainingModule(pl.LightningModule):
         super().__init__()
         self.run, self.shard = run, shard  # spreads the weights of a new model over the ranks
         self.objective, self.keys = run.config.objective.traits, run.config.objective
-        self.figures: Tensor | None = (
-            None  # sums and counts of the objective's, since they were taken
-        )
+        self.figures: Tensor | None = None  # the objective's sums and counts since they were taken
         self.grad_norm = torch.zeros(())  # global, before clipping, of the last step
 
     def configure_model(self) -> None:
@@ -114,15 +112,12 @@ class TrainingModule(pl.LightningModule):
 
     def training_step(self, batch: MicroBatch, batch_idx: int = 0) -> Tensor:
         """Return what a micro-batch adds to the loss of its optimizer step."""
-        loss, figures = self.loss(batch)
-        if figures is not None:
-            self.figures = figures if self.figures is None else self.figures + figures
-        return loss
-
-    def loss(self, batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a micro-batch, and the sums and counts of the objective's figures."""
         result = self.objective.loss(self.model, batch, self.keys)
-        return result if self.objective.figures else (result, None)
+        if not self.objective.figures:
+            return result
+        loss, figures = result
+        self.figures = figures if self.figures is None else self.figures + figures
+        return loss
 
     def taken_figures(self) -> Tensor | None:
         """Return the figures since the last call; None if the objective has none."""

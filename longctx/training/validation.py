@@ -73,17 +73,15 @@ def validated_by_loss(module: Any, data: Data, run: Run, parallel: Parallel) -> 
     with scoring(module, parallel):
         for micro in validation_batches(run, data, parallel):
             micro.weight = torch.ones(())
-            loss, figures = module.loss(micro.to(parallel.device))
+            loss = module.training_step(micro.to(parallel.device))
             sums[0] += loss * module.model.context.ranks.count
             sums[1] += micro.scored
-            sums[2:] += figures.flatten()
+            sums[2:] += module.taken_figures().flatten()
     total, scored, *figures = parallel.all_reduce_sum(sums.mul_(parallel.counted_once(1))).tolist()
     if not scored:
         return {}
-    averages = means(objective.figures, figures)
-    return objective.metrics(total / scored) | {
-        f"val_{key}": mean for key, mean in averages.items()
-    }
+    averages = {f"val_{key}": mean for key, mean in means(objective.figures, figures).items()}
+    return objective.metrics(total / scored) | averages
 
 
 def validation_losses(module: Any, micro: MicroBatch, parallel: Parallel) -> Tensor:
