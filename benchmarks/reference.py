@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 from benchmarks.processes import ROOT
 from longctx import cli, files
+from longctx.cli.commands import meaning_of, summary_of
 from longctx.config import fields
 from longctx.config.eval_config import EvalConfig
 from longctx.config.train_config import TrainConfig
@@ -82,7 +83,7 @@ def section(title: str, schema: Any, seen: set[type] | None = None) -> Iterator[
     shared = {key.type for key in fields.keys(TrainConfig).values()} if seen is None else seen
     yield f"## {title}"
     for group, inner in {"": schema, **groups}.items():
-        summary = cli.summary_of(inner)
+        summary = summary_of(inner)
         yield "" if not group else f"\n### {title}: {group}\n\n{summary}.\n"
         if inner in shared:
             yield "The keys are those of [train.py](#trainpy)."
@@ -95,10 +96,9 @@ def section(title: str, schema: Any, seen: set[type] | None = None) -> Iterator[
 
 def row_of_key(name: str, declared: fields.Key) -> str:
     """Return a row of the table of keys."""
-    is_name = declared.choices and not declared.is_list
-    value = "a name" if is_name else declared.expected()
+    value = "a name" if declared.choices and not declared.is_list else declared.expected()
     value += " or null" if declared.optional else ""
-    cells = [f"`{name}`", f"`{fields.shown(declared.default)}`", value, cli.meaning_of(declared)]
+    cells = [f"`{name}`", f"`{fields.shown(declared.default)}`", value, meaning_of(declared)]
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Run the benchmark that `argv` names; return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a file shows each line at once, too
-    return cli.answer(argv or ["help"], lambda: help_text(argv), run)
+    return cli.commands.answer(argv or ["help"], lambda: help_text(argv), run)
 
 
 def run(argv: list[str]) -> None:
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     command = " ".join(["python -m benchmarks", *argv])
     if getattr(module, "TAKES_TRAINING_KEYS", False):
-        own, training = cli.split_own(module.Options, arguments)
+        own, training = cli.parse.split_own(module.Options, arguments)
         module.run(cli.compose(module.Options, own).config, command, training)
     else:
         module.run(cli.compose(module.Options, arguments).config, command)
@@ -58,7 +58,7 @@ def help_text(argv: list[str]) -> str:
         lines = [f"  python -m benchmarks {name:<16} {BENCHMARKS[name]}" for name in BENCHMARKS]
         return "\n".join(["Measure, next to others in the same run.", "", *lines, "", MORE])
     module = importlib.import_module(f"benchmarks.{named[0]}")
-    lines = [f"Measure {BENCHMARKS[named[0]]}.", "", *cli.key_lines(module.Options)]
+    lines = [f"Measure {BENCHMARKS[named[0]]}.", "", *cli.commands.key_lines(module.Options)]
     if getattr(module, "TAKES_TRAINING_KEYS", False):
         lines += ["", "And every key of longctx train --help."]
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from transformers import (
 
 from longctx import cli
 from longctx.cli import parse
+from longctx.config import presets
 from longctx.config.train_config import TrainConfig
 from longctx.runs import metrics_file, run_folder
 from tests.hf.families.parity import write_tokenizer
@@ -78,7 +79,7 @@ def test_a_header_tells_command_and_cost(recipe, monkeypatch):
     assert header(recipe).keys() >= keys
     assert recipe.name in (EXAMPLES / "README.md").read_text()
     keys = run_folder.flat(yaml.safe_load(recipe.read_text()))
-    written = set(parse.full_keys(TrainConfig, keys).values())
+    written = set(presets.as_typed(dict.fromkeys(parse.full_keys(TrainConfig, keys).values())))
     for words in jobs(recipe, []):
         typed = {word.partition("=")[0] for word in words if "=" in word}
         request = cli.compose("train", words)

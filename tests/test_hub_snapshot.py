@@ -168,7 +168,7 @@ def test_the_cache_answers_without_the_hub(machine, monkeypatch):
 def test_a_sweep_asks_for_one_commit_once(machine):
     script = """
         import json, sys
-        from longctx.cli import checked_jobs
+        from longctx.cli.commands import checked_jobs
         print(json.dumps(checked_jobs(sys.argv[1:])))
     """
     words = ("init=me/small", "data=embedded", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")

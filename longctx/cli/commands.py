@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -96,8 +97,9 @@ def answer(
                 print(help_text(), flush=True)
                 return 0
             if os.path.expanduser("~") == "~":
-                user = f"user {os.getuid()} has no entry in /etc/passwd"
-                raise ValueError(f"HOME: not set, and {user}; set it to a folder for the caches")
+                raise ValueError(
+                    f"HOME: not set, nor in /etc/passwd for user {os.getuid()}; set it"
+                )
             code = run(argv) or 0
             sys.stdout.flush()
             return code
@@ -123,8 +125,8 @@ def answer(
             if number_here():
                 time.sleep(GRACE)
                 return files.exit_code(error)
-            lines = str(error).splitlines() if isinstance(error, fields.Mistakes) else [str(error)]
-            for line in lines:
+            text = str(error)
+            for line in text.splitlines() if isinstance(error, fields.Mistakes) else [text]:
                 print(f"error: {files.printable(' '.join(line.split()))}", file=sys.stderr)
             return files.exit_code(error)
 
@@ -147,9 +149,10 @@ def libraries() -> Iterator[None]:
 def list_text() -> str:
     """Return the commands, with a summary of each."""
     lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
-    title = "Train GPTs on long documents, and see what runs show."
     more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
-    return "\n".join([title, "", *lines, "", more])
+    return "\n".join(
+        ["Train GPTs on long documents, and see what runs show.", "", *lines, "", more]
+    )
 
 
 def help_text(name: str, arguments: Iterable[str] = ()) -> str:
@@ -160,14 +163,13 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     # The lists below have the names that plugins register
     own = [argument for argument in arguments if argument.startswith("plugins=")]
     parse.given_values(TrainConfig if command.trains else command.schema, own)
-    summary, _, examples = inspect.cleandoc(command.schema.__doc__ or "").partition("\n\n")
+    summary, examples, *_ = inspect.cleandoc(command.schema.__doc__ or "").split("\n\n")
     lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
-    if presets.groups(command.schema):
-        lines += ["", "Presets (group=name):"]
-        for group in presets.groups(command.schema):
-            choices = " | ".join(presets.names(group))
-            head = f"  {group + '=':<12}"
-            lines += textwrap.wrap(choices, WIDTH, initial_indent=head, subsequent_indent=" " * 14)
+    groups = presets.groups(command.schema)
+    lines += ["", "Presets (group=name):"] if groups else []
+    for group in groups:
+        choices = f"  {group + '=':<12}{' | '.join(presets.names(group))}"
+        lines += textwrap.wrap(choices, WIDTH, subsequent_indent=" " * 14)
     lines += ["", "Keys (key=default):", *key_lines(command.schema)]
     return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
 
@@ -200,11 +202,10 @@ def meaning_of(declared: fields.Key) -> str:
         meaning += f" ({' | '.join(declared.choices)})"
     if declared.between is not None:
         minimum, maximum = declared.between
-        if declared.parse is not None and maximum > EVERYTHING:
+        is_open = maximum >= EVERYTHING
+        if declared.parse is not None and is_open:
             meaning += f"; 4k is {declared.parse('4k'):,}"
-        meaning += (
-            f" ({minimum:g} to {maximum:,g})" if maximum < EVERYTHING else f" (≥ {minimum:,g})"
-        )
+        meaning += f" (≥ {minimum:,g})" if is_open else f" ({minimum:g} to {maximum:,g})"
     return meaning
 
 
@@ -252,13 +253,12 @@ def check_paths(config: TrainConfig) -> None:
     in `config.init` gets its commit.
     """
     config.runs = str(Path(config.runs).expanduser())
-    # Other ranks may find the folder that rank 0 has made
     if config.resume is None:
         fields.refuse_first(config.problems_of_new_run())
-    if config.resume is None and number_here() == 0:
-        # A dry run makes no folder
-        run_folder.check_free(Path(config.runs), None if config.dry_run else config.name)
-        if config.init is not None:
+        # Other ranks may find the folder that rank 0 has made, and a dry run makes none
+        if number_here() == 0 and not config.dry_run:
+            run_folder.check_free(Path(config.runs), config.name)
+        if number_here() == 0 and config.init is not None:
             config.init, _ = found(config.init, "init")
     # A resumed run has its tokenizer in its own folder
     tokenizer = None if config.resume and config.init else config.data.tokenizer
@@ -269,10 +269,8 @@ def check_paths(config: TrainConfig) -> None:
 def _launched(config: TrainConfig | EvalConfig) -> Launched:
     processes = launched(config)
     if processes.ranks == 1 and config.strategy.name != "auto":
-        raise ValueError(
-            f"strategy={config.strategy.name}: several devices share the model, and there is one; "
-            "give devices=N, or leave strategy out"
-        )
+        why = "several devices share the model, and there is one; give devices=N, or leave it out"
+        raise ValueError(f"strategy={config.strategy.name}: {why}")
     return processes
 
 
@@ -288,10 +286,8 @@ def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
         config = compose("train", job).config
         for name in ("resume", "name") if len(sweep_jobs) > 1 else ():
             if (value := getattr(config, name)) is not None:
-                raise ValueError(
-                    f"{name}={value}: each job of a sweep is a new run with a name of its own; "
-                    "leave it out"
-                )
+                why = "each job of a sweep is a new run with a name of its own; leave it out"
+                raise ValueError(f"{name}={value}: {why}")
         given = config.init
         config.init = pinned.get(given, given)
         check_paths(config)
@@ -329,9 +325,9 @@ def found(model: str, key: str) -> tuple[str, Path | None]:
     # Other ranks take the model of rank 0
     if number_here() == 0:
         model = hub_snapshot.pinned(model, key)
-    is_of_run = hub_snapshot.model_name(model) is None
-    is_of_run = is_of_run and not run_folder.is_hugging_face(Path(model))
-    return model, run_folder.checkpoint_of(Path(model), key) if is_of_run else None
+    if hub_snapshot.model_name(model) is not None or run_folder.is_hugging_face(Path(model)):
+        return model, None
+    return model, run_folder.checkpoint_of(Path(model), key)
 
 
 def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
@@ -341,21 +337,13 @@ def open_checkpoint(config: EvalConfig | SampleConfig) -> None:
         plugins.check_checkpoint(of_run, config.plugins)
 
 
-def _generates(schema: type[SampleConfig], function: str) -> Callable[[list[str]], int]:
-    """Return the command that calls `function` of longctx.generation with the filled `schema`."""
-
-    def run(argv: list[str]) -> int:
-        config: SampleConfig = compose(schema, argv).config
-        open_checkpoint(config)
-        with libraries():
-            answer_with: Callable[[SampleConfig], int] = resolve_name(function)
-        return answer_with(config)
-
-    return run
-
-
-def _plan(argv: list[str]) -> None:
-    plan(argv, libraries)
+def _sample(schema: type[SampleConfig], function: str, argv: list[str]) -> int:
+    """Call `function` of longctx.generation with the keys in `argv`."""
+    config: SampleConfig = compose(schema, argv).config
+    open_checkpoint(config)
+    with libraries():
+        run: Callable[[SampleConfig], int] = resolve_name(f"longctx.generation:{function}")
+    return run(config)
 
 
 def _export(argv: list[str]) -> None:
@@ -381,9 +369,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command(TrainConfig, _train),
     "resume": Command(options.ResumeOptions, _resume, trains=True),
     "eval": Command(EvalConfig, _evaluate),
-    "generate": Command(GenerateConfig, _generates(GenerateConfig, "longctx.generation:run")),
-    "chat": Command(ChatConfig, _generates(ChatConfig, "longctx.generation:chat")),
-    "plan": Command(PlanOptions, _plan, trains=True),
+    "generate": Command(GenerateConfig, partial(_sample, GenerateConfig, "run")),
+    "chat": Command(ChatConfig, partial(_sample, ChatConfig, "chat")),
+    "plan": Command(PlanOptions, partial(plan, libraries=libraries), trains=True),
     "data": Command(options.DataOptions, _data, trains=True),
     "convert": Command(options.ConvertOptions, "longctx.cli.convert:convert"),
     "compare": Command(options.CompareOptions, "longctx.report.compare:compare"),

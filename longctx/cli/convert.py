@@ -1,38 +1,25 @@
-"""`longctx convert`: the recipe of another project as ours, by the names in other_names.py.
+"""`longctx convert`: the recipe of another project as ours, by the names in other_names.toml.
 
-A key of theirs is carried over if it means the same here, or CONVERTED has its meaning, and if ours
-may have its value. All others are named on stderr, with what other_names.py says about them.
+A key of theirs is carried over if it means the same here, or the table `converted` has its meaning,
+and if ours may have its value. All others are named on stderr, with what other_names.py says.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from longctx.config import fields, other_names, presets
+from longctx.config import fields, presets
+from longctx.config.other_names import ADVICE, NOTES, TABLES, VALUES, answer, key_of
 from longctx.config.train_config import TrainConfig
 from longctx.runs import run_folder
 
 Values = dict[str, Any]
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".md")
-# Names of theirs that mean what our key means, though another name for it does not
-SAME = {"gradient_accumulation_steps", "grad_accum_steps", "eval_steps", "eval_interval"}
-SAME |= {"save_steps", "save_interval", "lora_r", "base_model", "model_name_or_path", "report_to"}
-
-
-def _if_true(**ours: Any) -> Callable[[Any, Mapping[str, Any]], Values | None]:
-    """Return a conversion of a switch: on means `ours`, off what we have by default."""
-    given = {name.replace("__", "."): value for name, value in ours.items()}
-    return lambda value, _: given if value in (True, "auto") else None if value else {}
-
-
-def _targets(value: Any, theirs: Mapping[str, Any]) -> Values:
-    names = [value] if isinstance(value, str) else value
-    return {"lora.targets": list(dict.fromkeys(other_names.VALUES.get(x, x) for x in names))}
 
 
 def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
@@ -54,24 +41,17 @@ def _documents(value: Any, theirs: Mapping[str, Any]) -> Values | None:
     return ours | {renamed[name]: x for name, x in given.items() if name in renamed}
 
 
-# A key of theirs, its value and all of theirs → ours; None: not carried over
-CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], Values | None]] = {
-    "adapter": lambda value, _: {"lora": {}, "qlora": {"lora.base": "nf4"}}.get(str(value)),
-    "lora_alpha": lambda value, theirs: (
-        {"lora.scaling": value / theirs["lora_r"]} if theirs.get("lora_r") else None
-    ),
-    "lora_target_modules": _targets,
-    "lora_target_linear": _if_true(),
-    "load_in_4bit": _if_true(lora__base="nf4"),
-    "load_in_8bit": lambda value, _: None if value else {},
-    "bf16": _if_true(precision="bf16"),
-    "fp16": lambda value, _: None if value else {},
-    "gradient_checkpointing": _if_true(memory__recompute="block"),
-    "flash_attention": _if_true(attention="flash"),
-    "datasets": _documents,
-    "chat_template": _if_true(),
-    "train_on_inputs": lambda value, _: None if value else {},
-}
+def _converted(name: str, value: Any, theirs: Mapping[str, Any]) -> Values | None:
+    """Return our keys for one of theirs that means something else; None: not carried over."""
+    if name == "datasets":
+        return _documents(value, theirs)
+    if name == "lora_alpha" and theirs.get("lora_r"):
+        return {"lora.scaling": value / theirs["lora_r"]}
+    if name == "lora_target_modules":
+        names = [value] if isinstance(value, str) else value
+        return {"lora.targets": list(dict.fromkeys(VALUES.get(x, x) for x in names))}
+    ours: Values | None = TABLES["converted"][name].get(fields.shown(value))
+    return ours
 
 
 def convert(file: Path) -> None:
@@ -88,15 +68,15 @@ def convert(file: Path) -> None:
 def _found(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:
     """Return our keys for one of theirs; none after a line that says why there is none."""
     known = fields.keys(TrainConfig)
-    ours = name if name in known else other_names.key_of(name, known)
-    reason = other_names.answer(name, known) or f"{name}: nothing here has this name"
+    ours = name if name in known else key_of(name, known)
+    reason = answer(name, known) or f"{name}: nothing here has this name"
     reason = reason.replace(name, f"{name}={fields.shown(value)[:60]}", 1)
-    if name in CONVERTED:
-        if (converted := CONVERTED[name](value, theirs)) is not None:
+    if name in TABLES["converted"]:
+        if (converted := _converted(name, value, theirs)) is not None:
             return converted
-    elif ours is not None and name not in other_names.ADVICE:
-        is_other = ours in other_names.NOTES and name not in {ours, *SAME}
-        value = other_names.VALUES.get(value, value) if isinstance(value, str) else value
+    elif ours is not None and name not in ADVICE:
+        is_other = ours in NOTES and name not in {ours, *TABLES["same"]["names"].split()}
+        value = VALUES.get(value, value) if isinstance(value, str) else value
         if known[ours].is_group and value in presets.names(ours):
             return {ours: value}
         if not (is_other or known[ours].is_group):

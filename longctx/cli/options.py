@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.config.fields import PLUGINS, choice, key
+from longctx.config.fields import PLUGINS, key
 
 SIZES = (1, 2**24)  # of tokens and of a head
 PRICE = "of an hour of one GPU, in any currency, to tell the cost; null: none"
@@ -31,12 +31,12 @@ class CompareOptions:
 
     longctx compare runs/*
     longctx compare runs/a runs/b out=page.html price=2.5 table=runs.csv
+
+    out: page with their curves, .html; needs no network
     """
 
     runs: list[Path] = key([], "folders of runs, such as runs/*", positional=True)
-    out: Path = key(
-        Path("compare.html"), "page with their curves; needs no network", suffix=".html"
-    )
+    out: Path = key(Path("compare.html"), suffix=".html")
     price: float | None = key(None, PRICE, between=PRICES)
     table: Path | None = key(None, "write a row for each run too: .csv", suffix=".csv")
 
@@ -46,9 +46,11 @@ class ConvertOptions:
     """Print the recipe of axolotl or another project as ours.
 
     longctx convert axolotl.yaml > mine.yaml
+
+    file: YAML of theirs; keys without one of ours are named on stderr
     """
 
-    file: Path = key(Path(), "YAML of theirs; keys without ours go to stderr", positional=True)
+    file: Path = key(Path(), positional=True)
 
 
 @dataclass
@@ -91,20 +93,17 @@ class ExportOptions:
     """Write a trained model as a Hugging Face folder.
 
     longctx export runs/NAME out/
+
+    run: a run, of which the newest checkpoint is taken, or a checkpoint
+    dtype: of the weights, bf16 and fp16 have half the size; null: as they were trained, in fp32, or
+        with LoRA as those of init
+    shard_gb: largest size of one file of weights, in 10^9 bytes
+    adapter: of a run with LoRA: write its adapter alone, for peft; false: merge it into the weights
     """
 
-    run: str = key("", "a run, for its newest checkpoint, or a checkpoint", positional=True)
+    run: str = key("", positional=True)
     out: str = key("", "a new folder, or an empty one", positional=True)
-    dtype: str | None = choice(
-        None, "fp32 | bf16 | fp16; null: as trained, with LoRA as init", needs="adapter=false"
-    )
-    shard_gb: float = key(
-        5.0,
-        "of a file of weights at most, in 10^9 bytes",
-        between=(1e-9, 1e9),
-        needs="adapter=false",
-    )
-    adapter: bool = key(
-        False, "the adapter of LoRA alone, for peft; false: merged into the weights"
-    )
+    dtype: str | None = key(None, choices=("fp32", "bf16", "fp16"), needs="adapter=false")
+    shard_gb: float = key(5.0, between=(1e-9, 1e9), needs="adapter=false")
+    adapter: bool = key(False)
     plugins: list[str] | None = key(None, PLUGINS)

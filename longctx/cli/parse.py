@@ -64,8 +64,11 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
         if not given.get(name):
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     if schema is EvalConfig and "data.path" in given:
-        given.setdefault("data", "text")
-    choices = {group: given.get(group, usual) for group, usual in presets.groups(schema).items()}
+        given.setdefault("data.source", "text")
+    choices = {
+        group: given.get(presets.GROUPS[group], usual)
+        for group, usual in presets.groups(schema).items()
+    }
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
@@ -83,12 +86,11 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
     check(config)
-    return Request(config, {}, {name: shown(value) for name, value in given.items()})
+    return Request(config, {}, presets.as_typed(given))
 
 
 def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
     """Return the configuration that a run saved at `path`, with the `given` keys."""
-    given = {short_key(TrainConfig, name): value for name, value in given.items()}
     values = run_folder.read_keys(path)
     plugins.check_named(values.pop("plugins", None), given.get("plugins"), path)
     with untrusted.named(path):
@@ -196,7 +198,7 @@ def jobs(arguments: Iterable[str]) -> list[list[str]]:
         values = alternatives(keys(TrainConfig).get(name), listed)
         if len(values) > 1 and "" in values:
             raise ValueError(f"{name}={listed}: a value between commas is missing")
-        choices.append([f"{name}={text}" for text in values])
+        choices.append([f"{presets.GROUP_OF.get(name, name)}={text}" for text in values])
     return [[*file, *job] for job in itertools.product(*choices)]
 
 
@@ -219,49 +221,38 @@ def given_values(schema: type, arguments: Iterable[str]) -> dict[str, Any]:
         given["plugins"] = plugins.load(typed("plugins", given["plugins"], known["plugins"]))
     for file in files:
         given = values_of_file(schema, Path(file), given) | given
-    for name in given:
-        if name in known and known[name].is_group:
-            check_preset(name, given[name], known)
+    check_names(given)
     return given
 
 
-def check_preset(group: str, name: Any, known: Collection[str]) -> None:
-    """Raise ValueError unless `group` has a preset called `name`."""
-    names = presets.names(group)
-    if not names:
-        inner = [key for key in known if key.startswith(f"{group}.")]
-        raise ValueError(f"{group}: {group} has keys of its own: {', '.join(inner)}")
-    if name not in names:
-        advice = closest(str(name), names)
-        if group == "data" and "/" in str(name):
-            advice = f"; for a folder give data=text data.path={name}"
-        if group == "model" and ("/" in str(name) or os.path.isdir(str(name))):
-            advice = f"; trained weights bring their model: give init={name} instead"
-        raise ValueError(f"{group}={shown(name)}: not one of {', '.join(names)}{advice}")
+def check_names(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model without a preset, and for a path instead of a name."""
+    model, data = str(given.get("model", "auto")), str(given.get("data.source"))
+    names = presets.names("model")
+    advice = closest(model, names)
+    if "/" in model or os.path.isdir(model):
+        advice = f"; trained weights bring their model: give init={model} instead"
+    if model not in names:
+        raise ValueError(f"model={model}: not one of {', '.join(names)}{advice}")
+    if "/" in data:
+        raise ValueError(f"data={data}: not a source; for a folder give data=text data.path={data}")
 
 
 def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
-    """Return name → the dotted key that it stands for; a group with presets stands for the key that
-    holds their name, as attention for attention.backend.
+    """Return name → the dotted key that it stands for, as attention for attention.backend.
 
     ValueError has a line for each unknown key.
     """
     known = keys(schema)
-    full_names = {name: short_key(schema, name) for name in names}
+    short = {key.rpartition(".")[0]: key for key, declared in known.items() if declared.short}
     is_open = tuple(f"{name}." for name, declared in known.items() if declared.is_open)
+    full_names = {name: short.get(name, name) for name in names}
     refuse_all(
         unknown(name, known)
         for name, full in full_names.items()
         if full not in known and not full.startswith(is_open)
     )
-    named = {short_key(schema, group): group for group in presets.GROUPS}
-    return {name: named.get(full, full) for name, full in full_names.items()}
-
-
-def short_key(schema: type, name: str) -> str:
-    """Return the key that the name of a group stands for, as passkey.enabled; else the name."""
-    inner = (key for key in keys(schema) if key.rpartition(".")[0] == name)
-    return next((key for key in inner if keys(schema)[key].short), name)
+    return full_names
 
 
 def alternatives(declared: Key | None, text: str) -> list[str]:
@@ -347,9 +338,10 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     values, usual = run_folder.flat(saved), run_folder.plain(schema())
     usual.pop("model", None)
     for group in usual.keys() & presets.groups(schema).keys():
-        first = presets.first_key(group)[0]
-        name = values.get(f"{group}.{first}", values.get(group))
+        key = presets.GROUPS[group]
+        name = values.get(key, values.get(group))
         if name in presets.names(group):
+            first = key.rpartition(".")[2]
             usual[group] |= presets.read(group, name) | {first: usual[group][first]}
     usual = run_folder.flat(usual)
     return {name: value for name, value in values.items() if usual.get(name, ...) != value}
@@ -357,13 +349,10 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
 
 def replaced(given: Mapping[str, Any]) -> set[str]:
     """Return the keys and groups of a file that the command line replaces by the `given` keys."""
-    # A new policy replaces all values of the file's, and passkey=false those of its group
-    groups = {
-        name.partition(".")[0]
-        for name, value in given.items()
-        if name == "memory.policy" or (value is False and name.endswith(".enabled"))
-    }
-    return groups | (LENGTHS if any(given.get(name) is not None for name in LENGTHS) else set())
+    # Another preset replaces all values of the file's, and passkey=false those of its group
+    names = {group for group, key in presets.GROUPS.items() if key in given}
+    names |= {name[:-8] for name in given if name.endswith(".enabled") and given[name] is False}
+    return names | (LENGTHS if any(given.get(name) is not None for name in LENGTHS) else set())
 
 
 def as_new_run(saved: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -30,15 +30,14 @@ class PlanOptions:
     longctx plan model=1b seq_len=262144 gpu=H200
     longctx plan init=OWNER/NAME lora.rank=16 seq_len=128k gpu=rtx4090
     longctx plan model=8b seq_len=262144 gpu=8xH100 max_tokens=1B price=2.5
+
+    gpu: such as H100, rtx4090 or 2xH100 (devices=2); auto: the one here, else an H200
+    host_memory: GiB of the host; null: this machine's, or 128 for each GPU if gpu= is not here
     """
 
-    gpu: str = key(
-        "auto", "such as H100, rtx4090 or 2xH100 (devices=2); auto: the one here, else an H200"
-    )
+    gpu: str = key("auto")
     gpu_memory: float | None = key(None, "GiB of it; null: the usual", between=(1e-3, 1e6))
-    host_memory: float | None = key(
-        None, "GiB of the host; null: as here, else 128 for each GPU", between=(1e-3, 1e6)
-    )
+    host_memory: float | None = key(None, between=(1e-3, 1e6))
     gpus_per_machine: int = positive(8, "beyond them, GPUs reach each other by network", limit=4096)
     network: float = key(400.0, "Gbit/s from each GPU to other machines", between=(1.0, 1e5))
     price: float | None = key(None, PRICE, between=PRICES)
@@ -56,34 +55,35 @@ def plan(argv: list[str], libraries: Callable[[], AbstractContextManager[None]])
         if argument.startswith("device="):
             raise ValueError(f"{argument}: plan is of GPUs; leave it out")
     request = with_model(with_init(compose("train", training)), gpu=True)
+    config, model = request.config, request.config.model
     # The table shows every degree unless one is given
     if "context.degree" not in request.overrides:
-        request.config.context.degree = "auto"
+        config.context.degree = "auto"
     backends = [request.overrides.get("attention", AUTO)]
     # A run refuses backends that lack a part of the model
     if backends == [AUTO]:
-        parts = request.config.model.block(0).attention.required()["scores"]
+        parts = model.block(0).attention.required()["scores"]
         backends = [name for name in BACKENDS if not DESCRIPTIONS[name].lacks(parts)]
     from longctx.planner import overview
 
-    model = request.config.model
-    request = request._replace(config=model.accepted(request.config))
-    requests = {backend: with_backend(request, backend) for backend in backends}
+    config = model.accepted(config)
+    requests = {name: with_backend(config, request.overrides, name) for name in backends}
     step = overview.each_layout(requests[backends[-1]], chosen.gpus_per_machine)[0]
     with libraries() if not model.has_kernels else nullcontext():
-        model.prove("cpu", "fp32", step.seq_len, request.config.data.packing)
+        model.prove("cpu", "fp32", step.seq_len, config.data.packing)
         measured = model.measured(step, print)
     asked = request.overrides.get("attention", AttentionConfig().backend)
-    place = machine(chosen, request.config.devices)
+    place = machine(chosen, config.devices)
     overview.run(requests, asked, *place, chosen.gpus_per_machine, chosen.price, measured)
 
 
-def with_backend(request: Request[TrainConfig], backend: str) -> TrainConfig:
-    """Return its configuration with another backend; overrides of attention.options stay."""
-    prefix, attention = "attention.options.", AttentionConfig(**presets.read("attention", backend))
-    overridden = [key.removeprefix(prefix) for key in request.overrides if key.startswith(prefix)]
-    attention.options |= {key: request.config.attention.options[key] for key in overridden}
-    return replace(request.config, attention=attention)
+def with_backend(config: TrainConfig, overrides: Collection[str], backend: str) -> TrainConfig:
+    """Return `config` with another backend; `overrides` of attention.options stay."""
+    attention = AttentionConfig(**presets.read("attention", backend))
+    for name, value in config.attention.options.items():
+        if f"attention.options.{name}" in overrides:
+            attention.options[name] = value
+    return replace(config, attention=attention)
 
 
 def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
@@ -101,39 +101,37 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
         if name.partition(".")[0] == "model":
             raise ValueError(f"{name}: init={config.init} brings its own model; leave one out")
     path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
-    if not run_folder.is_hugging_face(path):
-        if config.transformers != "auto":
-            raise ValueError(f"transformers={config.transformers}: the run {path} decides that")
+    if run_folder.is_hugging_face(path):
+        model = read_config(path, config.transformers)
+    elif config.transformers != "auto":
+        raise ValueError(f"transformers={config.transformers}: the run {path} decides that")
+    else:
         # Its plugins may be missing: they are no part of the shape
         run = run_folder.checkpoint_of(path, "init").parent.parent
         run_folder.read_config(run, needed=["model.layers"])
         model = GPTConfig.of_saved(run_folder.read_keys(run / "config.yaml").get("model", {}))
-    else:
-        model = read_config(path, config.transformers)
-    return request._replace(
-        config=replace(config, model=model), choices=request.choices | {"model": path.name}
-    )
+    choices = request.choices | {"model": path.name}
+    return request._replace(config=replace(config, model=model), choices=choices)
 
 
 def machine(options: PlanOptions, devices: int) -> tuple[Chip, float, str]:
     """Return the GPU to plan for, the bytes of its host's memory, and their source if assumed."""
-    # if the named GPU is not here, its host's memory is assumed
     there = hardware.here()
-    assumed = hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
-    base = (there or assumed) if options.gpu == "auto" else hardware.chip(options.gpu)
-    base = replace(base, network=options.network / 8 * 1e9)
-    if options.gpu_memory is not None:
-        base = replace(base, memory=options.gpu_memory * GIB)
-    if options.gpu != "auto" and base.flops is None:
-        raise ValueError(
-            f"gpu={options.gpu}: not a known GPU; one of {', '.join(hardware.cards())}"
-        )
-    if not base.memory:
+    is_here = options.gpu == "auto" or (there is not None and is_named(there.name, options.gpu))
+    gpu = hardware.chip(options.gpu)
+    if options.gpu == "auto":
+        gpu = there or hardware.chip(hardware.ASSUMED[0], hardware.ASSUMED[1] * GIB)
+    elif gpu.flops is None:
+        known = ", ".join(hardware.cards())
+        raise ValueError(f"gpu={options.gpu}: not a known GPU; one of {known}")
+    memory = gpu.memory if options.gpu_memory is None else options.gpu_memory * GIB
+    if not memory:
         raise ValueError(f"gpu={options.gpu}: say how much memory it has, such as gpu_memory=80")
+    gpu = replace(gpu, memory=memory, network=options.network / 8 * 1e9)
     if options.host_memory is not None:
-        return base, options.host_memory * GIB, ""
-    is_here = there is not None and (options.gpu == "auto" or is_named(there.name, options.gpu))
-    if is_here:
-        return base, hardware.host_memory(), ", this machine: host_memory= says another"
+        return gpu, options.host_memory * GIB, ""
+    if there is not None and is_here:
+        return gpu, hardware.host_memory(), ", this machine: host_memory= says another"
+    # If the named GPU is not here, its host's memory is assumed
     host = hardware.ASSUMED_HOST * min(devices, options.gpus_per_machine)
-    return base, host, " assumed, 128 for each GPU: host_memory= says another"
+    return gpu, host, " assumed, 128 for each GPU: host_memory= says another"

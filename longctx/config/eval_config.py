@@ -10,18 +10,7 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import (
-    DEVICES,
-    MODEL,
-    PLUGINS,
-    SEEDS,
-    Group,
-    choice,
-    counted,
-    group,
-    key,
-    positive,
-)
+from longctx.config.fields import PLUGINS, SEEDS, Group, counted, group, key, positive
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 SHORTEST = 128  # tokens of a text with pass keys
@@ -37,32 +26,28 @@ TOKENS_PER_BATCH = {"cuda": 65536, "cpu": 4096}
 
 @dataclass
 class PasskeyConfig:
-    """Pass keys hidden in long texts and asked for at the end: passkey=true."""
+    """Pass keys hidden in long texts and asked for at the end: passkey=true.
+
+    lengths: tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in
+        training seq_len alone
+    depths: position of the fact: 0 the beginning, 1 the end; null: 11 depths, in training 5
+    """
 
     enabled: bool = key(False, "set by passkey=true", short=True)
-    lengths: list[int] | None = key(
-        None,
-        "tokens of a text; null: 1,024, 2,048 … seq_len, below 8,192 from about an eighth; in "
-        "training seq_len alone",
-        **LENGTHS,
-    )
-    depths: list[float] | None = key(
-        None,
-        "of the fact: 0 begins, 1 ends; null: 11, in training 5",
-        between=(0, 1),
-        distinct=True,
-    )
+    lengths: list[int] | None = key(None, **LENGTHS)
+    depths: list[float] | None = key(None, between=(0, 1), distinct=True)
     samples: int = positive(10, "texts for each length and depth", limit=10**6)
 
 
 @dataclass
 class RulerConfig:
-    """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true."""
+    """RULER's tasks (arXiv 2404.06654), made from a seed and your own text: ruler=true.
+
+    lengths: tokens of a text with its answer; null: 4,096, 8,192 … seq_len
+    """
 
     enabled: bool = key(False, "set by ruler=true", short=True)
-    lengths: list[int] | None = key(
-        None, "tokens of a text with its answer; null: 4,096, 8,192 … seq_len", **LENGTHS
-    )
+    lengths: list[int] | None = key(None, **LENGTHS)
     samples: int = positive(20, "texts for each task and length; RULER takes 500", limit=10**6)
     tasks: list[str] | None = key(None, "null: all 11", choices=RULER_TASKS, distinct=True)
     seed: int = key(42, "of the texts", between=SEEDS)
@@ -80,44 +65,36 @@ class EvalConfig(Group):
     python eval.py runs/NAME seq_len=16384
     python eval.py OWNER/NAME data=text data.path=docs/
     The same: longctx eval key=value ...
+
+    checkpoint: runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or
+        a model of the Hub: OWNER/NAME, OWNER/NAME@REVISION
+    seq_len: tokens that the model sees at most; null: the length that the run trained at
+    stride: tokens from one window to the next; null: half of seq_len
+    contexts: context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192
+        from about an eighth; []: none
+    batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
+    device: auto: a GPU if there is one | cpu | cuda
+    precision: auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
+    wandb: send the result there too: disabled | auto | online | offline
+    fewshot: solved examples before each question of a task; null: as the task says
+    chat_template: write the prompts of tasks by the model's chat template; null: if it has one
     """
 
-    checkpoint: str | None = key(None, MODEL, positional=True, compared=False)
-    seq_len: int | None = positive(
-        None, "tokens the model sees at most; null: as in training", 10**12, parse=counted()
-    )
-    stride: int | None = positive(
-        None, "tokens from window to window; null: half of seq_len", 10**12, parse=counted()
-    )
-    split: str = choice("val", "val: the run's own documents that validate | train")
+    checkpoint: str | None = key(None, positional=True, compared=False)
+    seq_len: int | None = positive(None, limit=10**12, parse=counted())
+    stride: int | None = positive(None, limit=10**12, parse=counted())
+    split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
-    contexts: list[int] | None = key(
-        None,
-        "context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192 from "
-        "about an eighth; []: none",
-        between=(2, inf),
-        parse=counted(),
-    )
-    batch_size: int | None = positive(
-        None, "windows per forward; null: 65,536 tokens, on a CPU 4,096", 10**12, compared=False
-    )
-    device: str = choice("auto", DEVICES, compared=False)
+    contexts: list[int] | None = key(None, between=(2, inf), parse=counted())
+    batch_size: int | None = positive(None, limit=10**12, compared=False)
+    device: str = key("auto", choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
-    precision: str = choice("auto", "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32")
-    wandb: str = choice(
-        "disabled", "disabled | auto: send the result there too | online | offline", compared=False
-    )
+    precision: str = key("auto", choices=("auto", "bf16", "fp32"))
+    wandb: str = key("disabled", choices=("disabled", "auto", "online", "offline"), compared=False)
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
-    fewshot: int | None = key(
-        None,
-        "solved examples before each question; null: the task's",
-        between=(0, 10**6),
-        needs="tasks",
-    )
-    chat_template: bool | None = key(
-        None, "for the prompts of tasks; null: if the model has one", needs="tasks"
-    )
+    fewshot: int | None = key(None, between=(0, 10**6), needs="tasks")
+    chat_template: bool | None = key(None, needs="tasks")
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)
     passkey: PasskeyConfig = group(PasskeyConfig)
@@ -132,30 +109,24 @@ class EvalConfig(Group):
             yield "context=auto: is chosen for training; give eval.py a number"
         if self.context.check:
             yield "context.check=true: compares a step of training; give it to train.py"
+        tasks = f"tasks=[{','.join(self.tasks)}]"
         if self.tasks and find_spec("lm_eval") is None:
-            yield f"{self._tasks()}: lm-evaluation-harness is not installed; pip install lm-eval"
-        yield from self._problems_of_kind()
-
-    def _tasks(self) -> str:
-        return f"tasks=[{','.join(self.tasks)}]"
-
-    def _problems_of_kind(self) -> Iterator[str]:
-        """Yield a message for a second kind of evaluation, and for a key that this one ignores."""
-        kinds = {self._tasks(): bool(self.tasks)}
+            yield f"{tasks}: lm-evaluation-harness is not installed; pip install lm-eval"
+        kinds = {tasks: bool(self.tasks)}
         kinds |= {"passkey=true": self.passkey.enabled, "ruler=true": self.ruler.enabled}
         chosen = [kind for kind, is_chosen in kinds.items() if is_chosen]
         if len(chosen) > 1:
             yield f"{chosen[0]}: another evaluation than {chosen[1]}; call eval.py once for each"
-        if not chosen:
-            return
-        names = ["contexts", "stride", *([] if self.tasks else ["batch_size"])]
-        unused = [name for name in names if getattr(self, name) is not None]
+        ignored = [] if not chosen else ["contexts", "stride"]
+        ignored += ["batch_size"] if chosen and not self.tasks else []
+        ignored = [name for name in ignored if getattr(self, name) is not None]
+        # Each device answers texts of its own
         if self.ruler.enabled and self.context.degree != 1:
-            unused.append("context")  # each device answers texts of its own
-        for name in unused:
+            ignored.append("context")
+        for name in ignored:
             yield f"{name}=: does nothing with {chosen[0]}; leave {name} out"
         for name, texts in (("passkey", self.passkey), ("ruler", self.ruler)):
-            if texts.enabled and texts.lengths is not None and self.seq_len is not None:
+            if texts.lengths is not None and self.seq_len is not None:
                 yield f"seq_len={self.seq_len}: {name}.lengths gives the lengths; leave one out"
 
 
@@ -191,9 +162,6 @@ def default_lengths(limit: int) -> list[int]:
     """
     if limit < 16:
         return []
-    first = 1024 if limit >= 8192 else 1 << (limit.bit_length() - 4)
-    lengths = []
-    while first < limit:
-        lengths.append(first)
-        first *= 2
-    return [*lengths, limit]
+    shortest = 10 if limit >= 8192 else limit.bit_length() - 4
+    powers = [1 << exponent for exponent in range(shortest, limit.bit_length())]
+    return [*(power for power in powers if power < limit), limit]

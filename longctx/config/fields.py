@@ -1,14 +1,15 @@
 """How a key is declared, and how plain values become a configuration.
 
-Default, meaning, type, range and choices are next to the field. `build` gives every value its type,
-whether it comes from a command line, a file or a run; `check` holds it to its range. No torch here:
-the command line answers `--help` and mistakes before torch is imported.
+Default, meaning, type, range and choices are in the class of the field. `build` gives every value
+its type, whether it comes from a command line, a file or a run; `check` holds it to its range. No
+torch here: the command line answers `--help` and mistakes before torch is imported.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
 import types
 import typing
@@ -24,7 +25,7 @@ PLUGINS = "Python files of yours that register backends, sources, …: [my.py]; 
 MODEL = (
     "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME or OWNER/NAME@REVISION"
 )
-DEVICES = "auto: a GPU if there is one | cpu | cuda"
+
 SEEDS = (0, 2**63 - 1)
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES: dict[Any, str] = {
@@ -103,8 +104,10 @@ class Key(NamedTuple):
         return TYPES.get(self.type, "another value")
 
 
-def key(default: Any, meaning: str, **rules: Any) -> Any:
-    """Declare a field with its `default`, help text and rules, those of `Key`."""
+def key(default: Any, meaning: str = "", **rules: Any) -> Any:
+    """Declare a field with its `default`, meaning and rules, those of `Key`. A meaning that is too
+    long for the line is in the docstring of the class, as `name: meaning`.
+    """
     metadata = {"key": Key(meaning, **rules)}
     # A dataclass refuses mutable defaults: instances would share them
     if isinstance(default, list | dict):
@@ -112,14 +115,9 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def positive(default: Any, meaning: str, limit: float = 10**9, **rules: Any) -> Any:
+def positive(default: Any, meaning: str = "", limit: float = 10**9, **rules: Any) -> Any:
     """Declare a field that counts something: a whole number from 1 to `limit`."""
     return key(default, meaning, between=(1, limit), **rules)
-
-
-def choice(default: Any, meaning: str, **rules: Any) -> Any:
-    """Declare a field whose `meaning` lists its choices, as in "fp32 | bf16: half the size"."""
-    return key(default, meaning, choices=re.findall(r"(?:^|\| )([\w-]+)", meaning), **rules)
 
 
 def group(schema: type, **rules: Any) -> Any:
@@ -159,6 +157,8 @@ def keys(schema: Any) -> dict[str, Key]:
     if schema in KEYS:
         return KEYS[schema]
     hints, result = typing.get_type_hints(schema), dict[str, Key]()
+    docs = "\n".join(inspect.cleandoc(base.__doc__ or "") for base in schema.__mro__[::-1])
+    meanings = dict(re.findall(r"^(\w+): (.*(?:\n    .*)*)", docs, re.MULTILINE))
     for item in dataclasses.fields(schema):
         hint, rules = hints[item.name], item.metadata.get("key", Key())
         types_allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -167,6 +167,7 @@ def keys(schema: Any) -> dict[str, Key]:
         if "enabled" in hints and item.name != "enabled":
             rules = rules._replace(needs="enabled")
         result[item.name] = rules._replace(
+            meaning=rules.meaning or " ".join(meanings.get(item.name, "").split()),
             names=not rules.resume if rules.names is None else rules.names,
             default=item.default_factory() if callable(item.default_factory) else item.default,
             type=declared[0] if len(declared) == 1 else hint,
@@ -233,7 +234,9 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             elif isinstance(value, Mapping):
                 filled[name] = build(known[name].type, value, f"{prefix}{name}.")
             else:
-                raise ValueError(f"{prefix}{name}={str(value)[:60]}: a group of keys belongs there")
+                inner = f"{prefix}{name}.{next(iter(keys(known[name].type)))}"
+                problem = f"has keys of its own, such as {inner}"
+                raise ValueError(f"{prefix}{name}={str(value)[:60]}: {problem}")
         except ValueError as error:
             messages += str(error).splitlines()
     refuse_all(messages)
@@ -339,7 +342,7 @@ def _outside(config: Any, prefix: str) -> Iterator[str]:
         items = value if isinstance(value, list | tuple) else [value]
         wrong = ((item, allowed(item, declared)) for item in items if item is not None)
         if found := next(((item, rule) for item, rule in wrong if rule), None):
-            yield f"{name}={found[0]}: {found[1]}"
+            yield f"{prefix[:-1] if declared.short else name}={found[0]}: {found[1]}"
         elif declared.distinct and (value == [] or len(set(map(str, items))) < len(items)):
             yield f"{name}={value}: an empty list, or a value twice; give each once"
         # config.yaml of a run holds every key of the model, most with their default

@@ -11,28 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, choice, counted, key, positive
+from longctx.config.fields import Group, counted, key, positive
 
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
 LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}
-NOTHING_TWICE: dict[str, Any] = {
-    "recompute": "none",
-    "keep_every": 1,
-    "mlp_tile": 0,
-    "offload": 0.0,
-    "optimizer_state": "fp32",
-}
+NOTHING_TWICE = dict[str, Any](
+    recompute="none", keep_every=1, mlp_tile=0, offload=0.0, optimizer_state="fp32"
+)
+TILES = dict[str, Any](
+    recompute="block", keep_every=2, mlp_tile=32768, offload=0.6, optimizer_state="host"
+)
 POLICIES = {
     "fast": NOTHING_TWICE,
     "balanced": NOTHING_TWICE | {"recompute": "block"},
-    "long": {
-        "recompute": "block",
-        "keep_every": 2,
-        "mlp_tile": 32768,
-        "offload": 0.6,
-        "optimizer_state": "host",
-    },
+    "long": TILES,
 }
 
 
@@ -46,33 +39,28 @@ def tile_size(tokens: int, limit: int) -> int:
 
 @dataclass
 class MemoryConfig(Group):
-    """Activations saved for backward, and their place; null: as in the policy."""
+    """Activations saved for backward, and their place; null: as in the policy.
+
+    policy: set by memory=NAME; auto: the first of fast, balanced, long that fits
+    recompute: computed again in backward: none | mlp | block: all (attention=flash: all but
+        attention)
+    keep_every: with recompute=block: save the input of every n-th block only
+    mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
+    offload: with recompute=block: share of the saved activations in pinned host memory
+    loss_chunk: tokens whose logits exist at one time; null: 2^29 logits, 2^27 in long, at most
+        16,384 tokens; on a CPU 1,024 tokens
+    optimizer_state: AdamW's moments, Muon's momentum: fp32 | bf16 | host: fp32 in pinned host
+        memory
+    """
 
     prefix = "memory."
-    policy: str = key(
-        "auto",
-        "set by memory=NAME; auto: the first of fast, balanced, long that fits",
-        choices=("auto", *POLICIES),
-        short=True,
-    )
-    recompute: str | None = choice(
-        None, "none: nothing is computed again in backward | mlp | block: all but flash's attention"
-    )
-    keep_every: int | None = positive(
-        None, "with recompute=block: save the input of every n-th block only", limit=2**24
-    )
-    mlp_tile: int | None = key(
-        None, "with recompute: tokens per tile of projections and MLP; 0: none", between=(0, 2**24)
-    )
-    offload: float | None = key(
-        None, "with recompute=block: share of what is saved in pinned host memory", between=(0, 1)
-    )
-    loss_chunk: int | None = positive(
-        None, "tokens whose logits exist at one time; null: up to 16,384, on a CPU 1,024", 2**24
-    )
-    optimizer_state: str | None = choice(
-        None, "fp32: AdamW's moments, Muon's momentum | bf16 | host: fp32 in pinned host memory"
-    )
+    policy: str = key("auto", choices=("auto", *POLICIES), short=True)
+    recompute: str | None = key(None, choices=("none", "mlp", "block"))
+    keep_every: int | None = positive(None, limit=2**24)
+    mlp_tile: int | None = key(None, between=(0, 2**24))
+    offload: float | None = key(None, between=(0, 1))
+    loss_chunk: int | None = positive(None, limit=2**24)
+    optimizer_state: str | None = key(None, choices=("fp32", "bf16", "host"))
 
     def problems(self) -> Iterator[str]:
         """Yield a message if no policy allows the other keys."""
@@ -125,14 +113,13 @@ class MemoryConfig(Group):
 
 @dataclass
 class StrategyConfig:
-    """How several devices share the model."""
+    """How several devices share the model.
 
-    name: str = choice(
-        "auto",
-        "auto: with several devices ddp, or fsdp if ddp does not fit or would train 5% slower "
-        "| ddp: a copy of the model per device | fsdp: the model in slices",
-        short=True,
-    )
+    name: auto: with several devices ddp, or fsdp if ddp does not fit or would train 5% slower |
+        ddp: a copy of the model per device | fsdp: the model in slices
+    """
+
+    name: str = key("auto", choices=("auto", "ddp", "fsdp"), short=True)
 
 
 @dataclass(frozen=True)
@@ -152,26 +139,19 @@ STRATEGIES = {
 
 @dataclass
 class ContextConfig:
-    """Context parallelism: several devices share each sequence, and attention sees all of it."""
+    """Context parallelism: several devices share each sequence, and attention sees all of it.
 
-    degree: int | str = positive(
-        1,
-        "set by context=N: devices that each hold a part of every sequence; auto: as many as make "
-        "the run fit and fastest, by prediction",
-        limit=4096,
-        parse=counted(word="auto"),
-        short=True,
-    )
-    method: str = choice(
-        "auto",
-        "auto: ulysses if the degree divides the heads | ulysses: each device has all tokens of "
-        "some heads | allgather: its own queries of all heads, and all keys",
-    )
-    check: bool | None = key(
-        None,
-        "before the run, at a small size: test for leaks between documents, and loss and gradients "
-        "against one device; null: true if devices share sequences and the run has plugins",
-    )
+    degree: set by context=N: devices that each hold a part of every sequence; auto: as many as make
+        the run fit and fastest, by prediction
+    method: auto: ulysses if the degree divides the heads | ulysses: each device has all tokens of
+        some heads | allgather: its own queries of all heads, and all keys
+    check: before the run, at a small size: test for leaks between documents, and loss and gradients
+        against one device; null: true if devices share sequences and the run has plugins
+    """
+
+    degree: int | str = positive(1, limit=4096, parse=counted(word="auto"), short=True)
+    method: str = key("auto", choices=("auto", "ulysses", "allgather"))
+    check: bool | None = key(None)
 
     def check_degree(self, devices: int) -> None:
         """Raise ValueError if `devices` devices cannot be split into groups of `degree`."""

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 
-from longctx.config.fields import Key, keys
+from longctx.config.fields import keys, shown
 from longctx.config.train_config import TrainConfig
 from longctx.spec.model_config import GPTConfig
 
 # The folder is a link, so that wheels have the files
 CONFIGS = (Path(__file__).parents[1] / "configs").resolve()
-# Every group that has a folder there
-GROUPS: dict[str, type] = {
-    name: hint for name, hint in get_type_hints(TrainConfig).items() if (CONFIGS / name).is_dir()
+# Every group that has a folder there, and its key that has the name; a model has no such key
+GROUPS: dict[str, str] = {
+    name: next((f"{name}.{key}" for key, declared in keys(hint).items() if declared.short), name)
+    for name, hint in get_type_hints(TrainConfig).items()
+    if (CONFIGS / name).is_dir()
 }
+GROUP_OF = {key: group for group, key in GROUPS.items()}
 AUTO_MODEL = {"cuda": "124m", "cpu": "tiny"}  # what model=auto stands for
 
 Config = TypeVar("Config")
@@ -45,6 +49,11 @@ class Request(NamedTuple, Generic[Config]):
         return any(name.partition(".")[0] == "data" for name in self.overrides)
 
 
+def as_typed(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return key → value as on a command line, with attention=flash for attention.backend."""
+    return {GROUP_OF.get(name, name): shown(value) for name, value in given.items()}
+
+
 @functools.cache
 def files(group: str) -> dict[str, Path]:
     """Return name → file of the presets in configs/`group`."""
@@ -52,21 +61,14 @@ def files(group: str) -> dict[str, Path]:
 
 
 def names(group: str) -> list[str]:
-    """Return the names that `group`= may have; none if it has no presets."""
-    if group not in GROUPS:
-        return []
-    return sorted({*files(group), *first_key(group)[1].choices})
-
-
-def first_key(group: str) -> tuple[str, Key]:
-    """Return the first key of a group, which holds the name of its preset; a model has no such."""
-    return next(iter(keys(GROUPS[group]).items()))
+    """Return the names that `group`= may have."""
+    return sorted({*files(group), *keys(TrainConfig)[GROUPS[group]].choices})
 
 
 def read(group: str, name: str) -> dict[str, Any]:
     """Return key → value of the preset `name`: what differs from the defaults."""
     if name not in files(group):
-        return {first_key(group)[0]: name}
+        return {GROUPS[group].rpartition(".")[2]: name}
     values: dict[str, Any] = yaml.safe_load(files(group)[name].read_text()) or {}
     return values
 
@@ -75,9 +77,8 @@ def groups(schema: type) -> dict[str, str]:
     """Return the groups of `schema` that have presets, each with its default choice."""
     known = keys(schema)
     present = [group for group in GROUPS if group in known and known[group].is_group]
-    defaults = {group: first_key(group)[1].default for group in present}
     return {
-        group: default if default in files(group) else "auto" for group, default in defaults.items()
+        group: known[GROUPS[group]].default if group != "model" else "auto" for group in present
     }
 
 

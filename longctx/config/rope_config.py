@@ -31,21 +31,18 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass
 class RopeConfig(Group):
-    """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
+    """How the positions of init's weights are stretched to seq_len; set by rope=NAME.
+
+    factor: how many times the original length; null: seq_len / original
+    original: tokens that the weights were trained for; null: as in their config.json
+    theta: rope=abf: the new base of the frequencies
+    """
 
     prefix = "rope."
     type: str = key("keep", "set by rope=NAME", choices=WAYS, short=True)
-    factor: float | None = key(
-        None, "how many times the original length; null: seq_len / original", between=(1, 2**24)
-    )
-    original: int | None = key(
-        None,
-        "tokens that the weights were trained for; null: as in their config.json",
-        between=(2, 2**31 - 1),
-    )
-    theta: float | None = key(
-        None, "rope=abf: the new base of the frequencies", above=1, needs="type=abf"
-    )
+    factor: float | None = key(None, between=(1, 2**24))
+    original: int | None = key(None, between=(2, 2**31 - 1))
+    theta: float | None = key(None, above=1, needs="type=abf")
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
     def problems(self) -> Iterator[str]:

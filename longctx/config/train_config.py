@@ -13,11 +13,9 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import (
-    DEVICES,
     PLUGINS,
     SEEDS,
     Group,
-    choice,
     counted,
     foreign_keys,
     group,
@@ -38,16 +36,16 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 @dataclass
 class WandbConfig:
-    """What Weights & Biases hears about a run. Other trackers use its project and group too."""
+    """What Weights & Biases hears about a run. Other trackers use its project and group too.
+
+    mode: auto: online with an API key, else offline | online | offline | disabled
+    group: runs of one group are drawn together; null: offline, the run and what continues it
+    """
 
     project: str = key("longctx", "the project that the run appears in")
     entity: str | None = key(None, "team or user; null: your default")
-    mode: str = choice(
-        "auto", "auto: online with an API key, else offline | online | offline | disabled"
-    )
-    group: str | None = key(
-        None, "runs of one group are drawn together; null: offline, the run and what continues it"
-    )
+    mode: str = key("auto", choices=("auto", "online", "offline", "disabled"))
+    group: str | None = key(None)
     job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
     tags: list[str] = key([], "such as [baseline,h200]")
     notes: str | None = key(None, "a sentence about the run")
@@ -55,11 +53,12 @@ class WandbConfig:
 
 @dataclass
 class KernelConfig:
-    """How strictly a run keeps its kernels, as recorded in its kernel.lock.json."""
+    """How strictly a run keeps its kernels, as recorded in its kernel.lock.json.
 
-    lock: str = choice(
-        "auto", "auto: record, refuse others on resume | record: what is here | off", resume=True
-    )
+    lock: auto: record, and refuse others on resume | record: take what is here now | off
+    """
+
+    lock: str = key("auto", choices=("auto", "record", "off"), resume=True)
 
 
 @dataclass
@@ -74,153 +73,94 @@ class TrainConfig(Group):
         my.yaml: keys as below, or a run's config.yaml
         values: text as it is typed, null for none, lists as [a,b]
     The same: longctx train key=value ...
+
+    seq_len: tokens per sequence: the model's context in training; max: the longest that fits the
+        GPU
+    seq_len_schedule: [[tokens per sequence, steps], …]: shorter ones first, the same tokens per
+        step
+    batch_size: sequences per device and micro-batch; null: the whole step if it fits, else 16,384
+        tokens
+    accumulate: micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
+    max_steps: optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU
+    max_tokens: stop after about this many tokens, padding included (tokens_seen counts none),
+        instead of max_steps
+    lr: peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4
+    lr_schedule: the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd:
+        stays, and falls over the last steps | inverse_sqrt: falls as 1 / √step | constant
+    min_lr_ratio: cosine, linear, wsd: rate of the last step, as a share of lr; null: 0.1
+    lr_decay_share: wsd: share of the steps in which the rate falls; null: 0.2
+    lr_decay_from: wsd: steps before the rate falls, in place of lr_decay_share
+    lr_decay_shape: wsd: 1-sqrt | linear; null: 1-sqrt
+    warmup_steps: linear warm-up; null: a tenth of the steps, at most 200
+    weight_decay: on matrices, embeddings among them; never on norms and biases
+    device: auto: a GPU if there is one | cpu | cuda
+    precision: auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 |
+        fp8: as bf16, the matrix products of the blocks' linear layers in FP8
+    bf16_layers: blocks that stay in bf16 under precision=fp8: the first is 0, the last -1
+    compile: auto: on a GPU | true | false: torch.compile of each transformer block
+    graphs: auto: on a GPU that would wait for the host | true | false: CUDA graphs, which launch a
+        micro-batch's forward and backward as one
+    name: of the run's folder; null: made of what differs from the defaults, and a counter
+    init: start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a
+        model of the Hub, owner/name or owner/name@revision (branch, tag or commit)
+    transformers: auto: transformers computes a model of init= that has no family here | always |
+        never
+    resume: continue this run, for example runs/tiny-flash-4k-001
+    dry_run: print the run and its predicted memory and time; train nothing
+    val_every: steps between validations, also one at step 0; null: a fifth of the run, 20 or more
+    val_rows: sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all
+    sample_every: steps between samples of text, also one at the last step; null: none
+    sample_prompt: what a sample continues; null: the beginning of a document that validates
+    checkpoint_every: steps between checkpoints; one always comes at the end
+    keep_best: also keep the checkpoint with the lowest validation loss, as best.ckpt; given on
+        resume: the lowest from then on
+    patience: end after this many validations without a lower loss; null: after max_steps
+    workers: processes that prepare batches, per device; 0: none
+    tracker: copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone
     """
 
-    seq_len: int | str = key(
-        4096,
-        "tokens per sequence, the model's context; max: the longest that fits the GPU",
-        between=(2, LONGEST_ROW),
-        parse=counted(word="max"),
-        names=False,
-    )
-    seq_len_schedule: list[list[int]] | None = key(
-        None, "[[tokens per sequence, steps], …]: shorter ones first, the same tokens per step"
-    )
-    batch_size: int | None = positive(
-        None, "sequences per device and micro-batch; null: what fits of a step", resume=True
-    )
-    accumulate: int | None = positive(
-        None, "micro-batches; null: 65,536 tokens a step on a GPU, 4,096 on a CPU", resume=True
-    )
-    max_steps: int | None = positive(
-        None, "optimizer steps; null: from max_tokens, else 300, on a CPU up to 40", resume=True
-    )
-    max_tokens: int | None = positive(
-        None,
-        "instead of max_steps, padding included (tokens_seen counts none)",
-        limit=10**15,
-        parse=counted(1000),
-        resume=True,
-    )
-    lr: float | None = key(
-        None, "peak rate; null: 0.5 / model.channels, init 2e-5, lora 2e-4", between=(0.0, 10.0)
-    )
-    lr_schedule: str = key(
-        "cosine",
-        "the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd: stays, and "
-        "falls over the last steps | inverse_sqrt: falls as 1 / √step | constant",
-        choices=SCHEDULES,
-        **SCHEDULE,
-    )
-    min_lr_ratio: float | None = key(
-        None, "cosine, linear, wsd: last rate / lr; null: 0.1", between=(0.0, 1.0), **SCHEDULE
-    )
-    lr_decay_share: float | None = key(
-        None, "wsd: share of the steps that decay; null: 0.2", between=(0, 1), above=0, **SCHEDULE
-    )
-    lr_decay_from: int | None = key(
-        None,
-        "wsd: steps before the rate falls, in place of lr_decay_share",
-        between=(0, 10**9),
-        **SCHEDULE,
-    )
-    lr_decay_shape: str | None = key(
-        None, "wsd: 1-sqrt | linear; null: 1-sqrt", choices=("1-sqrt", "linear"), **SCHEDULE
-    )
-    warmup_steps: int | None = key(
-        None, "linear warm-up; null: a tenth of the steps, at most 200", between=(0, 10**9)
-    )
-    weight_decay: float = key(
-        0.1, "on matrices, embeddings too; never on norms and biases", between=(0.0, 10.0)
-    )
+    seq_len: int | str = key(4096, between=(2, LONGEST_ROW), parse=counted(word="max"), names=False)
+    seq_len_schedule: list[list[int]] | None = key(None)
+    batch_size: int | None = positive(None, resume=True)
+    accumulate: int | None = positive(None, resume=True)
+    max_steps: int | None = positive(None, resume=True)
+    max_tokens: int | None = positive(None, limit=10**15, parse=counted(1000), resume=True)
+    lr: float | None = key(None, between=(0.0, 10.0))
+    lr_schedule: str = key("cosine", choices=SCHEDULES, **SCHEDULE)
+    min_lr_ratio: float | None = key(None, between=(0.0, 1.0), **SCHEDULE)
+    lr_decay_share: float | None = key(None, between=(0, 1), above=0, **SCHEDULE)
+    lr_decay_from: int | None = key(None, between=(0, 10**9), **SCHEDULE)
+    lr_decay_shape: str | None = key(None, choices=("1-sqrt", "linear"), **SCHEDULE)
+    warmup_steps: int | None = key(None, between=(0, 10**9))
+    weight_decay: float = key(0.1, between=(0.0, 10.0))
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 0.999999))
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
     seed: int = key(1, "of the initial weights and of the order of the sequences", between=SEEDS)
-    device: str = choice("auto", DEVICES, resume=True)
+    device: str = key("auto", choices=("auto", "cpu", "cuda"), resume=True)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, resume=True)
-    precision: str = choice(
-        "auto",
-        "auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 | fp8: "
-        "as bf16, the matrix products of the blocks' linear layers in FP8",
-    )
-    bf16_layers: list[int] = key(
-        [],
-        "blocks in bf16 under precision=fp8: the first is 0, the last -1",
-        between=(-4096, 4095),
-        needs="precision=fp8",
-    )
-    compile: str = choice(
-        "auto", "auto: on a GPU | true: torch.compile of each block | false", resume=True
-    )
-    graphs: str = choice(
-        "auto",
-        "auto: on a GPU that would wait for the host | true: CUDA graphs, which launch a "
-        "micro-batch as one | false",
-        resume=True,
-    )
+    precision: str = key("auto", choices=("auto", "bf16", "fp32", "fp8"))
+    bf16_layers: list[int] = key([], between=(-4096, 4095), needs="precision=fp8")
+    compile: str = key("auto", choices=("auto", "true", "false"), resume=True)
+    graphs: str = key("auto", choices=("auto", "true", "false"), resume=True)
     deterministic: bool = key(False, "only algorithms that give the same bits in every run; slower")
-    name: str | None = key(
-        None, "of the run's folder; null: what differs, and a counter", names=False, compared=False
-    )
-    init: str | None = key(
-        None,
-        "begin with the model and tokenizer of a run, runs/NAME, a Hugging Face folder, or a model "
-        "of the Hub, OWNER/NAME or OWNER/NAME@REVISION (branch, tag or commit)",
-        names=False,
-    )
-    transformers: str = choice(
-        "auto", "auto: computes a model of init= that has no family | always | never", needs="init"
-    )
-    resume: str | None = key(
-        None, "continue this run, for example runs/tiny-flash-4k-001", compared=False
-    )
-    dry_run: bool = key(
-        False, "predict memory and time; train nothing", resume=True, compared=False
-    )
-    runs: str = key("runs", "the folder of all runs", names=False, compared=False)
+    name: str | None = key(None, names=False, compared=False)
+    init: str | None = key(None, names=False)
+    transformers: str = key("auto", choices=("auto", "always", "never"), needs="init")
+    resume: str | None = key(None, compared=False)
+    dry_run: bool = key(False, resume=True, compared=False)
+    runs: str = key("runs", "the folder that runs are written to", names=False, compared=False)
     plugins: list[str] | None = key(None, PLUGINS, resume=True)
-    val_every: int | None = positive(
-        None, "steps between validations; null: a fifth of the run, 20 or more", resume=True
-    )
-    val_rows: int | None = key(
-        None,
-        "sequences of a validation; null: 262,144 tokens, on a CPU 32,768; 0: all",
-        between=(0, 10**9),
-        resume=True,
-    )
-    sample_every: int | None = positive(
-        None, "steps between samples of text; null: none", resume=True
-    )
-    sample_prompt: str | None = key(
-        None,
-        "what a sample continues; null: the beginning of a document that validates",
-        parse=str,
-        needs="sample_every",
-        resume=True,
-    )
-    checkpoint_every: int = positive(
-        200, "steps between checkpoints; one always comes at the end", resume=True
-    )
+    val_every: int | None = positive(None, resume=True)
+    val_rows: int | None = key(None, between=(0, 10**9), resume=True)
+    sample_every: int | None = positive(None, resume=True)
+    sample_prompt: str | None = key(None, parse=str, needs="sample_every", resume=True)
+    checkpoint_every: int = positive(200, resume=True)
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
-    keep_best: bool = key(
-        False,
-        "keep the one of the lowest validation loss too, as best.ckpt; on resume: from then on",
-        resume=True,
-    )
-    patience: int | None = positive(
-        None, "end after this many validations without a lower loss; null: never", resume=True
-    )
+    keep_best: bool = key(False, resume=True)
+    patience: int | None = positive(None, resume=True)
     log_every: int = positive(5, "steps between rows of metrics.jsonl", resume=True)
-    workers: int = key(
-        1, "processes that prepare batches, per device; 0: none", between=(0, 256), resume=True
-    )
-    tracker: list[str] = key(
-        ["wandb"],
-        "copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone",
-        choices=TRACKERS,
-        distinct=True,
-        resume=True,
-    )
+    workers: int = key(1, between=(0, 256), resume=True)
+    tracker: list[str] = key(["wandb"], choices=TRACKERS, distinct=True, resume=True)
     attention: AttentionConfig = group(AttentionConfig)
     kernel: KernelConfig = group(KernelConfig)
     model: GPTConfig = group(GPTConfig)

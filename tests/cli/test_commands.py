@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.tune import Options
 from longctx import cli, system
-from longctx.cli import answer
+from longctx.cli.commands import answer
 from longctx.cli.options import CompareOptions, ExportOptions
+from longctx.config import presets
 from longctx.config.fields import key, keys
 from tests.processes import ROOT, finished
 
@@ -31,11 +32,11 @@ def test_help_has_every_key_and_fits_80_columns(name, capsys):
 
 
 def test_help_has_presets_ranges_and_choices():
-    text = cli.help_text("train")
+    text = cli.commands.help_text("train")
     for group in ("attention", "model", "memory", "optimizer", "rope", "data", "strategy"):
-        assert f"  {group}=" in text and all(name in text for name in cli.names(group))
-    assert "  model=" not in cli.help_text("eval")
-    (share,) = cli.key_lines(dataclasses.make_dataclass("A", [("x", float, SHARE)]))
+        assert f"  {group}=" in text and all(name in text for name in presets.names(group))
+    assert "  model=" not in cli.commands.help_text("eval")
+    (share,) = cli.commands.key_lines(dataclasses.make_dataclass("A", [("x", float, SHARE)]))
     assert "0 to 1" in share
 
 
@@ -86,7 +87,8 @@ def test_a_traceback_is_printed_if_asked_for(monkeypatch, capsys):
 
 
 def test_output_that_cannot_be_encoded_ends_nothing():
-    code = "from longctx.cli import answer; exit(answer([], str, lambda argv: print('9 → 5 ▁ 3')))"
+    called = "answer([], str, lambda argv: print('9 → 5 ▁ 3'))"
+    code = f"from longctx.cli.commands import answer; exit({called})"
     process = finished("-c", [code], ROOT, PYTHONIOENCODING="latin-1")
     assert (process.returncode, process.stdout) == (0, "9 ? 5 ? 3\n"), process.stderr
     for command in (["-c", code], ["-m", "longctx", "--version"]):

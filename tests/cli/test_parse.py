@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from longctx import cli
-from longctx.cli import checked_jobs, commands
+from longctx.cli import commands
+from longctx.cli.commands import checked_jobs
 from longctx.config import presets
 from longctx.config.asked import workload_of
 from longctx.config.presets import Request
@@ -20,7 +21,7 @@ EXPERTS = "model=tiny model.experts.count=4"
 
 
 def compose(*words: str, gpu: bool = False) -> Request[TrainConfig]:
-    return cli.with_model(cli.compose("train", words), gpu=gpu)
+    return presets.with_model(cli.compose("train", words), gpu=gpu)
 
 
 def needed(group: str, name: str) -> list[str]:
@@ -126,7 +127,7 @@ optimizer=odd lora.base=nf4 lr_decay_from=3 model.experts.per_token=1 data.turns
         ("+foo=1", "foo is not a key"),
         ("hydra.run.dir=/tmp/x", "hydra.run.dir is not a key"),
         ("model._target_=os.system", "_target_"),
-        ("wandb={mode:online}", "wandb has keys of its own"),
+        ("wandb={mode:online}", "has keys of its own, such as wandb.project"),
         ("model.rope_scaling={rope_type:linear}", "such as {key: value}"),
         ("model.rope_scaling.rope_type=linear", "model.rope_scaling.factor is missing"),
         *((f"name={name}", "name=") for name in ("../up", "a/b", "..", "x" * 300, "{a:1}")),

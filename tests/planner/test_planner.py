@@ -270,8 +270,6 @@ def test_a_limit_of_any_group_around_counts(limited, controller, tmp_path, monke
 def test_impossible_policies_are_passed_over():
     config = one_b("memory.recompute=none")
     assert "long" not in [chosen.memory.policy for chosen in fitting.policies(config)]
-    with pytest.raises(ValueError, match=r"memory\.offload"):
-        fitting.policies(replace(config, memory=MemoryConfig("fast", offload=0.5)))
 
 
 def test_every_process_of_a_machine_takes_host_memory():

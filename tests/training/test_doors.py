@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from longctx import cli
+from longctx.config import presets
 from longctx.config.doors import OBJECTIVES, OPTIMIZERS, SCHEDULES, OptimizerTraits
 from longctx.config.layout_config import MemoryConfig
 from longctx.model import GPT
@@ -91,7 +92,7 @@ def test_a_name_is_registered_once(own):
 
 
 def test_each_optimizer_has_a_preset():
-    assert cli.names("optimizer") == sorted(OPTIMIZERS)
+    assert presets.names("optimizer") == sorted(OPTIMIZERS)
 
 
 def test_what_an_optimizer_cannot_do_is_refused_and_not_chosen(own):
