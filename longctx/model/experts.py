@@ -116,8 +116,8 @@ class Experts(nn.Module):
             total = scores.sum(-1, keepdim=True)
             chances = scores / total
         balance = running() if self.is_balanced else None
-        if balance is not None:
-            chances = _Balanced.apply(chances, balance)
+        if balance is not None and chances.requires_grad:
+            chances.register_hook(balance.with_own_gradient)
         if scores is None or self.correction is None:
             weights, experts = torch.topk(chances, self.per_token)
         else:
@@ -298,9 +298,9 @@ class Balance:
         self.sums = sums if self.sums is None else self.sums + sums
         self.rows += len(chances)
 
-    def added_to(self, loss: Tensor, scale: Tensor | float, ranks: Ranks) -> Tensor:
-        """Return `loss`, whose backward has the gradient of this loss times `scale` too; `ranks`
-        share the sequences.
+    def join(self, loss: Tensor, scale: Tensor | float, ranks: Ranks) -> None:
+        """Let backward of `loss` have the gradient of this loss times `scale` too; `ranks` share
+        the sequences.
         """
         self.layers_run = True
         assert self.sums is not None
@@ -310,54 +310,31 @@ class Balance:
         self.slope = self.factor * len(tokens) * tokens / (self.rows * ranks.count) * scale
         load = tokens.max() / tokens.mean()
         self.figures = torch.stack((len(tokens) * (tokens @ chances), load))
-        result: Tensor = _Added.apply(loss, self)
-        return result
+        if loss.requires_grad:
+            loss.register_hook(self._take_upstream)
+
+    def _take_upstream(self, d: Tensor) -> None:
+        self.upstream = d
+
+    def with_own_gradient(self, d: Tensor) -> Tensor:
+        """Return the gradient `d` of a layer's probabilities, with that of this loss."""
+        assert self.slope is not None and self.upstream is not None
+        return d + self.slope * self.upstream
 
 
-class _Running(threading.local):
-    """The balance of the thread's forward pass, or of the one whose blocks run again."""
-
-    balance: Balance | None = None
-
-
-_running = _Running()
+_thread = threading.local()
 
 
 def running() -> Balance | None:
-    """Return the balance of the forward pass that computes now."""
-    return _running.balance
+    """Return the balance of this thread's forward pass, or of the one whose blocks run again."""
+    return getattr(_thread, "balance", None)
 
 
 @contextmanager
 def balancing(balance: Balance | None) -> Iterator[None]:
     """Inside the block the experts of every layer are counted for `balance`."""
-    before, _running.balance = _running.balance, balance
+    before, _thread.balance = running(), balance
     try:
         yield
     finally:
-        _running.balance = before
-
-
-class _Balanced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, chances: Tensor, balance: Balance) -> Tensor:
-        ctx.balance = balance
-        return chances.view_as(chances)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return d + ctx.balance.slope * ctx.balance.upstream, None
-
-
-class _Added(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, balance: Balance) -> Tensor:
-        ctx.balance = balance
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        ctx.balance.upstream = d
-        return d, None
+        _thread.balance = before

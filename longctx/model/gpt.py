@@ -217,7 +217,7 @@ class GPT(nn.Module):
             self.z_figure = extra.mean
         if balance is not None and scored is not None:
             weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
-            loss = balance.added_to(loss, weight, context.ranks)
+            balance.join(loss, weight, context.ranks)
             self.balance_figures = balance.figures
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 

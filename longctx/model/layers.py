@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,13 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device)
         self.product: Any = linear  # or in FP8, see longctx.model.fp8
+
+    @classmethod
+    def like(cls, other: nn.Linear, product: Any = linear) -> Self:
+        """Return a layer that has the weights of `other`."""
+        layer = cls(other.in_features, other.out_features, other.bias is not None, "meta")
+        layer.weight, layer.bias, layer.product = other.weight, other.bias, product
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.product(x, self.weight, self.bias)

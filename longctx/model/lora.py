@@ -64,10 +64,9 @@ class LoraLinear(nn.Linear):
 
     def merged(self) -> Linear:
         """A plain layer that computes the same, its sum formed in fp32."""
-        plain = Linear(self.in_features, self.out_features, self.bias is not None, "meta")
+        plain = Linear.like(self)
         added = self.weight.float() + self.scale * (self.lora_b @ self.lora_a)
         plain.weight = nn.Parameter(added.to(self.weight.dtype))
-        plain.bias = self.bias
         return plain
 
 
@@ -80,7 +79,7 @@ def add(model: GPT, config: LoraConfig) -> GPT:
         if config.base is not None and packs:
             frozen.weight = packed.parameter(frozen.weight)
             if not isinstance(frozen, Grouped):
-                frozen = packed.PackedLinear(frozen)
+                frozen = packed.PackedLinear.like(frozen, packed.linear)
                 block.set_submodule(path, frozen)
         if target in config.targets:
             added = LoraLinear(frozen, config.rank, config.factor)
@@ -141,33 +140,14 @@ def merge(model: GPT) -> GPT:
     return model.requires_grad_(True)
 
 
-class MergedRows:
-    """The sum W + scale · B A of a checkpoint's tensors; x[first:last] computes those rows alone,
-    in fp32.
+def merged_weight(name: str, weights: Mapping[str, Any], config: LoraConfig) -> Any:
+    """Return the weight `name` of a checkpoint, with what LoRA trained added, and unpacked: then it
+    is in fp32.
     """
-
-    def __init__(self, weight: Any, a: Any, b: Any, scale: float) -> None:
-        self.weight, self.a, self.b, self.scale = weight, a, b, scale
-        self.shape = weight.shape
-
-    def __getitem__(self, at: slice) -> Tensor:
-        total: Tensor = self.weight[at].float() + self.scale * (self.b[at] @ self.a[:])
-        return total
-
-
-def merged_weights(weights: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
-    """The weights of a plain GPT from those of one with `config`'s products: name → what gives
-    rows, as a tensor or `Rows` does.
-    """
-    plain = {
-        name: packed.UnpackedRows(x) if packed.is_packed(x) else x
-        for name, x in weights.items()
-        if not name.endswith(ADDED)
-    }
-    for name in weights:
-        if name.endswith(".lora_b"):
-            layer = name.removesuffix(".lora_b")
-            factors = weights[f"{layer}.lora_a"], weights[name]
-            weight = plain[f"{layer}.weight"]
-            plain[f"{layer}.weight"] = MergedRows(weight, *factors, config.factor)
-    return plain
+    weight, layer = weights[name], name.removesuffix(".weight")
+    if packed.is_packed(weight):
+        weight = packed.unpacked(weight[:], torch.float32)
+    if f"{layer}.lora_b" not in weights:
+        return weight
+    a, b = weights[f"{layer}.lora_a"][:], weights[f"{layer}.lora_b"][:]
+    return weight[:].float() + config.factor * (b @ a)

@@ -205,11 +205,6 @@ def fused(device: torch.device, dtype: torch.dtype) -> bool:
     return on and dtype != torch.float64 and HAS_TRITON
 
 
-def weighed(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return x (n, C) times `grad` (n, 1), in the dtype of x."""
-    return x if grad is None else (x * grad).to(x.dtype)
-
-
 class _Chunks:
     """Losses chunk by chunk, with the gradients of `scale` · their sum if they are needed.
 
@@ -250,49 +245,54 @@ class _Chunks:
         """
         losses = torch.empty(targets.shape, dtype=self.accumulate, device=self.hidden.device)
         size = tile_size(len(targets), chunk)
+        gradients_of = self._fused if fused(self.hidden.device, self.dtype) else self._plain
         for start in range(0, len(targets), size):
             rows = slice(start, start + size)
-            own = None if grad is None else grad[rows, None]
-            if fused(self.hidden.device, self.dtype):
-                self._fused(rows, targets[rows], losses[rows], size, own)
-                continue
-            ignored = targets[rows, None] == IGNORED
-            t = targets[rows, None].masked_fill(ignored, 0)
             # (n, C); an ignored token adds nothing to dW
-            h = self.hidden[rows].to(self.dtype).masked_fill(ignored, 0)
-            z = self._logits(h)  # (n, V)
-            logp = z.log_softmax(dim=-1)
-            loss = -logp.gather(1, t)
-            # loss = lse - z[t], so lse costs no second pass over V
-            lse = z.gather(1, t) + loss
-            slope = self._slope_(z)
-            del z
-            losses[rows] = loss.masked_fill(ignored, 0).squeeze(1)
-            if self.dh is None and self.dw is None:
-                continue
-            # p[t] - 1 by expm1: for p[t] near 1 the difference would round to 0
-            dz, dz_t = logp.exp_(), torch.expm1(-loss)
-            if self.squares is not None:
-                self.squares[rows] = lse.square().masked_fill(ignored, 0).squeeze(1)
-                growth = 2 * self.z_loss * lse
-                dz, dz_t = dz.mul_(1 + growth), dz_t + growth * torch.exp(-loss)
-            dz = dz.scatter_(1, t, dz_t).mul_(self.scale)
-            dz = (dz if slope is None else dz.mul_(slope)).to(self.dtype)
-            if self.dh is not None:
-                self.dh[rows] = weighed(dz @ self.weight, own).masked_fill(ignored, 0)
-            if self.dw is not None:
-                self._add_to_dw(dz, weighed(h, own))
+            is_ignored = targets[rows, None] == IGNORED
+            h = self.hidden[rows].to(self.dtype).masked_fill(is_ignored, 0)
+            dz = gradients_of(h, targets[rows], losses[rows], rows, size)
+            own = None if grad is None else grad[rows, None]
+            if dz is not None and self.dh is not None:
+                torch.mm(dz, self.weight, out=self.dh[rows])
+                if own is not None:
+                    self.dh[rows].mul_(own)
+            if dz is not None and self.dw is not None:
+                self._add_to_dw(dz, h if own is None else (h * own).to(h.dtype))
         return losses
 
+    def _plain(
+        self, h: Tensor, targets: Tensor, losses: Tensor, rows: slice, _: int
+    ) -> Tensor | None:
+        """Write the losses of the tokens `rows` and return dz, if it is needed, by torch."""
+        ignored = targets[:, None] == IGNORED
+        t = targets[:, None].masked_fill(ignored, 0)
+        z = self._logits(h)  # (n, V)
+        logp = z.log_softmax(dim=-1)
+        loss = -logp.gather(1, t)
+        # loss = lse - z[t], so lse costs no second pass over V
+        lse = z.gather(1, t) + loss
+        slope = self._slope_(z)
+        del z
+        losses.copy_(loss.masked_fill(ignored, 0).squeeze(1))
+        if self.dh is None and self.dw is None:
+            return None
+        # p[t] - 1 by expm1: for p[t] near 1 the difference would round to 0
+        dz, dz_t = logp.exp_(), torch.expm1(-loss)
+        if self.squares is not None:
+            self.squares[rows] = lse.square().masked_fill(ignored, 0).squeeze(1)
+            growth = 2 * self.z_loss * lse
+            dz, dz_t = dz.mul_(1 + growth), dz_t + growth * torch.exp(-loss)
+        dz = dz.scatter_(1, t, dz_t).mul_(self.scale).masked_fill_(ignored, 0)
+        return (dz if slope is None else dz.mul_(slope)).to(self.dtype)
+
     def _fused(
-        self, rows: slice, targets: Tensor, losses: Tensor, size: int, grad: Tensor | None
-    ) -> None:
-        """Losses and gradients of the tokens `rows`, by the kernel."""
-        gradient = self.dh is not None or self.dw is not None
-        h = self.hidden[rows].to(self.dtype).masked_fill((targets == IGNORED)[:, None], 0)
-        if not gradient:
+        self, h: Tensor, targets: Tensor, losses: Tensor, rows: slice, size: int
+    ) -> Tensor | None:
+        """As `_plain`, by the kernel; chunks have `size` tokens at most."""
+        if self.dh is None and self.dw is None:
             cross_entropy.cross_entropy_(self._logits(h), targets, losses, scale=None)
-            return
+            return None
         if self.z is None:
             self.z = torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=h.device)
         z, slope = self.z[: len(h)], None
@@ -306,14 +306,7 @@ class _Chunks:
             slope = self._slope_(wide)
         squares = None if self.squares is None else self.squares[rows]
         cross_entropy.cross_entropy_(z, targets, losses, self.scale, self.z_loss, squares)
-        if slope is not None:
-            z.mul_(slope)
-        if self.dh is not None:
-            torch.mm(z, self.weight, out=self.dh[rows])
-            if grad is not None:
-                self.dh[rows].mul_(grad)
-        if self.dw is not None:
-            self._add_to_dw(z, weighed(h, grad))
+        return z if slope is None else z.mul_(slope)
 
     def _logits(self, h: Tensor) -> Tensor:
         if h.is_cuda and self.dtype != self.accumulate:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longctx.kernels import linear as plain_linear
+from longctx.model.layers import Linear
 from longctx.spec.parts import NF4_BLOCK, packed_width
 
 BLOCK = NF4_BLOCK
@@ -112,17 +113,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-class PackedLinear(nn.Linear):
-    """A linear layer with a packed weight."""
-
-    def __init__(self, frozen: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = frozen.in_features, frozen.out_features
-        self.weight, self.bias = frozen.weight, frozen.bias
-        self.product = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+class PackedLinear(Linear):
+    """A linear layer with a packed weight, and the product above."""
 
 
 def parameter(weight: Tensor) -> nn.Parameter:
@@ -141,17 +133,6 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
         weight = module._parameters.get("weight")
         if weight is not None and is_packed(weight):
             module.weight = nn.Parameter(unpacked(weight, dtype), requires_grad=False)
-
-
-class UnpackedRows:
-    """Unpack rows of a checkpoint's packed weight: x[first:last] has those alone, in fp32."""
-
-    def __init__(self, weight: Any) -> None:
-        self.weight = weight
-        self.shape = torch.Size((weight.shape[0], columns(weight.shape[1])))
-
-    def __getitem__(self, at: slice) -> Tensor:
-        return unpacked(self.weight[at], torch.float32)
 
 
 def bitsandbytes() -> Any:

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from longctx.attention.description import AttentionConfig
+from longctx.model import lora
 from longctx.model.gpt import GPT, build
-from longctx.model.lora import add as add_lora
-from longctx.model.lora import merged_weights
 from longctx.model.packed import is_packed
 from longctx.runs import checkpoints
 from longctx.spec.model_config import GPTConfig, LoraConfig
 
 
-def skeleton(config: GPTConfig, backend: AttentionConfig | str, lora: LoraConfig) -> GPT:
+def skeleton(config: GPTConfig, backend: AttentionConfig | str, added: LoraConfig) -> GPT:
     """Return the model of `config` with LoRA's additions, without memory for its weights."""
     with torch.device("meta"):
         model = build(config, backend)
-        return model if lora.rank is None else add_lora(model, lora)
+        return model if added.rank is None else lora.add(model, added)
 
 
 def check_weights(path: Path, checkpoint: dict[str, Any], model: GPT) -> None:
@@ -58,14 +57,12 @@ def copy_weights(
     """Copy the weights of a checkpoint into `model`, one after the other, with what LoRA trained
     added to them. What LoRA is to add to `model` itself is left alone.
 
-    `copy` is given what has the rows of a weight, and the weight. Raises ValueError if they are not
-    those of this model.
+    `copy` is given the values, which may still be in the file, and the weight. Raises ValueError if
+    they are not those of this model.
     """
-    lora = lora_of(checkpoint)
-    check_weights(path, checkpoint, skeleton(model.config, "naive", lora))
+    config = lora_of(checkpoint)
+    check_weights(path, checkpoint, skeleton(model.config, "naive", config))
     weights = {name.removeprefix("model."): x for name, x in checkpoint["state_dict"].items()}
-    if lora.rank is not None:
-        weights = merged_weights(weights, lora)
     for name, x in model.named_parameters():
-        if name in weights:
-            copy(weights[name], x)
+        if name in weights and not name.endswith(lora.ADDED):
+            copy(lora.merged_weight(name, weights, config), x)
