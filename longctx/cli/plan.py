@@ -95,17 +95,16 @@ def with_init(request: Request[TrainConfig]) -> Request[TrainConfig]:
     if config.init is None:
         return request
     # Every family, which --help does not need
-    from longctx.hf.families import read_config
+    from longctx.hf.families import asked_of, read_config
 
     for name in request.overrides:
         if name.partition(".")[0] == "model":
             raise ValueError(f"{name}: init={config.init} brings its own model; leave one out")
     path = hub_snapshot.folder(hub_snapshot.pinned(config.init, "init"), "init")
     if run_folder.is_hugging_face(path):
-        model = read_config(path, config.transformers)
-    elif config.transformers != "auto":
-        raise ValueError(f"transformers={config.transformers}: the run {path} decides that")
+        model = read_config(path, asked_of(config))
     else:
+        asked_of(config, path)
         # Its plugins may be missing: they are no part of the shape
         run = run_folder.checkpoint_of(path, "init").parent.parent
         run_folder.read_config(run, needed=["model.layers"])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
-from longctx.hf.families import read_config
+from longctx.hf.families import asked_of as asked_of
+from longctx.hf.families import read_config as read_config
 from longctx.hf.stored import Stored, Write, shards_of
 from longctx.model.gpt import GPT, build
 from longctx.spec.model_config import GPTConfig

@@ -26,6 +26,7 @@ from longctx.config.train_config import TrainConfig
 from longctx.report.run_view import Line, RunRecord, hardware, line_of, read
 from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
+from longctx.spec.model_config import GPTConfig
 from longctx.tables import console, show, text_table
 from longctx.untrusted import opened
 
@@ -188,8 +189,8 @@ def differing(runs: list[RunRecord]) -> list[str]:
         for key in dict.fromkeys(key for run in runs for key in run.config)
         if fields.declared_as(TrainConfig, key).compared
         and not (key == "data.tokenizer" and has_tokenizer)
-        # init= decides the whole config.json that transformers reads
-        and not key.startswith("model.transformers.")
+        # init= decides what only some kinds of models have, as a whole config.json
+        and (not key.startswith("model.") or key.split(".")[1] in GPTConfig.__dataclass_fields__)
         and len({configured(run, key) for run in runs}) > 1
     ]
 

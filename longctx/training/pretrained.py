@@ -71,13 +71,12 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
     is_given = "model.vocab_size" in overrides
     vocab_size = config.model.vocab_size if is_given else None
     if run_folder.is_run(folder):
-        if config.transformers != "auto":
-            raise ValueError(f"transformers={config.transformers}: the run {init} decides that")
+        weights_reader().asked_of(config, Path(init))
         file, model = read_run(init, folder, vocab_size)
         init = str(file)
         tokenizer = file.resolve().parent.parent
     else:
-        model = read_hugging_face(init, folder, vocab_size, config.transformers)
+        model = read_hugging_face(init, folder, vocab_size, config)
         tokenizer = folder
         settings = untrusted.read_settings(folder / "config.json")
         if dropout := [f"{name}={settings[name]}" for name in DROPOUTS if settings.get(name)]:
@@ -95,10 +94,10 @@ def model_of(config: TrainConfig, overrides: Mapping[str, str]) -> Pretrained:
 
 
 def read_hugging_face(
-    init: str, folder: Path, vocab_size: int | None, by_transformers: str
+    init: str, folder: Path, vocab_size: int | None, config: TrainConfig
 ) -> GPTConfig:
     """Return the model of a Hugging Face folder, after checking the files."""
-    model = weights_reader().read_config(folder, by_transformers)
+    model = weights_reader().read_config(folder, weights_reader().asked_of(config))
     if vocab_size is not None:
         model = model.with_vocabulary(vocab_size)
     weights_reader().check_weights(model, weights_reader().with_weights(init, "init"))

@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from longctx import untrusted
+from longctx.config.fields import refuse
 from longctx.hf.families import multimodal
 from longctx.hf.families.config_json import ConfigJson
 from longctx.hf.families.family import FAMILIES, TABLES, Family, register
@@ -69,6 +70,13 @@ def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
     from longctx.hf import transformers_folder
 
     return transformers_folder.read_config(Path(folder))
+
+
+def asked_of(request: Any, run: Path | None = None) -> str:
+    """Return what `request` says of the model of its init=; a `run` has decided it."""
+    way: str = request.transformers
+    refuse((run is not None and way != "auto", f"transformers={way}: the run {run} decides that"))
+    return way
 
 
 def _text_model(folder: str | Path) -> ConfigJson:
