@@ -29,7 +29,10 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         )
     kind = automatic(model, seq_len) if rope.type == "auto" else rope.type
     if kind == "keep":
-        return model, _why_kept(model, seq_len) if rope.type == "auto" else ""
+        why = f"the weights' own {model.context:,} tokens hold {seq_len:,}"
+        if seq_len > model.context:
+            why = "rope_type=dynamic of the weights stretches itself to any length"
+        return model, f"auto: kept, {why}" if rope.type == "auto" else ""
     # A larger base stretches without a factor (arXiv 2309.16039), so no length is refused
     if kind == "abf":
         assert rope.theta is not None
@@ -79,13 +82,6 @@ def automatic(model: GPTConfig, seq_len: int) -> str:
             f"seq_len={seq_len} is more; say rope=yarn, or rope=longrope with factors for it"
         )
     return "yarn" if kind == "default" else kind
-
-
-def _why_kept(model: GPTConfig, seq_len: int) -> str:
-    assert model.context is not None
-    if model.rope_scaling.get("rope_type") == "dynamic" and seq_len > model.context:
-        return "auto: kept, rope_type=dynamic of the weights stretches itself to any length"
-    return f"auto: kept, the weights' own {model.context:,} tokens hold {seq_len:,}"
 
 
 def _original(model: GPTConfig) -> int:

@@ -192,19 +192,20 @@ class GPT(nn.Module):
         mask = mask.padded(T, N).bind(B, N, N, tokens.device)
         shards = context.shards(mask, N)
         tokens = shards.local(F.pad(tokens, (0, N - T)))
-        # The loss that balances experts sees every router on the way
-        balance = self._balance(targets, reduction)
+        # The loss that balances experts sees every router on the way, if it is trained
+        factor = self.config.experts.balance
+        trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
+        balance = Balance(factor) if factor and trains else None
         with balancing(balance):
             x, lm_head = self.hidden(tokens, mask, shards, T)
 
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return self.logits(x, lm_head)
-        # It is a mean over target tokens too
-        scored = None if balance is None else (targets != IGNORED).sum()
-        # The mean is over target tokens of whole sequences; a rank knows only its own share
+        # A mean is over target tokens of whole sequences; a rank knows only its own share
+        scored = (targets != IGNORED).sum()
         if reduction == "mean" and context.ranks.count > 1:
-            mean = 1.0 / (targets != IGNORED).sum().clamp(min=1)
+            mean = 1.0 / scored.clamp(min=1)
             reduction, scale = "sum", mean if scale is None else mean * scale
         targets = shards.local(F.pad(targets, (0, N - T), value=IGNORED))
         chunk = self.memory.chunk(len(lm_head), x.device.type)
@@ -215,17 +216,11 @@ class GPT(nn.Module):
         )
         if extra is not None and extra.mean is not None:
             self.z_figure = extra.mean
-        if balance is not None and scored is not None:
+        if balance is not None:
             weight = (scored if reduction == "sum" else 1) * (1.0 if scale is None else scale)
             balance.join(loss, weight, context.ranks)
             self.balance_figures = balance.figures
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
-
-    def _balance(self, targets: Tensor | None, reduction: str) -> Balance | None:
-        """Return the loss that balances experts, if one is trained with."""
-        factor = self.config.experts.balance
-        trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
-        return Balance(factor) if factor and trains else None
 
     def hidden(
         self, tokens: Tensor, mask: Mask, shards: Shards, length: int
@@ -244,7 +239,10 @@ class GPT(nn.Module):
         # Autocast leaves embeddings in fp32, so the residual stream would take twice the memory
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        x = self._through_blocks(x, angles, self._masks(mask, shards))
+        # Each window's mask is made once, for all layers that have it
+        windows = [self.config.window_of(n) for n in range(len(self.blocks))]
+        masks = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in set(windows)}
+        x = self._through_blocks(x, angles, [masks[w] for w in windows])
         return self.norm(x), self.lm_head_weight
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -258,12 +256,6 @@ class GPT(nn.Module):
         """Return the logits (..., V) of the normed x (..., C)."""
         m = self.config.multipliers
         return shaped(F.linear(x, lm_head), m.logits, m.logit_softcap)
-
-    def _masks(self, mask: Mask, shards: Shards) -> list[Mask]:
-        """The mask of each layer; each window's is made once, for all layers that have it."""
-        windows = {self.config.window_of(n) for n in range(len(self.blocks))}
-        by_window = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in windows}
-        return [by_window[self.config.window_of(n)] for n in range(len(self.blocks))]
 
     def _through_blocks(self, x: Tensor, angles: list[Angles], masks: list[Mask]) -> Tensor:
         """Return x (B, T, C) after all blocks; the memory policy decides what they save."""

@@ -38,20 +38,14 @@ def fused(x: Tensor) -> bool:
 class Linear(nn.Linear):
     """x Wᵀ + b; 16-bit inputs give fp32 weights their gradient, on a GPU unrounded."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device)
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, device: Any = None) -> None:
+        super().__init__(inputs, outputs, bias, device)
         self.product: Any = linear  # or in FP8, see longctx.model.fp8
 
     @classmethod
     def like(cls, other: nn.Linear, product: Any = linear) -> Self:
         """Return a layer that has the weights of `other`."""
-        layer = cls(other.in_features, other.out_features, other.bias is not None, "meta")
+        layer = cls(other.in_features, other.out_features, bias=False, device="meta")
         layer.weight, layer.bias, layer.product = other.weight, other.bias, product
         return layer
 

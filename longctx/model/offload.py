@@ -7,6 +7,7 @@ that tests there run the code of a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import weakref
 from collections.abc import Callable
@@ -18,10 +19,9 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Host memory for the saved activations of one block. All blocks share a stream per device."""
+    """Host memory for the saved activations of one block."""
 
     _pool: ClassVar[dict[tuple[torch.device, int], HostBuffers]] = {}
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self) -> None:
         self.memory: dict[str, Tensor] = {}
@@ -41,12 +41,6 @@ class HostBuffers:
         """Give back all host memory that no forward pass holds."""
         cls._pool = {at: buffers for at, buffers in cls._pool.items() if buffers.in_use}
 
-    @classmethod
-    def stream(cls, device: torch.device) -> torch.cuda.Stream:
-        if device not in cls._streams:
-            cls._streams[device] = torch.cuda.Stream(device)
-        return cls._streams[device]
-
     def like(self, name: str, x: Tensor) -> Tensor:
         """Return memory for a tensor like x."""
         buffer = self.memory.get(name)
@@ -56,6 +50,12 @@ class HostBuffers:
             n = x.numel()
             self.memory[name] = pinned(n, x.dtype) if x.is_cuda else torch.empty(n, dtype=x.dtype)
         return self.memory[name][: x.numel()].view(x.shape)
+
+
+@functools.cache
+def copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all blocks copy on."""
+    return torch.cuda.Stream(device)
 
 
 class SavedTensors:
@@ -72,9 +72,9 @@ class SavedTensors:
         # The allocator must not hand out memory that the copying stream still reads
         for x in tensors.values():
             if x.is_cuda:
-                x.record_stream(HostBuffers.stream(self.device))
+                x.record_stream(copying_stream(self.device))
         self.on_device = None
-        weakref.finalize(self, _release, buffers)
+        weakref.finalize(self, setattr, buffers, "in_use", False)
 
     def prefetch(self) -> None:
         """Begin to copy them back to the device."""
@@ -97,7 +97,7 @@ class SavedTensors:
             for name, source in sources.items():
                 targets[name].copy_(source)
             return
-        stream = HostBuffers.stream(self.device)
+        stream = copying_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for name, source in sources.items():
@@ -141,7 +141,3 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.unpin is not None:
             self.unpin()
-
-
-def _release(buffers: HostBuffers) -> None:
-    buffers.in_use = False

@@ -20,38 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx.config.rope_config import ORIGINAL
 from longctx.spec import parts
 
 Angles = tuple[Tensor, ...]  # cos, sin and, if queries grow, their factor
 
 
 class Rope(nn.Module):
-    """cos and sin for every token, from its position in its document.
+    """cos and sin for every token, from its position in its document."""
 
-    `scaling` is transformers' rope_parameters (see `GPTConfig.rope_scaling`), `context` its
-    max_position_embeddings.
-    """
-
-    def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        scaling: Mapping[str, Any] | None = None,
-        context: int | None = None,
-        growth: tuple[float, ...] = (),
-    ) -> None:
+    def __init__(self, spec: parts.RopeSpec) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.growth = head_dim, theta, growth
-        self.scaling, self.context = dict(scaling or {}), context
+        self.spec = spec
         # (D/2,), no buffer: a model cast to bf16 keeps it in fp32
-        self.frequencies, self.attention_factor = frequencies(
-            head_dim, theta, self.scaling, context
-        )
+        self.frequencies, self.attention_factor = frequencies(spec)
 
     @property
     def follows_length(self) -> bool:
         """Return True if the frequencies depend on the length of the document."""
-        return self.scaling.get("rope_type") in ("dynamic", "longrope")
+        return self.spec.scaling.get("rope_type") in ("dynamic", "longrope")
 
     def of_documents(self, lengths: Sequence[int], longest: int) -> tuple[Tensor, Tensor]:
         """Frequencies (n, D/2) fp32, and for each token of documents of these `lengths` which of
@@ -61,10 +48,7 @@ class Rope(nn.Module):
         """
         each = torch.tensor(lengths, device="cpu")
         different, number = each.clamp(max=longest).unique(return_inverse=True)
-        table = [
-            frequencies(self.head_dim, self.theta, self.scaling, self.context, length)[0]
-            for length in different.tolist()
-        ]
+        table = [frequencies(self.spec, length)[0] for length in different.tolist()]
         return torch.stack(table), number.repeat_interleave(each)
 
     def forward(self, positions: Tensor, own_frequencies: Tensor | None = None) -> Angles:
@@ -79,9 +63,9 @@ class Rope(nn.Module):
         cos, sin = angles.cos().float(), angles.sin().float()
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        if not self.growth:
+        if not self.spec.growth:
             return cos, sin
-        beta, tokens = self.growth
+        beta, tokens = self.spec.growth
         steps = (positions[..., None, None] / tokens).floor().float()
         return cos, sin, 1 + beta * steps.log1p()
 
@@ -89,7 +73,7 @@ class Rope(nn.Module):
         """As forward, of tokens in documents of `length` tokens."""
         own = None
         if self.follows_length:
-            own, _ = frequencies(self.head_dim, self.theta, self.scaling, self.context, length)
+            own, _ = frequencies(self.spec, length)
             own = own.to(positions.device).expand(*positions.shape, -1)
         angles: Angles = self(positions, own)
         return angles
@@ -100,7 +84,7 @@ class Ropes(nn.ModuleList):
 
     def __init__(self, layers: Sequence[parts.RopeSpec]) -> None:
         different = [rope for n, rope in enumerate(layers) if rope not in layers[:n]]
-        super().__init__(Rope(*rope) for rope in different)
+        super().__init__(map(Rope, different))
         self.of_layer = [different.index(rope) for rope in layers]
 
     @property
@@ -117,29 +101,23 @@ class Ropes(nn.ModuleList):
         return [each[n] for n in self.of_layer]
 
 
-def frequencies(
-    head_dim: int,
-    theta: float,
-    scaling: Mapping[str, Any],
-    context: int | None = None,
-    length: int | None = None,
-) -> tuple[Tensor, float]:
+def frequencies(spec: parts.RopeSpec, length: int | None = None) -> tuple[Tensor, float]:
     """(D/2,) fp32 radians per position on the CPU, and the factor on cos and sin.
 
     They are for an input of `length` tokens, if the scaling depends on it.
     """
+    size, scaling = spec.size, spec.scaling
     kind = scaling.get("rope_type", "default")
-    if kind == "dynamic":
-        theta = _dynamic_base(head_dim, theta, scaling["factor"], context, length)
-    periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    theta = _dynamic_base(spec, length) if kind == "dynamic" else spec.theta
+    periods = theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
     if kind == "linear":
         return (1.0 / periods).div_(scaling["factor"]), 1.0
     if kind == "llama3":
         return _llama3(1.0 / periods, scaling), 1.0
     if kind == "yarn":
-        return _yarn(periods, theta, scaling, context)
+        return _yarn(periods, spec)
     if kind == "longrope":
-        return _longrope(periods, scaling, context, length)
+        return _longrope(periods, spec, length)
     return 1.0 / periods, 1.0
 
 
@@ -154,21 +132,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, *rest), dim=-1).to(x.dtype)
 
 
-def _dynamic_base(
-    head_dim: int, theta: float, factor: float, context: int | None, length: int | None
-) -> Any:
-    """Return the base, which grows with inputs longer than the model's `context`."""
+def _dynamic_base(spec: parts.RopeSpec, length: int | None) -> Any:
+    """Return the base, which grows with inputs longer than the model's context."""
+    context, factor = spec.context, spec.scaling["factor"]
     assert context is not None
     positions: Any = context
     if length is not None and length > context:
         # A tensor: in fp32 from here on, as in transformers, or the last bit differs
         positions = torch.tensor(length, device="cpu")
-    return theta * ((factor * positions / context) - (factor - 1)) ** (head_dim / (head_dim - 2))
+    growth = (factor * positions / context) - (factor - 1)
+    return spec.theta * growth ** (spec.size / (spec.size - 2))
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """High frequencies as they are, low ones divided by the factor, smoothly in between."""
-    factor, old = scaling["factor"], scaling["original_max_position_embeddings"]
+    factor, old = scaling["factor"], scaling[ORIGINAL]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / plain
     stretched = torch.where(wavelength > old / low, plain / factor, plain)
@@ -177,25 +155,23 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return torch.where(~(wavelength < old / high) * ~(wavelength > old / low), between, stretched)
 
 
-def _yarn(
-    periods: Tensor, theta: float, scaling: Mapping[str, Any], context: int | None
-) -> tuple[Tensor, float]:
+def _yarn(periods: Tensor, spec: parts.RopeSpec) -> tuple[Tensor, float]:
     """Frequencies with many rotations in the original length as they are, those with few divided by
     the factor.
     """
-    old, stated = scaling["original_max_position_embeddings"], scaling.get("factor")
-    factor: float = (context or old) / old if stated is None else stated
-    dim, half = 2 * len(periods), len(periods)
+    scaling = spec.scaling
+    old, stated = scaling[ORIGINAL], scaling.get("factor")
+    factor: float = (spec.context or old) / old if stated is None else stated
 
     def channel(rotations: float) -> float:
-        return (dim * math.log(old / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+        return (spec.size * math.log(old / (rotations * 2 * math.pi))) / (2 * math.log(spec.theta))
 
     low, high = channel(scaling.get("beta_fast") or 32), channel(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+    low, high = max(low, 0), min(high, spec.size - 1)
     high = high + 0.001 if low == high else high
-    channels = torch.arange(half, dtype=torch.float32, device="cpu")
+    channels = torch.arange(len(periods), dtype=torch.float32, device="cpu")
     ramp = torch.clamp((channels - low) / (high - low), 0, 1)
     plain = 1 - ramp
     mixed = 1.0 / (factor * periods) * (1 - plain) + 1.0 / periods * plain
@@ -212,17 +188,15 @@ def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     return float(scale(mscale) / scale(all_dim)) if mscale and all_dim else scale(1)
 
 
-def _longrope(
-    periods: Tensor, scaling: Mapping[str, Any], context: int | None, length: int | None
-) -> tuple[Tensor, float]:
+def _longrope(periods: Tensor, spec: parts.RopeSpec, length: int | None) -> tuple[Tensor, float]:
     """Each frequency divided by a factor of its own, found by search.
 
     One set of factors serves inputs up to the original length, another one longer inputs.
     """
-    old = scaling["original_max_position_embeddings"]
+    scaling, old = spec.scaling, spec.scaling[ORIGINAL]
     factor, attention_factor = scaling.get("factor"), scaling.get("attention_factor")
-    assert context is not None
-    factor = context / old if factor is None else factor
+    assert spec.context is not None
+    factor = spec.context / old if factor is None else factor
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old))
     factors = scaling["long_factor" if length is not None and length > old else "short_factor"]

@@ -18,6 +18,7 @@ from longctx.model import GPT
 from longctx.model.layers import Block, Linear, SwiGLU
 from longctx.model.rope import Rope, rotate
 from longctx.spec.model_config import GPTConfig
+from longctx.spec.parts import RopeSpec
 from tests.inputs import DEVICE, assert_formula, inputs
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -67,7 +68,7 @@ def test_the_gradient_of_fp32_weights_is_not_rounded(compiled):
 
 def angles(B: int, T: int, D: int) -> tuple[Tensor, Tensor]:
     positions = torch.randint(100_000, (B, T), generator=torch.Generator().manual_seed(7))
-    cos, sin = Rope(D, 500_000.0)(positions)
+    cos, sin = Rope(RopeSpec(D, 500_000.0, {}, None))(positions)
     return cos.to(DEVICE), sin.to(DEVICE)
 
 
@@ -262,7 +263,7 @@ def test_one_graph_serves_rows_of_any_length(half):
     config = GPTConfig(layers=1, channels=24, heads=3, kv_heads=1, ffn=40)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     block = Block(config.block(0), AttentionConfig("naive")).to(DEVICE, dtype)
-    rope = Rope(8, 500_000.0)
+    rope = Rope(RopeSpec(8, 500_000.0, {}, None))
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(getattr(block, half), backend=counter, dynamic=True, fullgraph=True)
     for T in (9, 14, 30, 41, 55):

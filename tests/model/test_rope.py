@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longctx.model.rope import Rope, rotate
+from longctx.spec.parts import RopeSpec
 
 OLD = "original_max_position_embeddings"
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -62,7 +63,7 @@ def test_rotation_is_that_of_transformers(name, theta, length):
     rotary = LlamaRotaryEmbedding(theirs(theta, SCALINGS[name]))
     positions = torch.arange(length)[None]
     cos, sin = rotary(torch.zeros(1), positions)
-    rope = Rope(64, theta, SCALINGS[name], CONTEXT)
+    rope = Rope(RopeSpec(64, theta, SCALINGS[name], CONTEXT))
     ours = rope(positions, own_frequencies(rope, length))
     per_token = rope.frequencies if not rope.follows_length else own_frequencies(rope, length)[0, 0]
     assert torch.equal(per_token, rotary.inv_freq)
@@ -73,7 +74,7 @@ def test_rotation_is_that_of_transformers(name, theta, length):
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_cos_and_sin_are_right_at_a_million_positions(name):
-    rope = Rope(64, 500000.0, SCALINGS[name], CONTEXT)
+    rope = Rope(RopeSpec(64, 500000.0, SCALINGS[name], CONTEXT))
     position = 1_000_003
     cos, sin = rope(torch.tensor([[position]]))
     angles = [position * frequency for frequency in rope.frequencies.double().tolist()]
@@ -83,7 +84,7 @@ def test_cos_and_sin_are_right_at_a_million_positions(name):
 
 
 def test_no_document_is_longer_than_the_row_without_padding():
-    rope = Rope(64, 500000.0, SCALINGS["dynamic"], 64)
+    rope = Rope(RopeSpec(64, 500000.0, SCALINGS["dynamic"], 64))
     table, number = rope.of_documents([104, 104], 100)
     expected, _ = rope.of_documents([100], 100)
     assert torch.equal(table, expected)
@@ -91,7 +92,7 @@ def test_no_document_is_longer_than_the_row_without_padding():
 
 
 def test_frequencies_stay_fp32_in_a_16_bit_module():
-    rope = Rope(8, 10000.0).bfloat16()
+    rope = Rope(RopeSpec(8, 10000.0, {}, None)).bfloat16()
     cos, _ = rope(torch.arange(4)[None])
     assert rope.frequencies.dtype == cos.dtype == torch.float32
     x = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
@@ -100,5 +101,5 @@ def test_frequencies_stay_fp32_in_a_16_bit_module():
 
 def test_a_model_made_on_the_meta_device_has_its_frequencies():
     with torch.device("meta"):
-        ropes = [Rope(64, 5e5, scaling, CONTEXT) for scaling in SCALINGS.values()]
+        ropes = [Rope(RopeSpec(64, 5e5, scaling, CONTEXT)) for scaling in SCALINGS.values()]
     assert all(rope.frequencies.device.type == "cpu" for rope in ropes)
