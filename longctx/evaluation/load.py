@@ -78,7 +78,7 @@ def open_model(checkpoint: str) -> TrainedModel:
     path = Path(checkpoint) if hub is None else reader.with_weights(checkpoint, "checkpoint")
     if run_folder.is_hugging_face(path):
         model = reader.read_config(path)
-        reader.check_weights(model, path)
+        reader.format_of(model).check_weights(model, path)
         tokenizer, seq_len = Tokenizer.load(path), model.context or 1
         return TrainedModel(model, tokenizer, path, path.resolve(), seq_len, None, hub)
     file = run_folder.checkpoint_of(path)

@@ -20,7 +20,7 @@ from longctx.data import Tokenizer
 from longctx.hf import model_folder
 from longctx.hf.families import multimodal, read_model, write_config
 from longctx.hf.stored import warn_of_not_finite, write_json
-from longctx.model import lora, packed
+from longctx.model import lora
 from longctx.model.gpt import GPT
 from longctx.model.saved_weights import check_weights, lora_of, skeleton
 from longctx.runs import run_folder
@@ -50,21 +50,13 @@ def export(
     """Write `model` to the new folder `out`, in files of at most about `shard_bytes`.
 
     `context` is the longest input, by default that of `model.config`. Without `dtype` each
-    weight keeps its own. Tokenizer files come from `tokenizer_folder`. Raises ValueError if `out`
-    has something in it or transformers has no class for the model, OSError if it cannot be
-    written; then nothing is left behind.
+    weight keeps its own. Tokenizer files come from `tokenizer_folder`. Raises ValueError if
+    transformers has no class for the model, OSError if `out` cannot be written; then nothing is
+    left behind.
     """
     out, tokenizers = Path(out), Path(tokenizer_folder)
-    check_out(out)
     # Servers refuse longer inputs than the folder names
     context = context or model.config.context
-    if context is None:
-        raise ValueError(
-            f"{out}: the context is not known, which becomes max_position_embeddings; give it"
-        )
-    if not (tokenizers / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{tokenizers}: no tokenizer.json to go with the model")
-
     # Refused models and tokenizers raise here, before gigabytes are written
     generation = _generation(tokenizers)
     write = model_folder.format_of(model.config).writer(
@@ -88,11 +80,6 @@ def export(
 
 def check_out(out: Path) -> None:
     """Raise ValueError unless `out` is free: not there, or an empty folder."""
-    if out.suffix == ".gguf":
-        raise ValueError(
-            f"{out}: an export is a folder; give the name of one, and make the .gguf of it by "
-            "llama.cpp's convert_hf_to_gguf.py (docs/serving.md)"
-        )
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(
             f"{out}: exists already and is not an empty folder; give the name of a new one"
@@ -101,9 +88,9 @@ def check_out(out: Path) -> None:
 
 def _generation(tokenizers: Path) -> dict[str, Any]:
     """Return the tokenizer's generation_config.json, else one with its BOS and EOS ids."""
+    tokenizer = Tokenizer.load(tokenizers)
     if (tokenizers / "generation_config.json").is_file():
         return untrusted.read_settings(tokenizers / "generation_config.json")
-    tokenizer = Tokenizer.load(tokenizers)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return {"_from_model_config": True, **{key: x for key, x in ids.items() if x is not None}}
 
@@ -129,12 +116,10 @@ def run(file: Path, out: Path, precision: str | None, shard_gb: float, adapter: 
     dtype = DTYPES[precision] if precision else None
     if added.rank is not None:
         # What was trained and evaluated: the products are added to the run's own copy of init=
-        packed.unpack(model, model.embed.weight.dtype)
         model = lora.merge(model)
         source = model.config.source
-        of_init = f"torch.{source.get('dtype', source.get('torch_dtype'))}"
-        known = {str(x): x for x in SHORT_NAMES}
-        dtype = dtype or known.get(of_init, model.embed.weight.dtype)
+        of_init = getattr(torch, str(source.get("dtype", source.get("torch_dtype"))), None)
+        dtype = dtype or (of_init if of_init in SHORT_NAMES else model.embed.weight.dtype)
     context = max(seq_len, model.config.context or 0)
     export(model, file.resolve().parent.parent, out, context, dtype, int(shard_gb * 1e9))
     name = SHORT_NAMES[dtype or model.embed.weight.dtype]
@@ -181,25 +166,20 @@ def run_adapter(
     if added.rank is None:
         raise ValueError(f"adapter=true: {file} was trained without lora.rank; leave adapter out")
     init = str(config.get("init"))
-    base, revision = init, None
-    if (from_hub := hub_snapshot.model_name(init)) is not None:
-        base, revision = from_hub
-    elif Path(init).exists() and not (Path(init) / "config.json").is_file():
+    folder, opened_with = hub_snapshot.folder(init, "init"), None
+    if run_folder.is_run(folder):
         raise ValueError(
             f"adapter=true: init={init} is of a run, and peft opens Hugging Face folders only; "
             "leave adapter out, which writes the merged model"
         )
-    elif Path(init).is_dir():
-        base = str(Path(init).resolve())
-    folder, opened_with = hub_snapshot.folder(init, "init"), None
-    is_wrapped = (folder / "config.json").is_file() and multimodal.wraps(folder)
+    base, revision = hub_snapshot.model_name(init) or (str(folder.resolve()), None)
     # Models of transformers keep their positions
     if model.config.has_kernels:
         source = read_model(folder)[1]
         positions = ("rope_theta", "rope_scaling", "context")
         if any(getattr(model.config, key) != getattr(source, key) for key in positions):
             opened_with = write_config(model.config, max(seq_len, model.config.context or 0))
-    export_adapter(model, added, base, out, opened_with, revision, is_wrapped)
+    export_adapter(model, added, base, out, opened_with, revision, multimodal.wraps(folder))
     print(f"{out}: {added.parameters(model.config):,} parameters of {file}, an adapter of {base}")
     if opened_with is not None:
         opening = f"open {base} with config=AutoConfig.from_pretrained('{out}')"

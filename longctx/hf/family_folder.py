@@ -40,7 +40,12 @@ BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def check_weights(config: GPTConfig, folder: Path) -> dict[str, Stored]:
-    """Return the place of each tensor of `folder`; see `model_folder.check_weights`."""
+    """Return the place of each tensor of `folder`, if they make the model of its config.json and
+    `config` has room for their vocabulary.
+
+    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
+    tensor, or a file that is not safetensors.
+    """
     family, source = read_model(folder)
 
     if (config.vocab_size or 0) < (source.vocab_size or 0):

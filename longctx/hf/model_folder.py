@@ -17,7 +17,7 @@ from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.hf.families import asked_of as asked_of
 from longctx.hf.families import read_config as read_config
-from longctx.hf.stored import Stored, Write, shards_of
+from longctx.hf.stored import Write, shards_of
 from longctx.model.gpt import GPT, build
 from longctx.spec.model_config import GPTConfig
 
@@ -33,11 +33,11 @@ def pretrained(
 
     Raises ValueError or OSError, one line, for whatever is not covered, missing or broken.
     """
-    config = read_config(folder)
-    check_weights(config, folder)
+    config, folder = read_config(folder), Path(folder)
+    format_of(config).check_weights(config, folder)
     with torch.device("meta"):
         model = build(config, attention)
-    format_of(config).cast(model, Path(folder), dtype)
+    format_of(config).cast(model, folder, dtype)
     model.to_empty(device=device)
     load_weights(model, folder)
     return model
@@ -48,20 +48,9 @@ def format_of(config: GPTConfig) -> Any:
     return importlib.import_module(config.folders)
 
 
-def check_weights(config: GPTConfig, folder: str | Path) -> dict[str, Stored]:
-    """Return the place of each tensor of `folder`, if they make the model of its config.json and
-    `config` has room for their vocabulary.
-
-    Only headers are read. Raises ValueError, one line, for a missing, unexpected or mis-shaped
-    tensor, or a file that is not safetensors.
-    """
-    stored: dict[str, Stored] = format_of(config).check_weights(config, Path(folder))
-    return stored
-
-
 def load_weights(model: GPT, folder: str | Path, write: Write | None = None) -> None:
-    """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as
-    `check_weights`.
+    """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as its
+    format's `check_weights`.
 
     Rows of a larger vocabulary than the folder's keep what they hold. `write` copies (weight,
     values, first row) to a weight of which this rank holds a part.

@@ -14,24 +14,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx import untrusted
 from longctx.hf.stored import DTYPES, Stored, Write, inventory
 from longctx.hf.transformers_config import TransformersConfig
-from longctx.hf.transformers_model import described, empty_model, weights_of
+from longctx.hf.transformers_model import empty_model, weights_of
 from longctx.model.lora import ADDED
 from longctx.spec.parts import Piece
-
-
-def read_config(folder: Path) -> TransformersConfig:
-    """Return the model of `folder`/config.json, as transformers computes it.
-
-    Raises ValueError, one line, for what transformers does not know or we do not support.
-    """
-    file = folder / "config.json"
-    try:
-        return described(untrusted.read_settings(file))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def read_weights(config: TransformersConfig, folder: Path) -> Any:

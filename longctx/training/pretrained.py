@@ -100,7 +100,8 @@ def read_hugging_face(
     model = weights_reader().read_config(folder, weights_reader().asked_of(config))
     if vocab_size is not None:
         model = model.with_vocabulary(vocab_size)
-    weights_reader().check_weights(model, weights_reader().with_weights(init, "init"))
+    whole = weights_reader().with_weights(init, "init")
+    weights_reader().format_of(model).check_weights(model, whole)
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
             untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)

@@ -117,7 +117,6 @@ def test_an_export_of_numbers_not_finite_warns(run, tmp_path, capsys, number, dt
     [
         (["export", "{run}"], "OUT is missing"),
         (["export", "{run}", "{run}"], "exists already and is not an empty folder"),
-        (["export", "{run}", "{new}.gguf"], ".gguf: an export is a folder"),
         (["export", "{new}", "{new}"], "no such file or folder"),
         (["export", "{run}/checkpoints", "{new}"], "neither a run"),
         (["export", "{run}/tokenizer.json", "{new}"], "neither a run"),

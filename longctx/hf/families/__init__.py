@@ -43,12 +43,10 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
         known = ", ".join(sorted(FAMILIES))
         raise source.error(f"model_type={model_type} is not covered yet; there are {known}")
     family = FAMILIES[model_type]
-    try:
+    # Such as a number in the place of a list
+    problem, others = "its keys are not as transformers writes them: {}", (TypeError, KeyError)
+    with untrusted.named(source.file, problem, (AttributeError, IndexError, *others)):
         return family, replace(family.read(source), source=source.keys)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        # such as a number in the place of a list
-        reason = f"{type(error).__name__}: {error}"
-        raise source.error(f"its keys are not as transformers writes them ({reason})") from error
 
 
 def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
@@ -67,9 +65,11 @@ def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
         raise ValueError(
             f"{folder}: transformers has to compute this model: pip install 'transformers>=5'"
         )
-    from longctx.hf import transformers_folder
+    from longctx.hf.transformers_model import described
 
-    return transformers_folder.read_config(Path(folder))
+    file = Path(folder) / "config.json"
+    with untrusted.named(file):
+        return described(untrusted.read_settings(file))
 
 
 def asked_of(request: Any, run: Path | None = None) -> str:

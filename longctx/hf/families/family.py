@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from longctx import untrusted
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
 from longctx.spec.block import BlockSpec
@@ -173,10 +174,8 @@ class Family:
         path = f"{source.file}: {source.rope_key}"
         check_scaling(path, scaling, config.rotary_size, config.context)
         config.rope_scaling = scaling
-        try:
+        with untrusted.named(source.file):
             config.validate()
-        except ValueError as error:
-            raise source.error(str(error)) from error
         return config
 
     def read_keys(self) -> set[str]:
