@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,78 +48,60 @@ def model_name(text: str) -> ModelName | None:
 
 def pinned(text: str, key: str) -> str:
     """Return `text`, given as `key`, with the commit that its revision means now; a path as it is.
-
-    Brings the settings and the tokenizer into the cache. Raises OSError if neither Hub nor cache
-    has the model.
+    Raises as `folder`.
     """
-    from huggingface_hub import HfApi, constants
-
     name = model_name(text)
-    if name is None:
-        return text
-    if not COMMIT.fullmatch(name.revision or ""):
-        try:
-            HfApi().model_info(name.repo, revision=name.revision, timeout=10)
-        except Exception as error:  # transports and library raise their own
-            branch = _cache(name.repo) / "refs" / (name.revision or "main")
-            if is_refused(error) or not branch.is_file():
-                raise failure(f"{key}={text}", error) from error
-            # The user asked for HF_HUB_OFFLINE, and needs no notice of it
-            if not constants.HF_HUB_OFFLINE:
-                print(f"{key}={text}: {files.one_line(error)}; using the cache", file=sys.stderr)
-            return f"{name.repo}@{branch.read_text()}"
-    return f"{name.repo}@{_download(name, f'{key}={text}', SETTINGS).name}"
+    return text if name is None else f"{name.repo}@{folder(text, key).name}"
 
 
-def folder(text: str, key: str, weights: Iterable[str] = ()) -> Path:
-    """Return the folder that `text` means, a path or a name with its commit, with the settings and
-    the files `weights`; downloads the missing ones. Raises as `pinned`.
+def folder(text: str, key: str, weights: Sequence[str] = ()) -> Path:
+    """Return the folder that `text`, given as `key`, means: a path, or a name in the cache with its
+    settings, its tokenizer and the files `weights`.
+
+    Downloads what the cache lacks; raises OSError if neither Hub nor cache has all of it.
     """
     name = model_name(text)
     if name is None:
         return Path(text).expanduser().resolve()
-    snapshot = _cache(name.repo) / "snapshots" / str(name.revision)
-    missing = [file for file in ("config.json", *weights) if not (snapshot / file).exists()]
-    if missing:
-        # Another machine than this one may have pinned it
-        _download(name, f"{key}={text}", [*SETTINGS, *missing])
-    return snapshot
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    # In other folders are copies for other programs, and earlier checkpoints
+    wanted = {"allow_patterns": [*SETTINGS, *weights], "ignore_patterns": ["*/*"]}
+
+    def snapshot(is_local: bool) -> Path:
+        where: Any = wanted | {"revision": name.revision, "local_files_only": is_local}
+        found = Path(snapshot_download(name.repo, **where))
+        if missing := [file for file in weights if not (found / file).exists()]:
+            raise FileNotFoundError(f"it lacks {', '.join(missing)}")
+        return found
+
+    setting, unreachable = f"{key}={text}", None
+    try:
+        if COMMIT.fullmatch(name.revision or ""):
+            with suppress(Exception):
+                return snapshot(is_local=True)
+        else:
+            # Only this call ends if the server is silent
+            HfApi().model_info(name.repo, revision=name.revision, timeout=10)
+    except Exception as error:  # transports and library raise their own
+        code = getattr(getattr(error, "response", None), "status_code", 500)
+        if code < 500 and code not in (408, 429):  # it answered no, rather than try again later
+            raise failure(setting, error) from error
+        unreachable = error
+    try:
+        found = snapshot(is_local=unreachable is not None)
+    except Exception as error:
+        raise failure(setting, unreachable or error) from error
+    # The user asked for HF_HUB_OFFLINE, and needs no notice of it
+    if unreachable is not None and not constants.HF_HUB_OFFLINE:
+        print(f"{setting}: {files.one_line(unreachable)}; using the cache", file=sys.stderr)
+    return found
 
 
 def is_snapshot(path: Any, text: Any) -> bool:
     """Return True if `path` is the folder, on some machine, of `text`, a name with its commit."""
     commit = str(text).partition("@")[2]
     return bool(COMMIT.fullmatch(commit)) and str(path).endswith(f"/snapshots/{commit}")
-
-
-def _cache(repo: str) -> Path:
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
-    return cache / "--".join(["models", *repo.split("/")])
-
-
-def _download(name: ModelName, setting: str, patterns: Iterable[str]) -> Path:
-    """Bring the top-level files that match `patterns` into the cache; return their folder."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot = snapshot_download(
-            name.repo,
-            revision=name.revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=["*/*"],  # copies for other programs, and earlier checkpoints
-        )
-    except Exception as error:  # transports and library raise their own
-        raise error if files.is_full(error) else failure(setting, error) from error
-    return Path(snapshot)
-
-
-def is_refused(error: BaseException) -> bool:
-    """Return True if the Hub answered no, rather than not at all or to try again later."""
-    answers = (getattr(cause, "response", None) for cause in files.causes(error))
-    code = next((answer.status_code for answer in answers if answer is not None), 500)
-    return code < 500 and code not in (408, 429)
 
 
 def failure(setting: str, error: Exception) -> Exception:
