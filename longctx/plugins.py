@@ -8,12 +8,12 @@ config.yaml of a run with their paths and hashes, is refused until the command l
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from longctx import untrusted
@@ -35,32 +35,26 @@ def _load(argument: str, expected: str) -> str:
     path = Path(argument).expanduser().absolute()
     if not path.is_file():
         raise FileNotFoundError(f"plugins={argument}: no such file; give a Python file of yours")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    source = path.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()
     if expected not in ("", digest):
         raise ValueError(f"plugins={argument}: changed while the run started; start it again")
     # Pickled objects name their module, so it stays in sys.modules. The hash keeps names apart.
     name = f"{path.stem}_{digest[:12]}"
     if name not in sys.modules:
-        _import(name, path, argument)
+        module = sys.modules[name] = ModuleType(name)
+        module.__file__ = str(path)
+        try:
+            exec(compile(source, path, "exec"), vars(module))
+        except Exception as error:
+            del sys.modules[name]
+            # The last line in this file; a SyntaxError has its own
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+            where = f"line {getattr(error, 'lineno', None) or lines[-1]}"
+            problem = f"{where}: {type(error).__name__}: {error}"
+            raise ValueError(f"plugins={argument}: {problem}") from error
     return f"{path}{HASH}{digest}"
-
-
-def _import(name: str, path: Path, argument: str) -> None:
-    """Import the file at `path` as the module `name`; ValueError names the line that fails."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"plugins={argument}: not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        # The last line in this file; a SyntaxError has its own
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"line {getattr(error, 'lineno', None) or lines[-1]}"
-        raise ValueError(f"plugins={argument}: {where}: {type(error).__name__}: {error}") from error
 
 
 def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None:
@@ -69,28 +63,22 @@ def check_named(recorded: Any, given: Sequence[str] | None, place: Path) -> None
 
     Warn if one has changed since it was recorded.
     """
-    if not recorded:
-        return
-    recorded = recorded if isinstance(recorded, list) else [recorded]
-    if given is None:
+    recorded = recorded if isinstance(recorded, list) else [recorded] if recorded else []
+    if recorded and given is None:
         raise ValueError(
             f"{place}: names plugins, which run only if the command line names them too: "
             f"{shlex.quote(as_typed(recorded))}, or plugins=[] to go without"
         )
-    names = {Path(path).name for path in _paths(recorded)}
-    for entry in given:
-        path, _, digest = entry.partition(HASH)
-        if HASH in str(recorded) and Path(path).name in names and digest not in str(recorded):
+    entries = [str(entry).partition(HASH) for entry in recorded]
+    digests = {Path(path).name: digest for path, _, digest in entries}
+    for path, _, digest in (entry.partition(HASH) for entry in given or ()):
+        if digests.get(Path(path).name, "") not in ("", digest):
             print(f"warning: plugins={path}: changed since {place} recorded it", file=sys.stderr)
 
 
 def as_typed(recorded: Sequence[Any]) -> str:
     """Return the argument that names the plugins of a run, as `recorded` there."""
-    return f"plugins=[{','.join(_paths(recorded))}]"
-
-
-def _paths(recorded: Sequence[Any]) -> list[str]:
-    return [str(entry).partition(HASH)[0] for entry in recorded]
+    return f"plugins=[{','.join(str(entry).partition(HASH)[0] for entry in recorded)}]"
 
 
 def check_checkpoint(checkpoint: Path, given: Sequence[str] | None) -> None:
@@ -104,10 +92,8 @@ def attention_of(
     run: Mapping[str, Any] | None, file: Path, asked: AttentionConfig | None = None
 ) -> AttentionConfig:
     """Return the attention that computes the model of `file`: `asked`, else that of its `run`, else
-    flash.
-
-    Raises ValueError if a plugin that is not loaded brings the run's, or if the run's is not exact
-    and another is asked for.
+    flash. Raises ValueError if the run's is of a plugin that is not loaded, or is not exact and
+    another is asked for.
     """
     run = run or {}
     with untrusted.opened(file, "attention="):

@@ -7,7 +7,7 @@ each table whole, without lines or colours, however wide it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -23,23 +23,18 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         """Render without control characters: anybody can write names, notes and keys of runs, and
-        an escape sequence in them would drive the terminal.
+        an escape sequence in them would drive the terminal. Substitutes are as wide as rich has
+        measured them.
         """
         for text, style, control in super().render(renderable, options):
-            if not control and not text.isprintable():
-                text = "".join(
-                    letter if letter.isprintable() or letter == "\n" else shown_for(letter)
-                    for letter in text
-                )
-            yield Segment(text, style, control)
+            shown = "".join(
+                letter if letter.isprintable() or letter == "\n" else "\ufffd" * cell_len(letter)
+                for letter in text
+            )
+            yield Segment(text if control else shown, style, control)
 
     def on_broken_pipe(self) -> None:  # rich would end the process here
         raise
-
-
-def shown_for(letter: str) -> str:
-    """Return a substitute for an unprintable letter, as wide as rich has measured it."""
-    return (" " if letter.isspace() else "\ufffd") * cell_len(letter)
 
 
 def console(stderr: bool = False) -> Console:
@@ -53,15 +48,18 @@ def console(stderr: bool = False) -> Console:
     return output
 
 
-def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+def text_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], gap: int = 2
+) -> Table:
     """Return a table of texts: columns of numbers on the right; others may have several lines."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=title, box=None, padding=(0, gap, 0, 0))
     texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     for column, heading in enumerate(headings):
         cells = [row[column].plain for row in texts]
         is_number = column > 0 and all(not cell or cell.lstrip("-")[:1].isdigit() for cell in cells)
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(Text(heading), justify=justify, overflow="fold")
+        table.add_column(Text(heading), overflow="fold")
+        if is_number:
+            table.columns[-1].justify = "right"
     for row in texts:
         table.add_row(*row)
     return table
@@ -71,22 +69,17 @@ def grid(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> 
     """Print `columns` of `rows`: numbers to three figures, an empty cell for a missing value."""
     headings = [column.replace("_", " ") for column in columns]
     cells = [[cell(row.get(column)) for column in columns] for row in rows]
-    table = text_table(title, headings, cells)
-    table.padding = (0, 1, 0, 0)
-    show(table)
+    show(text_table(title, headings, cells, gap=1))
 
 
-def show(table: Table, output: Console | None = None) -> None:
-    """Print `table` whole."""
-    output = output or console()
-    if not output.is_terminal:
-        table.box, table.pad_edge = None, False
-        if table.title:
-            output.print(table.title, highlight=False)
-            table.title = None
-    width, output.width = output.width, WIDEST
+def show(table: Table) -> None:
+    """Print a table without a box whole."""
+    output = console()
+    output.width = WIDEST
+    if table.title:
+        output.print(table.title, style="bold")
+    table.title, table.pad_edge = None, False
     output.print(table, soft_wrap=True)
-    output.width = width
     if not output.is_terminal:
         output.print()
 

@@ -139,7 +139,6 @@ def test_plan_knows_a_backend_of_a_plugin(here, capsys):
         ("bad.py", "x = 1\nif x\n", "plugins=bad.py: line 2: SyntaxError"),
         ("bad.py", "x = 1\n\nraise KeyError('a\\nb')\n", "plugins=bad.py: line 3: KeyError"),
         ("bad.py", "import nowhere.at.all\n", "plugins=bad.py: line 1: ModuleNotFoundError"),
-        ("bad.txt", "", "plugins=bad.txt: not a Python file"),
         ("none.py", None, "plugins=none.py: no such file"),
     ],
 )

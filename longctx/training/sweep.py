@@ -52,7 +52,7 @@ def sweep(overrides_of_jobs: list[list[str]]) -> int:
         if jobs[-1].code in system.EXIT_CODES:
             break
     out.print()
-    tables.show(sweep_table(jobs), out)
+    tables.show(sweep_table(jobs))
     folders = [shlex.quote(str(job.folder)) for job in jobs if job.folder and job.folder.exists()]
     if len(folders) > 1:
         text = f"compare    {system.typed_command()} compare {' '.join(folders)}"
