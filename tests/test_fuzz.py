@@ -80,16 +80,23 @@ def test_attention_is_its_definition_under_any_mask(case, seed):
     mask, visible = case
     Tq, Tk = visible.shape
     assert mask.pairs(1, Tq, Tk) == int(visible.sum())
+    bound, i, j = mask.bind(1, Tq, Tk, "cpu"), torch.arange(Tq), torch.arange(Tk)
+    assert torch.equal((bound.first.mT <= j) & (j <= bound.last.mT), visible)
+    assert torch.equal((bound.qfirst.mT <= i) & (i <= bound.qlast.mT), visible.mT)
+    for ends in (bound.first, bound.last, bound.qfirst, bound.qlast):
+        assert ends.dtype == torch.int32 and (ends.diff() >= 0).all()
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(1, Tq, 2, 8, generator=g, requires_grad=True)
     k, v = (torch.randn(1, Tk, 1, 8, generator=g, requires_grad=True) for _ in range(2))
-    scores = torch.einsum("qhd,kd->hqk", q[0], k[0, :, 0]) * 8**-0.5
-    weights = torch.nan_to_num(scores.masked_fill(~visible, -torch.inf).softmax(-1))
+    scores = torch.einsum("qhd,kd->hqk", q[0], k[0, :, 0]) * 0.3
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights = torch.nan_to_num(scores.softmax(-1))
     expected = torch.einsum("hqk,kd->qhd", weights, v[0, :, 0])
     expected = torch.where(visible.any(-1)[:, None, None], expected, torch.zeros(()))
     for backend in ("naive", "flash"):
-        out = attention(q, k, v, mask=mask, backend=backend)
+        out, lse = attention(q, k, v, mask, backend, scale=0.3, return_lse=True)
         torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[0], scores.logsumexp(-1), rtol=1e-4, atol=1e-5)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         assert all(torch.isfinite(x).all() for x in gradients)
         blind = ~visible.any(-1)

@@ -1,42 +1,11 @@
-"""Mask: the intervals say what the dense definition says, and so do their transpose, their count
-and their positions.
+"""Mask: what it refuses, binding, windows, positions. That the intervals, their transpose and count
+are the definition of each kind is shown by tests/test_fuzz.py.
 """
 
 import pytest
 import torch
 
 from longctx.attention import Mask
-from longctx.attention.naive import visible
-from tests.attention.rule import FREE, GRID
-
-
-def dense(case, mask):
-    """(B, Tq, Tk) bool from the definition of each kind, pair by pair."""
-    i = torch.arange(case.Tq)[:, None] + (case.Tk - case.Tq)
-    j = torch.arange(case.Tk)[None]
-    if case.mask == "full":
-        return torch.ones(case.B, case.Tq, case.Tk, dtype=torch.bool)
-    if case.mask == "intervals":
-        return (j >= mask.first[..., None]) & (j <= mask.last[..., None])
-    is_visible = (j <= i) & (j > i - (case.window or 10**6))
-    if case.mask == "documents":
-        return is_visible & (mask.doc_ids[:, :, None] == mask.doc_ids[:, None, :])
-    return is_visible.expand(case.B, -1, -1)
-
-
-@pytest.mark.parametrize("case", GRID + FREE, ids=str)
-def test_intervals_are_the_definition(case):
-    mask = case.build_mask()
-    expected = dense(case, mask)
-    bound = mask.bind(case.B, case.Tq, case.Tk, "cpu")
-    assert torch.equal(visible(bound, case.Tk)[:, 0].expand_as(expected), expected)
-    i = torch.arange(case.Tq)
-    transposed = (i >= bound.qfirst[..., None]) & (i <= bound.qlast[..., None])
-    assert torch.equal(transposed.expand(case.B, -1, -1), expected.mT), "keys' intervals of queries"
-    assert mask.pairs(case.B, case.Tq, case.Tk) == int(expected.sum())
-    for x in (bound.first, bound.last, bound.qfirst, bound.qlast):
-        assert x.dtype == torch.int32
-        assert bool((x.diff(dim=1) >= 0).all()), "monotone"
 
 
 def test_positions_restart_in_each_document():

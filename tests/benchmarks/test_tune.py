@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,10 +10,6 @@ from benchmarks import tune
 from benchmarks.words import main
 from longctx.kernels import launch
 from longctx.kernels.attention.launch import launch_config, measured
-
-
-class Named(NamedTuple):
-    name: str
 
 
 @pytest.mark.parametrize(
@@ -31,23 +26,20 @@ def test_the_fastest_right_config_wins(times, wrong, winner, monkeypatch):
 
     @contextmanager
     def using(config):
-        on_trial.append(config.name)
+        on_trial.append(config)
         yield
         on_trial.pop()
 
-    def medians(calls, *_):
-        return {config: times[config.name] for config in calls}
-
-    monkeypatch.setattr(tune, "medians", medians)
+    monkeypatch.setattr(tune, "medians", lambda calls, *_: {x: times[x] for x in calls})
     monkeypatch.setattr(tune, "call", lambda *_: lambda: None)
     monkeypatch.setattr(tune, "refuses", lambda *_: "wrong" if on_trial[-1] == wrong else None)
-    arguments = (map(Named, times), Named("now"), using, "forward", "torch-tiled")
     x = {"q": torch.zeros(1, 8, 1, 16)}
+    arguments = "dq", times, "now", using, "forward", "torch-tiled", x
     if winner:
-        assert tune.race("dq", *arguments, x).name == winner
+        assert tune.race(*arguments) == winner
     else:
         with pytest.raises(ValueError, match="in use"):
-            tune.race("dq", *arguments, x)
+            tune.race(*arguments)
 
 
 @pytest.mark.gpu

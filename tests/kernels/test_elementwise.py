@@ -143,35 +143,29 @@ def test_swiglu_with_the_down_projection(bias, with_output):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_layer_is_the_formula_and_saves_no_activation(activation):
+    dtype, sizes = torch.float32 if DEVICE == "cpu" else torch.bfloat16, []
     config = GPTConfig(channels=16, ffn=24, activation=activation)
-    layer = SwiGLU(config.block(0).mlp).to(DEVICE)
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    layer = SwiGLU(config.block(0).mlp).to(DEVICE, dtype)
     x = inputs(3, 11, 16).to(dtype)
-    layer = layer.to(dtype)
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: sizes.append(t.numel()) or t, lambda t: t
-    ):
+    noted = lambda t: sizes.append(t.numel()) or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
         y = layer(x)
-    want = layer.down(gated(layer.gate_up(x), activation))
-    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4) if DEVICE == "cpu" else None
-    assert 3 * 11 * 24 not in sizes
-    assert 3 * 11 * 48 in sizes
+    if DEVICE == "cpu":
+        want = layer.down(gated(layer.gate_up(x), activation))
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    assert 3 * 11 * 24 not in sizes and 3 * 11 * 48 in sizes
 
 
 def test_swiglu_compiles_with_weights_cast_by_autocast():
-    layer = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE)
-    x = inputs(3, 11, 16)
+    layer, x = SwiGLU(GPTConfig(channels=16, ffn=24).block(0).mlp).to(DEVICE), inputs(3, 11, 16)
     grads = []
-    for compiled in (False, True):
-        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         layer.zero_grad()
         with torch.autocast(DEVICE, torch.bfloat16):
             run(x).float().square().mean().backward()
         grads.append([p.grad.clone() for p in layer.parameters()])
     for a, b in zip(*grads, strict=True):
-        assert a.dtype == torch.float32
-        assert (a - b).norm() <= 1e-2 * b.norm()
+        assert a.dtype == torch.float32 and (a - b).norm() <= 1e-2 * b.norm()
 
 
 # RMSNorm
@@ -240,15 +234,15 @@ def test_norm_of_more_elements_than_an_int32_counts():
 def test_a_compiled_block_has_exact_gradients(policy, monkeypatch):
     config = GPTConfig(layers=2, channels=24, heads=3, kv_heads=1, ffn=40, vocab_size=61)
     tokens = torch.randint(61, (2, 33), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    eager = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", eager)
+    block = partialmethod(Block.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(Block, "compile", block)
     grads = []
     for kernel in (True, False):
         torch.manual_seed(0)
         model = GPT(config, "naive", MemoryConfig(policy)).to(DEVICE)
         if kernel:
-            monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-            monkeypatch.setattr(
-                Block, "compile", partialmethod(Block.compile, backend="aot_eager", fullgraph=True)
-            )
             model.compile_blocks()
         else:
             monkeypatch.setattr("longctx.model.layers.fused", lambda x: False)
@@ -268,13 +262,9 @@ def test_one_graph_serves_rows_of_any_length(half):
     run = torch.compile(getattr(block, half), backend=counter, dynamic=True, fullgraph=True)
     for T in (9, 14, 30, 41, 55):
         x = inputs(1, T, 24).to(dtype).requires_grad_()
-        others = (
-            rope(torch.arange(T, device=DEVICE)[None])
-            if half == "before"
-            else [inputs(1, T, 3, 8).to(dtype)]
-        )
-        outputs = run(x, *others)
-        torch.stack(
-            [t.sum() for t in (outputs if half == "before" else [outputs])]
-        ).sum().backward()
+        if half == "before":
+            outputs = run(x, *rope(torch.arange(T, device=DEVICE)[None]))
+        else:
+            outputs = [run(x, inputs(1, T, 3, 8).to(dtype))]
+        sum(t.sum() for t in outputs).backward()
     assert counter.frame_count <= 2  # one for the first length, one for any other

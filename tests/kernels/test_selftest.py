@@ -31,7 +31,8 @@ def test_right_kernels_pass(implementation, part, dtype, head_dim, group, bucket
     if implementation == "triton-portable":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     function = run(part, implementation)
-    assert check(part, function, CPU, dtype, head_dim, group, bucket, copies=2) is None
+    copies = 1 if implementation == "triton-portable" else 2
+    assert check(part, function, CPU, dtype, head_dim, group, bucket, copies) is None
 
 
 def late(values, rows):
