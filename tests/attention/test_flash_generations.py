@@ -71,16 +71,6 @@ def test_softcap_is_that_of_naive(head_dim, options):
     rule.check(case, "flash", BF16, large, softcap=20.0, **options)
 
 
-@pytest.mark.gpu
-def test_ordered_runs_repeat_to_the_bit():
-    case = Case(2, 1000, 1000, Hq=8, Hkv=2, D=128, mask="documents")
-    tensors = rule.inputs(case, BF16)
-    torch.use_deterministic_algorithms(True)
-    rule.check(case, "flash", BF16, tensors=tensors, kernel="ampere")
-    assert kernels_run()["flash"] == "triton-ampere-ordered"
-    rule.check_equal_runs(case, tensors, 19, kernel="ampere")
-
-
 @pytest.mark.parametrize(
     ("major", "head_dim", "expected"),
     [

@@ -1,6 +1,4 @@
-"""flash on a GPU: what only real hardware can show. 2³¹ elements, many lengths, poisoned memory,
-graphs, streams of lengths.
-"""
+"""flash on a GPU: what only real hardware can show. 2³¹ elements, graphs, streams of lengths."""
 
 import random
 
@@ -9,7 +7,7 @@ import torch
 
 from longctx.attention import Mask, attention, kernels_run, registry
 from longctx.kernels.attention import flash_op, portable
-from tests.attention.rule import NAMES, Case, check, inputs, run
+from tests.attention.rule import Case, check, inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -105,27 +103,6 @@ def test_a_thousand_lengths_compile_few_kernels(kernel):
     registry._plain_mask.cache_clear()
     assert compiled(kernel) - before <= 4
     assert torch.cuda.memory_allocated() <= held
-
-
-def test_memory_around_the_tensors_is_never_used(kernel):
-    """Inputs cut from a buffer of NaN, between rows, between heads and past the end: nothing leaks
-    in.
-    """
-
-    def surrounded(x):
-        B, T, H, D = x.shape
-        shape = B + 1, T + 50, H + 2, D + 8
-        buffer = torch.full(shape, float("nan"), device=x.device, dtype=x.dtype)
-        return buffer[:B, 25 : 25 + T, 1 : 1 + H, :D].copy_(x)
-
-    case = Case(2, 77, 77, Hq=4, Hkv=2, D=64)
-    for dtype in (torch.bfloat16, torch.float16):
-        tensors = inputs(case, dtype)
-        expected = run(tensors, Mask.causal(), "flash", dtype)
-        views = [surrounded(x) for x in tensors]
-        actual = run(views, Mask.causal(), "flash", dtype)
-        for name, x, y in zip(NAMES, actual, expected, strict=True):
-            assert same(x, y, name, kernel), name
 
 
 def test_graph_capture_and_replay(kernel):

@@ -42,6 +42,10 @@ CPU = {"device": "cpu", "dtype": torch.bfloat16, "head_dim": 64}
         (lambda: attention(q, q, q, scale=-1.0), "scale=-1.0 must be"),
         (lambda: attention(q, q, q, softcap=float("inf")), "softcap=inf must be"),
         (lambda: attention(q, q, q, softcap=0.0), "softcap=0.0 must be"),
+        (lambda: attention(q, q, q, backend="sdpa", softcap=3.0), "use attention=flash or naive"),
+        (lambda: attention(q, q, q, backend="flash_attn", softcap=3.0), "=flash or naive"),
+        (lambda: attention(q, q, q, sinks=torch.zeros(3)), "one for each of 2 heads"),
+        (lambda: attention(q, q, q, sinks=torch.zeros(2, 1)), "one for each of 2 heads"),
         (lambda: attention(q, q, q, scale=torch.tensor(0.3)), "a tensor gets no gradient"),
         (lambda: Attention("flahs"), "attention=flahs"),
         (lambda: attention(q, q, q, backend="auto"), "for runs alone; choose one of .*flash"),
@@ -107,17 +111,12 @@ def test_descriptions_match_their_backends(name):
     assert backend.description.has_backward == (type(backend).backward is not Backend.backward)
 
 
-def test_handle_refuses_at_the_first_call_and_again():
-    attend = Attention("flash")
+def test_handle_refuses_again_and_compiles_to_one_graph():
+    attend, mask = Attention("flash"), Mask.causal().bind(1, 5, 5, "cpu")
     attend(q, q, q, Mask.causal())
     for _ in range(2):
         with pytest.raises(ValueError, match="use attention=naive"):
             attend(q.double(), q.double(), q.double(), Mask.causal())
-
-
-def test_handle_compiles_to_one_graph():
-    attend = Attention("flash")
-    mask = Mask.causal().bind(1, 5, 5, "cpu")
     compiled = torch.compile(lambda x: attend(x, x, x, mask), backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q), attend(q, q, q, mask))
     with pytest.raises(Exception, match="attention=flash cannot run here"):

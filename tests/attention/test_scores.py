@@ -128,20 +128,6 @@ def test_sinks_train_only_with_a_differentiable_lse():
     assert "sinks" not in Backend.description.scores
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, 1)])
-def test_sinks_are_a_number_per_query_head(wrong):
-    q, k, v, _ = inputs(Case(2, 5, 5, 4, 2, 16), torch.float32)
-    with pytest.raises(ValueError, match="one for each of 4 heads"):
-        attention(q, k, v, sinks=wrong.to(DEVICE))
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "flash_attn"])
-def test_backends_without_softcap_name_others(backend):
-    q = torch.zeros(1, 4, 1, 64)
-    with pytest.raises(ValueError, match="use attention=flash or naive"):
-        attention(q, q, q, backend=backend, softcap=30.0)
-
-
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("options", [{}, {"kernel": "hopper"}])

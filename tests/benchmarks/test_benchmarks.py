@@ -1,19 +1,21 @@
 """A smoke test of each benchmark, tiny and on a CPU, and what one computes once."""
 
+import json
+
 import pytest
 import torch
 
-from benchmarks import attention, context, memory, points, steps
-from benchmarks.decoding import bytes_of_token
+from benchmarks import attention, cards, context, memory, points, reference, steps
 from benchmarks.points import point, training_run
 from benchmarks.words import BENCHMARKS, main
-from longctx.model import GPT
-from longctx.model.decoder import KVCache
+from longctx.config import fields
+from longctx.config.eval_config import EvalConfig
+from longctx.config.train_config import TrainConfig
 from longctx.parallel import devices
 from longctx.planner.peak_memory import predict
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
-from longctx.spec.model_config import GPTConfig
+from tests.processes import ROOT
 
 TINY = ["model=tiny", "model.layers=1", "model.channels=32", "model.ffn=48", "workers=0"]
 TINY += ["model.vocab_size=300", "compile=false"]
@@ -144,18 +146,6 @@ def test_decoding_is_measured_after_each_prompt(result_of):
         assert row["tokens_per_second"] > 0
 
 
-def test_a_token_reads_weights_and_cache_once():
-    sizes = {"layers": 2, "channels": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab_size": 99}
-    tied, own = (GPTConfig(**sizes, tied=tied) for tied in (True, False))
-    held = KVCache(tied, 3, 70, torch.bfloat16, "cpu")
-    cache = sum(x.nbytes for x in (*held.keys, *held.values))
-    weights = sum(2 * weight.numel() for weight in GPT(tied).parameters())
-    # Of `own` an lm_head, and one row of the embedding
-    assert bytes_of_token(tied, 3, 70, 2) == bytes_of_token(own, 3, 70, 2) == weights + cache
-    windowed = GPTConfig(**sizes, tied=True, window=7)
-    assert bytes_of_token(windowed, 3, 70, 2) == weights + cache // 10
-
-
 @pytest.mark.slow
 @pytest.mark.no_gpu
 def test_preferences_are_measured(result_of):
@@ -163,3 +153,26 @@ def test_preferences_are_measured(result_of):
     rows = result_of("preferences", "tiny=true", "attentions=sdpa", *sizes)["results"]
     assert [row["part"] for row in rows] == ["speed", "speed", *["trl"] * 4]
     assert [row["failed"] for row in rows] == [None] * len(rows)
+
+
+def test_pages_are_what_the_code_says():
+    assert cards.PAGE.read_text() == cards.page()
+    pages = reference.pages()
+    for name, text in pages.items():
+        assert (ROOT / "docs" / name).read_text() == text, "run python -m benchmarks reference"
+    for schema in (TrainConfig, EvalConfig):
+        leaves = {name for name, key in fields.keys(schema).items() if not key.is_group}
+        assert {name for name in leaves if f"| `{name}` |" not in pages["keys.md"]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.no_gpu
+def test_a_small_card_is_measured(tmp_path):
+    shape = ["model=tiny", "model.layers=1", "model.vocab_size=300", "compile=false", "workers=0"]
+    own = ["measure=true", "lengths=64", "tokens=64", "minutes=60"]
+    assert main(["cards", *own, f"out={tmp_path}", *shape]) == 0
+    card = json.loads((tmp_path / "none.json").read_text())
+    assert [row["backend"] for row in card["steps"]] == ["flash", "sdpa", "naive"]
+    (line,) = cards.step_rows("x.json", card)
+    speed = card["steps"][0]["tokens_per_second"]
+    assert line["`flash`"] == f"{speed:,.0f} (unknown card)"

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
+from longctx.config.eval_config import EvalConfig
+from longctx.config.layout_config import StrategyConfig
+from longctx.evaluation.evaluate import choose_strategy
 from longctx.runs import checkpoints, run_folder
+from longctx.spec.hardware import GIB, Chip, Machine
 from longctx.spec.model_config import GPTConfig
 from tests.eval_script.sample import write_tasks
 from tests.processes import ROOT, children, environment, finished
@@ -65,20 +68,9 @@ def test_several_devices_write_what_one_writes(
     for measured in (one, several):
         for place in ("seconds", "tokens_per_second", "devices"):
             measured.pop(place, None)
-    assert list(flat(several)) == [
-        pytest.approx(x, rel=1e-6, abs=1e-6) if isinstance(x, float) else x for x in flat(one)
-    ]
-
-
-def flat(content: Any) -> Iterator[Any]:
-    """Every number and text of a JSON, with the keys that lead to it."""
-    if isinstance(content, dict | list):
-        pairs = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in pairs:
-            yield key
-            yield from flat(value)
-    else:
-        yield content
+    # Every float of it nearly
+    near = json.loads(json.dumps(one), parse_float=lambda x: pytest.approx(float(x), 1e-6, 1e-6))
+    assert several == near
 
 
 @pytest.mark.slow
@@ -102,3 +94,23 @@ def test_a_lost_process_ends_the_evaluation(run, tmp_path):
     assert process.returncode == 1
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert "resume=" not in error
+
+
+LARGE = GPTConfig(  # the shape of Llama 3.1 8B, 15.0 GiB in bf16
+    layers=32, heads=32, kv_heads=8, channels=4096, ffn=14336, vocab_size=128256, tied=False
+)
+
+
+@pytest.mark.parametrize(
+    ("gib", "devices", "keys", "strategy"),
+    [
+        (80, 2, {}, "ddp"),
+        (24, 2, {}, "fsdp"),
+        (24, 1, {}, "none"),
+        (80, 2, {"strategy": StrategyConfig("fsdp")}, "fsdp"),
+    ],
+)
+def test_devices_hold_slices_if_copies_do_not_fit(gib, devices, keys, strategy):
+    config = EvalConfig("runs/a", devices=devices, **keys)
+    machine = Machine(devices, Chip("H100", gib * GIB, None, None, 0.0), 2.0**40)
+    assert choose_strategy(config, LARGE, machine, torch.bfloat16) == strategy

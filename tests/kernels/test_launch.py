@@ -54,12 +54,6 @@ def test_a_relaunch_takes_addresses_and_holds_no_tensor():
 # Tables that were measured
 
 
-class Config(NamedTuple):
-    BN: int
-    stages: int
-    turns: bool
-
-
 class Query(NamedTuple):
     """A tensor that the table takes for one of the GPU "Test"."""
 
@@ -107,10 +101,10 @@ def test_training_reads_what_tune_has_written(path):
 
 def test_a_hopper_module_gets_its_config_once(path):
     module = type(configs)("module")
-    module.CONFIGS = {64: Config(128, 2, True), 128: Config(64, 2, True)}
-    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [128, 3, False]}}}, {})
+    module.CONFIGS = {64: Launch(64, 128, 4, 2), 128: Launch(64, 64, 4, 2)}
+    tune.write(path, {}, "Test", {"hopper_forward": {"64": {"0": [64, 128, 8, 3]}}}, {})
     configs.configure(module, "hopper_forward", torch.device("cpu"))
-    assert module.CONFIGS == {64: Config(128, 3, False), 128: Config(64, 2, True)}
+    assert module.CONFIGS == {64: Launch(64, 128, 8, 3), 128: Launch(64, 64, 4, 2)}
 
 
 def test_tables_are_looked_up_by_environment(monkeypatch, tmp_path, path):
