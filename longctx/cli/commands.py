@@ -203,8 +203,8 @@ def meaning_of(declared: fields.Key) -> str:
     if declared.between is not None:
         minimum, maximum = declared.between
         is_open = maximum >= EVERYTHING
-        if declared.parse is not None and is_open:
-            meaning += f"; 4k is {declared.parse('4k'):,}"
+        if declared.unit is not None and is_open:
+            meaning += f"; 4k is {4 * declared.unit:,}"
         meaning += f" (≥ {minimum:,g})" if is_open else f" ({minimum:g} to {maximum:,g})"
     return meaning
 

@@ -257,7 +257,7 @@ def full_keys(schema: type, names: Iterable[str]) -> dict[str, str]:
 
 def alternatives(declared: Key | None, text: str) -> list[str]:
     """Split a value at its commas, other than those in quotes or brackets."""
-    if declared is not None and declared.parse is str:
+    if declared is not None and declared.literal:
         return [text]
     parts, depth = [""], 0
     for token in TOKEN.findall(text):
@@ -274,7 +274,7 @@ def value_of(text: str, declared: Key | None) -> Any:
     in YAML, or the text itself.
     """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if declared is not None and (declared.is_group or declared.parse is str):
+    if declared is not None and (declared.is_group or declared.literal):
         return None if text.lower() == "null" else text
     if declared is not None and declared.type in (str, Path) and not is_quoted:
         return None if text.lower() == "null" else text

@@ -10,11 +10,11 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, SEEDS, Group, counted, group, key, positive
+from longctx.config.fields import PLUGINS, SEEDS, Group, group, key, positive
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 SHORTEST = 128  # tokens of a text with pass keys
-LENGTHS: dict[str, Any] = {"between": (SHORTEST, inf), "parse": counted(), "distinct": True}
+LENGTHS: dict[str, Any] = {"between": (SHORTEST, inf), "unit": 1024, "distinct": True}
 RULER_TASKS = [
     *("niah_single_1", "niah_single_2", "niah_single_3"),
     *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
@@ -81,11 +81,11 @@ class EvalConfig(Group):
     """
 
     checkpoint: str | None = key(None, positional=True, compared=False)
-    seq_len: int | None = positive(None, limit=10**12, parse=counted())
-    stride: int | None = positive(None, limit=10**12, parse=counted())
+    seq_len: int | None = positive(None, limit=10**12, unit=1024)
+    stride: int | None = positive(None, limit=10**12, unit=1024)
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
-    contexts: list[int] | None = key(None, between=(2, inf), parse=counted())
+    contexts: list[int] | None = key(None, between=(2, inf), unit=1024)
     batch_size: int | None = positive(None, limit=10**12, compared=False)
     device: str = key("auto", choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)

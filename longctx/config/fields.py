@@ -13,7 +13,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from math import inf
 from pathlib import Path
@@ -30,7 +30,6 @@ SEEDS = (0, 2**63 - 1)
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES: dict[Any, str] = {
     int: "a whole number",
-    int | str: "a whole number or a word",
     float: "a number",
     bool: "true or false",
     str: "text",
@@ -55,8 +54,9 @@ class Key(NamedTuple):
     distinct: the list is not empty, and has no value twice.
     needs: the key of the same group without which this one does nothing, or its value, as in
         "lr_schedule=wsd"; `enabled` if the group has it.
-    parse: reads what is given before it gets the type, such as `counted`. With `str` the command
-        line's text is the value, whatever characters it has.
+    unit: k stands for so many, m for its square, as in 4k; whole numbers without it take no letter.
+    word: may stand for the number, as in seq_len=max.
+    literal: the command line's text is the value, whatever characters it has.
     positional: the command line takes it without `key=` too, as in `watch runs/NAME`.
     short: the name of its group is enough, as passkey=true for passkey.enabled=true.
     resume: resume= may change it.
@@ -72,7 +72,9 @@ class Key(NamedTuple):
     suffix: str = ""
     distinct: bool = False
     needs: str | None = None
-    parse: Callable[[Any], Any] | None = None
+    unit: int | None = None
+    word: str | None = None
+    literal: bool = False
     positional: bool = False
     short: bool = False
     resume: bool = False
@@ -101,7 +103,8 @@ class Key(NamedTuple):
         """Describe the values allowed, for a message."""
         if self.choices and not self.is_list:
             return f"one of {', '.join(self.choices)}"
-        return TYPES.get(self.type, "another value")
+        kind = TYPES.get(self.type, "another value")
+        return kind if self.word is None else f"{kind}, or {self.word}"
 
 
 def key(default: Any, meaning: str = "", **rules: Any) -> Any:
@@ -128,27 +131,6 @@ def group(schema: type, **rules: Any) -> Any:
     return dataclasses.field(default_factory=usual, metadata={"key": Key(**rules), "all": rules})
 
 
-def counted(thousand: int = 1024, word: str | None = None) -> Callable[[Any], Any]:
-    """Return the `parse` of whole numbers such as 4k, 1.5M or 1B, with `thousand` for k, also as
-    items of a list. A `word` may stand for the number, as in seq_len=max.
-    """
-
-    def parse(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [parse(item) for item in value]
-        if word is not None and value == word:
-            return value
-        if match := COUNT.fullmatch(str(value)):
-            number = float(match[1]) * thousand ** ("kmb".index(match[2].lower()) + 1)
-            value = int(number) if number.is_integer() else value
-        try:
-            return value if word is None else _converted(value, int)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"must be a whole number, or {word}") from None
-
-    return parse
-
-
 KEYS: dict[Any, dict[str, Key]] = {}  # of each dataclass that was asked, until a name registers
 
 
@@ -170,7 +152,7 @@ def keys(schema: Any) -> dict[str, Key]:
             meaning=rules.meaning or " ".join(meanings.get(item.name, "").split()),
             names=not rules.resume if rules.names is None else rules.names,
             default=item.default_factory() if callable(item.default_factory) else item.default,
-            type=declared[0] if len(declared) == 1 else hint,
+            type=declared[0],
             optional=len(declared) < len(types_allowed) or hint is Any,
         )
         if dataclasses.is_dataclass(hint):
@@ -245,29 +227,24 @@ def build(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 def typed(name: str, value: Any, declared: Key) -> Any:
     """Return `value` with the type of the key `name`; ValueError tells what to give instead."""
-    if value is None and declared.optional:
+    if declared.optional if value is None else value == declared.word:
         return value
     try:
-        parsed = value if declared.parse is None else declared.parse(value)
-    except ValueError as error:
-        raise ValueError(f"{name}={shown(value)}: {error}") from None
-    try:
-        result = _converted(parsed, declared.type)
+        result = _converted(value, declared.type, declared.unit)
     except (TypeError, ValueError, OverflowError):
         verb = "not allowed; give" if value is None else "must be"
         raise ValueError(f"{name}={shown(value)}: {verb} {declared.expected()}") from None
     # Nothing is ever filled in from the environment, so a user who expects it must hear of it
-    if "${" in str(result) and declared.parse is not str:
+    if "${" in str(result) and not declared.literal:
         raise ValueError(f"{name}={shown(value)}: ${{...}} is not filled in; give the value itself")
     # true and false may have any capitals, also if the key has other choices besides
     return result.lower() if "true" in declared.choices else result
 
 
-def _converted(value: Any, target: Any) -> Any:
+def _converted(value: Any, target: Any, unit: int | None) -> Any:
     """Return `value` as the type `target`; raise TypeError or ValueError if it is no such value."""
     origin, items = typing.get_origin(target), typing.get_args(target)
-    # A union is what `parse` has returned
-    if target is Any or isinstance(target, types.UnionType):
+    if target is Any:
         return value
     # YAML reads {a:1}, without a space, as a key "a:1" that has no value
     if origin is dict and isinstance(value, Mapping) and ":" not in "".join(map(str, value)):
@@ -276,11 +253,13 @@ def _converted(value: Any, target: Any) -> Any:
         return [value]
     is_list = origin in (list, tuple) and isinstance(value, list | tuple)
     if is_list and (origin is list or ... in items or len(value) == len(items)):
-        return origin(_converted(item, items[0]) for item in value)
+        return origin(_converted(item, items[0], unit) for item in value)
     if target is bool and str(value).lower() in ("true", "false"):
         return str(value).lower() == "true"
     if target in (str, Path) and isinstance(value, str | int | float):
         return target(shown(value))
+    if target is int and unit is not None and (match := COUNT.fullmatch(str(value))):
+        value = float(match[1]) * unit ** ("kmb".index(match[2].lower()) + 1)
     # YAML takes 1e9, which has no point, for text; Python counts True as 1, and rounds 4.5 to 4
     if target in (int, float) and type(value) in (str, int, float):
         number = float(value) if isinstance(value, str) and "e" in value.lower() else value

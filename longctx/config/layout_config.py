@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longctx.config.fields import Group, counted, key, positive
+from longctx.config.fields import Group, key, positive
 
 # Logits of a chunk of the loss, tokens × words; 2^29 are 1 GiB in bf16. With mlp_tile=16384 they
 # bring 1b at 65,536 tokens from 40.2 to 25.8 GiB; the step takes 2% longer (results/peers-1b.json)
@@ -149,7 +149,7 @@ class ContextConfig:
         against one device; null: true if devices share sequences and the run has plugins
     """
 
-    degree: int | str = positive(1, limit=4096, parse=counted(word="auto"), short=True)
+    degree: int | str = positive(1, limit=4096, word="auto", short=True)
     method: str = key("auto", choices=("auto", "ulysses", "allgather"))
     check: bool | None = key(None)
 

@@ -44,7 +44,7 @@ class ChatConfig(SampleConfig):
     longctx chat runs/NAME system='Answer in one sentence.' temperature=0
     """
 
-    system: str | None = key(None, "message of the system, before yours", parse=str)
+    system: str | None = key(None, "message of the system, before yours", literal=True)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class GenerateConfig(SampleConfig):
     chat: the prompt is a message; the answer is asked for by the model's chat template
     """
 
-    prompt: str | None = key(None, parse=str)
+    prompt: str | None = key(None, literal=True)
     prompts: str | None = key(None, suffix=".jsonl")
     chat: bool = key(False)
     batch_size: int = positive(8, "prompts at a time", limit=2**20)

@@ -16,7 +16,6 @@ from longctx.config.fields import (
     PLUGINS,
     SEEDS,
     Group,
-    counted,
     foreign_keys,
     group,
     key,
@@ -119,12 +118,12 @@ class TrainConfig(Group):
     tracker: copies of metrics.jsonl, one or several as [wandb,tensorboard]; none: the file alone
     """
 
-    seq_len: int | str = key(4096, between=(2, LONGEST_ROW), parse=counted(word="max"), names=False)
+    seq_len: int | str = key(4096, between=(2, LONGEST_ROW), unit=1024, word="max", names=False)
     seq_len_schedule: list[list[int]] | None = key(None)
     batch_size: int | None = positive(None, resume=True)
     accumulate: int | None = positive(None, resume=True)
     max_steps: int | None = positive(None, resume=True)
-    max_tokens: int | None = positive(None, limit=10**15, parse=counted(1000), resume=True)
+    max_tokens: int | None = positive(None, limit=10**15, unit=1000, resume=True)
     lr: float | None = key(None, between=(0.0, 10.0))
     lr_schedule: str = key("cosine", choices=SCHEDULES, **SCHEDULE)
     min_lr_ratio: float | None = key(None, between=(0.0, 1.0), **SCHEDULE)
@@ -153,7 +152,7 @@ class TrainConfig(Group):
     val_every: int | None = positive(None, resume=True)
     val_rows: int | None = key(None, between=(0, 10**9), resume=True)
     sample_every: int | None = positive(None, resume=True)
-    sample_prompt: str | None = key(None, parse=str, needs="sample_every", resume=True)
+    sample_prompt: str | None = key(None, literal=True, needs="sample_every", resume=True)
     checkpoint_every: int = positive(200, resume=True)
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
     keep_best: bool = key(False, resume=True)

@@ -7,7 +7,7 @@ import pytest
 from longctx import cli
 from longctx.config import presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import Mistakes, build, check, counted, declared_as, key, keys
+from longctx.config.fields import Mistakes, build, check, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.sample_config import GenerateConfig
@@ -21,7 +21,7 @@ class Declared:
     share: float = key(0.5, "a share", between=(0, 0.99))
     norm: float | None = key(None, "a norm")
     sizes: list[int] = key([4], "sizes", between=(1, 8))
-    length: int | str = key(2, "a length", between=(2, 9), parse=counted(word="max"))
+    length: int | str = key(2, "a length", between=(2, 9), unit=1024, word="max")
     words: list[str] = key([], "words", choices=("a", "b"))
     pair: tuple[float, float] = key((0.1, 0.2), "a pair")
 
