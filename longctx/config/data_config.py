@@ -21,44 +21,36 @@ SOURCES: Door[Any] = Door("data", "longctx.data.sources")
 class DataConfig(Group):
     """Documents and tokens of every source, each of which uses some of the keys.
 
-    source: source of the documents; data=NAME sets it
-    text_column: field or column of .jsonl, .csv, .tsv and .parquet files and of hub data sets
     chat: rows are conversations (`messages`, ShareGPT, Alpaca, completions), put into the
         tokenizer's chat template; targets are the assistant's
     preferences: rows are answers to prompts: pairs: `chosen` and `rejected` | labels: `completion`
         and `label`; set by objective=
     turns: conversations: the answers that are learned; all, those of the last turn, or (auto) all
         unless the template rewrites earlier turns, as Qwen3's does
-    errors: text: bytes that are not UTF-8 stop it (strict) or are replaced (replace)
-    split: hub: split of the data set to read; validation documents are taken out of it
-    revision: hub: commit, tag or branch; null: the newest; a run keeps the commit
-    length: characters of a document, if a source of your own makes them
     packing: several documents in a sequence; false: one in each, for a model whose layers mix them
-    tokenizer: tokenizer.json or Hugging Face folder; null: a BPE trained on the documents
-    replace_tokenizer: with init=: the tokenizer may give other texts to the ids that the weights
-        know
+    replace_tokenizer: with init=: the tokenizer may give other texts to ids that the weights know
     val_fraction: share of the text that validates: whole documents by their hash, else the end of
         the longest; null: 0.02, or up to 0.1 of a small corpus; 0: none
     cache: folder of what is built once; null: $LONGCTX_CACHE, else ~/.cache/longctx
     """
 
     prefix = "data."
-    source: str = key("embedded", choices=SOURCES, short=True)
+    source: str = key("embedded", "of the documents; set by data=NAME", choices=SOURCES, short=True)
     path: Any = key(None, "text: file, folder, glob, list [a,b]; hub: OWNER/NAME")
-    text_column: str = key("text")
+    text_column: str = key("text", "field of .jsonl, .csv, .tsv, .parquet files and hub data sets")
     chat: bool = key(False)
     preferences: str | None = key(None, choices=("pairs", "labels"))
     turns: str = key("auto", choices=("auto", "all", "last"), needs="chat")
-    errors: str = key("strict", choices=("strict", "replace"))
+    errors: str = key("strict", "bytes that are not UTF-8 stop it", choices=("strict", "replace"))
     name: str | None = key(None, "hub: configuration of a data set that has several")
-    split: str = key("train")
+    split: str = key("train", "hub: split to read; documents that validate are taken out of it")
     files: Any = key(None, "hub: the files of the data set to read; null: those of its split")
-    revision: str | None = key(None)
+    revision: str | None = key(None, "hub: commit, tag or branch; null: the newest; a run keeps it")
     documents: int | None = positive(None, "documents to read at most; null: all", limit=10**12)
-    length: int = key(8192, between=(256, 2**30))
+    length: int = key(8192, "characters of a document that a source makes", between=(256, 2**30))
     mix: dict[str, Any] = key({}, "mix: data.mix.NAME.KEY=..., any key of data, and weight")
     packing: bool = key(True)
-    tokenizer: str | None = key(None)
+    tokenizer: str | None = key(None, "tokenizer.json or folder; null: a BPE of the documents")
     replace_tokenizer: bool = key(False, needs="tokenizer")
     vocab_size: int = key(16384, "of the tokenizer trained here")
     val_fraction: float | None = key(None, between=(0, 0.99))

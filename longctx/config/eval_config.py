@@ -10,7 +10,17 @@ from typing import Any
 
 from longctx.attention.description import AttentionConfig
 from longctx.config.data_config import DataConfig
-from longctx.config.fields import PLUGINS, SEEDS, Group, group, key, positive
+from longctx.config.fields import (
+    DEVICE,
+    MODEL,
+    PLUGINS,
+    PRECISION,
+    SEEDS,
+    Group,
+    group,
+    key,
+    positive,
+)
 from longctx.config.layout_config import ContextConfig, StrategyConfig
 
 SHORTEST = 128  # tokens of a text with pass keys
@@ -66,34 +76,28 @@ class EvalConfig(Group):
     python eval.py OWNER/NAME data=text data.path=docs/
     The same: longctx eval key=value ...
 
-    checkpoint: runs/NAME (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or
-        a model of the Hub: OWNER/NAME, OWNER/NAME@REVISION
     seq_len: tokens that the model sees at most; null: the length that the run trained at
     stride: tokens from one window to the next; null: half of seq_len
-    contexts: context lengths to score the same tokens at; null: 1024, 2048 … seq_len, below 8192
-        from about an eighth; []: none
+    contexts: lengths to score the same tokens at; null: 1024 … seq_len, or from an eighth; []: none
     batch_size: windows per forward; null: 65,536 tokens on a GPU, 4,096 on a CPU
-    device: auto: a GPU if there is one | cpu | cuda
-    precision: auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
     wandb: send the result there too: disabled | auto | online | offline
-    fewshot: solved examples before each question of a task; null: as the task says
     chat_template: write the prompts of tasks by the model's chat template; null: if it has one
     """
 
-    checkpoint: str | None = key(None, positional=True, compared=False)
+    checkpoint: str | None = key(None, MODEL, positional=True, compared=False)
     seq_len: int | None = positive(None, limit=10**12, unit=1024)
     stride: int | None = positive(None, limit=10**12, unit=1024)
     split: str = key("val", "the run's own documents: val | train", choices=("val", "train"))
     documents: int | None = positive(None, "documents to score at most", limit=10**12)
     contexts: list[int] | None = key(None, between=(2, inf), unit=1024)
     batch_size: int | None = positive(None, limit=10**12, compared=False)
-    device: str = key("auto", choices=("auto", "cpu", "cuda"), compared=False)
+    device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"), compared=False)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, compared=False)
-    precision: str = key("auto", choices=("auto", "bf16", "fp32"))
+    precision: str = key("auto", PRECISION, choices=("auto", "bf16", "fp32"))
     wandb: str = key("disabled", choices=("disabled", "auto", "online", "offline"), compared=False)
     tasks: list[str] = key([], "run these of lm-evaluation-harness instead, such as [wikitext]")
     tasks_path: str | None = key(None, "folder with the YAML files of the tasks", needs="tasks")
-    fewshot: int | None = key(None, between=(0, 10**6), needs="tasks")
+    fewshot: int | None = key(None, "examples; null: the task's", between=(0, 10**6), needs="tasks")
     chat_template: bool | None = key(None, needs="tasks")
     plugins: list[str] | None = key(None, PLUGINS)
     attention: AttentionConfig = group(AttentionConfig)

@@ -26,6 +26,9 @@ MODEL = (
     "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME or OWNER/NAME@REVISION"
 )
 
+MODEL = "runs/NAME, one of its checkpoints, a Hugging Face folder, OWNER/NAME, OWNER/NAME@REVISION"
+DEVICE = "auto: a GPU if there is one | cpu | cuda"
+PRECISION = "auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32"
 SEEDS = (0, 2**63 - 1)
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmb])", re.IGNORECASE)
 TYPES: dict[Any, str] = {

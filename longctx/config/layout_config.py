@@ -19,13 +19,13 @@ LOGITS = {"fast": 2**29, "balanced": 2**29, "long": 2**27}
 NOTHING_TWICE = dict[str, Any](
     recompute="none", keep_every=1, mlp_tile=0, offload=0.0, optimizer_state="fp32"
 )
-TILES = dict[str, Any](
+TILED = dict[str, Any](
     recompute="block", keep_every=2, mlp_tile=32768, offload=0.6, optimizer_state="host"
 )
 POLICIES = {
     "fast": NOTHING_TWICE,
     "balanced": NOTHING_TWICE | {"recompute": "block"},
-    "long": TILES,
+    "long": TILED,
 }
 
 
@@ -42,15 +42,13 @@ class MemoryConfig(Group):
     """Activations saved for backward, and their place; null: as in the policy.
 
     policy: set by memory=NAME; auto: the first of fast, balanced, long that fits
-    recompute: computed again in backward: none | mlp | block: all (attention=flash: all but
-        attention)
+    recompute: computed again in backward: none | mlp | block: all (attention=flash: but attention)
     keep_every: with recompute=block: save the input of every n-th block only
     mlp_tile: with recompute: tokens per tile of projections and MLP; 0: no tiles
     offload: with recompute=block: share of the saved activations in pinned host memory
-    loss_chunk: tokens whose logits exist at one time; null: 2^29 logits, 2^27 in long, at most
-        16,384 tokens; on a CPU 1,024 tokens
-    optimizer_state: AdamW's moments, Muon's momentum: fp32 | bf16 | host: fp32 in pinned host
-        memory
+    loss_chunk: tokens whose logits exist at one time; null: up to 16,384, fewer in long; on a CPU
+        1,024
+    optimizer_state: AdamW's moments or Muon's momentum: fp32 | bf16 | host: fp32 in pinned memory
     """
 
     prefix = "memory."
@@ -141,8 +139,7 @@ STRATEGIES = {
 class ContextConfig:
     """Context parallelism: several devices share each sequence, and attention sees all of it.
 
-    degree: set by context=N: devices that each hold a part of every sequence; auto: as many as make
-        the run fit and fastest, by prediction
+    degree: set by context=N: devices that share every sequence; auto: by predicted fit and speed
     method: auto: ulysses if the degree divides the heads | ulysses: each device has all tokens of
         some heads | allgather: its own queries of all heads, and all keys
     check: before the run, at a small size: test for leaks between documents, and loss and gradients
@@ -159,9 +156,7 @@ class ContextConfig:
             remedy = "give a number that does"
             raise ValueError(f"context={self.degree}: does not divide devices={devices}; {remedy}")
         if self.check and devices == 1:
-            raise ValueError(
-                "context.check=true: compares several devices with one; give devices=N"
-            )
+            raise ValueError("context.check=true: compares several devices with one; use devices=N")
 
     def method_for(self, heads: int) -> str:
         """Return the method for `heads` query heads, with auto decided.
@@ -199,9 +194,8 @@ def divisors(number: int) -> list[int]:
 
 
 def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often each key-value head is sent when `ranks` divide the query heads.
-
-    Each rank needs the key-value heads of its query heads.
+    """Return how often each key-value head is sent when `ranks` divide the query heads: each rank
+    needs those of its query heads.
     """
     if kv_heads % ranks == 0:
         return 1

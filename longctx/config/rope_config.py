@@ -31,32 +31,23 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass
 class RopeConfig(Group):
-    """How the positions of init's weights are stretched to seq_len; set by rope=NAME.
-
-    factor: how many times the original length; null: seq_len / original
-    original: tokens that the weights were trained for; null: as in their config.json
-    theta: rope=abf: the new base of the frequencies
-    """
+    """How the positions of init's weights are stretched to seq_len; set by rope=NAME."""
 
     prefix = "rope."
     type: str = key("keep", "set by rope=NAME", choices=WAYS, short=True)
-    factor: float | None = key(None, between=(1, 2**24))
-    original: int | None = key(None, between=(2, 2**31 - 1))
-    theta: float | None = key(None, above=1, needs="type=abf")
+    factor: float | None = key(None, "of the length; null: seq_len / original", between=(1, 2**24))
+    original: int | None = key(None, "of the weights; null: in config.json", between=(2, 2**31 - 1))
+    theta: float | None = key(None, "abf: base of the frequencies", above=1, needs="type=abf")
     options: dict[str, Any] = key({}, "the type's own: rope.options.beta_fast=32 of yarn")
 
     def problems(self) -> Iterator[str]:
         """Yield a message for keys that contradict each other."""
-        stretch = () if self.type in ("keep", "abf", "auto") else ("factor", "original")
-        name = f"rope={self.type}"
-        yield from foreign_keys(
-            {"rope.factor": self.factor, "rope.original": self.original}, stretch, name
-        )
         needed, optional = KEYS.get(self.type, ((), ()))
         own = [option for option in (*needed, *optional) if option not in ("factor", ORIGINAL)]
-        yield from foreign_keys(
-            {f"rope.options.{key}": self.options[key] for key in self.options}, own, name
-        )
+        own += [] if self.type in ("keep", "abf", "auto") else ["factor", "original"]
+        values = {"rope.factor": self.factor, "rope.original": self.original}
+        values |= {f"rope.options.{option}": value for option, value in self.options.items()}
+        yield from foreign_keys(values, own, f"rope={self.type}")
         if self.type == "abf" and self.theta is None:
             yield "rope=abf: needs the new base of the frequencies, such as rope.theta=5000000"
 
@@ -67,9 +58,8 @@ def check_scaling(
     """Raise ValueError for the first wrong key of rope_parameters; `prefix` begins its name."""
     rope_type = scaling.get("rope_type", "default")
     if not isinstance(rope_type, str) or rope_type not in KEYS:
-        raise ValueError(
-            f"{prefix}.rope_type={rope_type} is not covered; there are {', '.join(KEYS)}"
-        )
+        known = ", ".join(KEYS)
+        raise ValueError(f"{prefix}.rope_type={rope_type} is not covered; there are {known}")
     needed, optional = KEYS[rope_type]
     for name in needed:
         if scaling.get(name) is None:
@@ -96,16 +86,13 @@ def check_scaling(
         if value is not None and not is_right:
             raise ValueError(f"{prefix}.{name}={str(value)[:60]} must be {expected}")
     if rope_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise ValueError(
-            f"{prefix}.low_freq_factor={scaling['low_freq_factor']} must be below high_freq_factor"
-        )
+        low = f"{prefix}.low_freq_factor={scaling['low_freq_factor']}"
+        raise ValueError(f"{low} must be below high_freq_factor")
     # These compare the length of a sequence with that of the model's training
     by_length = rope_type in ("dynamic", "longrope")
     if context is None and (by_length or (rope_type == "yarn" and not scaling.get("factor"))):
-        raise ValueError(
-            f"{prefix}.rope_type={rope_type}: needs model.context, the tokens that the model was "
-            "made for"
-        )
+        needed_too = "model.context, the tokens that the model was made for"
+        raise ValueError(f"{prefix}.rope_type={rope_type}: needs {needed_too}")
     # Its base grows by a power of head_dim / (head_dim - 2)
     if rope_type == "dynamic" and head_dim <= 2:
         raise ValueError(f"{prefix}.rope_type=dynamic: needs heads of more than 2 channels")

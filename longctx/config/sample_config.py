@@ -7,32 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.attention.description import DESCRIPTIONS
-from longctx.config.fields import PLUGINS, SEEDS, Group, key, positive
+from longctx.config.fields import DEVICE, MODEL, PLUGINS, PRECISION, SEEDS, Group, key, positive
 
 
 @dataclass
 class SampleConfig(Group):
     """A trained model, and how its text is chosen.
 
-    checkpoint: a run (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or a
-        model of the Hub: OWNER/NAME, OWNER/NAME@REVISION
-    temperature: 0: always the likeliest token; 1: by the model's probabilities
     top_k: choose among the k likeliest tokens; null: among all
     top_p: choose among the likeliest that together have this probability; null: among all
-    device: auto: a GPU if there is one | cpu | cuda
-    precision: auto: bf16 on a GPU, fp32 on a CPU | bf16 | fp32
-    attention: backend that computes the prompts; null: that of the run, or flash
     """
 
-    checkpoint: str = key("", positional=True)
+    checkpoint: str = key("", MODEL, positional=True)
     max_new_tokens: int = positive(200, "of each text; fewer if it ends", limit=2**31)
-    temperature: float = key(0.8, between=(0.0, 100.0))
+    temperature: float = key(0.8, "0: always the likeliest; 1: as the model", between=(0.0, 100.0))
     top_k: int | None = positive(None, limit=2**31, needs="temperature")
     top_p: float | None = key(None, above=0, between=(0, 1), needs="temperature")
     seed: int = key(1, "of the choices", between=SEEDS)
-    device: str = key("auto", choices=("auto", "cpu", "cuda"))
-    precision: str = key("auto", choices=("auto", "bf16", "fp32"))
-    attention: str | None = key(None, choices=DESCRIPTIONS)
+    device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"))
+    precision: str = key("auto", PRECISION, choices=("auto", "bf16", "fp32"))
+    attention: str | None = key(None, "of prompts; null: the run's, or flash", choices=DESCRIPTIONS)
     plugins: list[str] | None = key(None, PLUGINS)
 
 
@@ -56,14 +50,12 @@ class GenerateConfig(SampleConfig):
     longctx generate OWNER/NAME@REVISION prompt='Once upon a time'
     longctx generate runs/NAME prompts=questions.jsonl out=answers.jsonl
 
-    prompt: text to continue, as it is typed; null: what a document begins with
     prompts: .jsonl file instead: a `prompt` on each line, or `messages` of a chat
-    chat: the prompt is a message; the answer is asked for by the model's chat template
     """
 
-    prompt: str | None = key(None, literal=True)
+    prompt: str | None = key(None, "to continue; null: what a document begins with", literal=True)
     prompts: str | None = key(None, suffix=".jsonl")
-    chat: bool = key(False)
+    chat: bool = key(False, "the prompt is a message, for the model's chat template")
     batch_size: int = positive(8, "prompts at a time", limit=2**20)
     out: str | None = key(None, "write prompts and texts to this .jsonl too", suffix=".jsonl")
 

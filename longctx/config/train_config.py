@@ -13,6 +13,7 @@ from longctx.config.data_config import SOURCES, DataConfig
 from longctx.config.doors import SCHEDULES, TRACKERS, ObjectiveConfig, OptimizerConfig
 from longctx.config.eval_config import PasskeyConfig
 from longctx.config.fields import (
+    DEVICE,
     PLUGINS,
     SEEDS,
     Group,
@@ -38,13 +39,12 @@ class WandbConfig:
     """What Weights & Biases hears about a run. Other trackers use its project and group too.
 
     mode: auto: online with an API key, else offline | online | offline | disabled
-    group: runs of one group are drawn together; null: offline, the run and what continues it
     """
 
     project: str = key("longctx", "the project that the run appears in")
     entity: str | None = key(None, "team or user; null: your default")
     mode: str = key("auto", choices=("auto", "online", "offline", "disabled"))
-    group: str | None = key(None)
+    group: str | None = key(None, "null: offline, the run and what continues it")
     job_type: str = key("train", "the kind of run, to filter by; eval.py's is eval")
     tags: list[str] = key([], "such as [baseline,h200]")
     notes: str | None = key(None, "a sentence about the run")
@@ -73,16 +73,13 @@ class TrainConfig(Group):
         values: text as it is typed, null for none, lists as [a,b]
     The same: longctx train key=value ...
 
-    seq_len: tokens per sequence: the model's context in training; max: the longest that fits the
-        GPU
-    seq_len_schedule: [[tokens per sequence, steps], …]: shorter ones first, the same tokens per
-        step
-    batch_size: sequences per device and micro-batch; null: the whole step if it fits, else 16,384
+    seq_len: tokens per sequence, the model's context in training; max: the longest that fits
+    seq_len_schedule: [[tokens, steps], …]: shorter sequences first, the same tokens per step
+    batch_size: sequences per device and micro-batch; null: a whole step if it fits, or 16,384
         tokens
     accumulate: micro-batches per step; null: 65,536 tokens a step on a GPU, 4,096 on a CPU
     max_steps: optimizer steps; null: from max_tokens, else 300 on a GPU, up to 40 on a CPU
-    max_tokens: stop after about this many tokens, padding included (tokens_seen counts none),
-        instead of max_steps
+    max_tokens: about so many instead of max_steps, padding included (tokens_seen counts none)
     lr: peak learning rate; null: 0.5 / model.channels, with init 2e-5, with lora 2e-4
     lr_schedule: the rate after the warm-up: cosine, linear: falls to min_lr_ratio · lr | wsd:
         stays, and falls over the last steps | inverse_sqrt: falls as 1 / √step | constant
@@ -92,25 +89,19 @@ class TrainConfig(Group):
     lr_decay_shape: wsd: 1-sqrt | linear; null: 1-sqrt
     warmup_steps: linear warm-up; null: a tenth of the steps, at most 200
     weight_decay: on matrices, embeddings among them; never on norms and biases
-    device: auto: a GPU if there is one | cpu | cuda
     precision: auto: bf16 on a GPU, fp32 on a CPU | bf16: fp32 weights, the rest in bf16 | fp32 |
         fp8: as bf16, the matrix products of the blocks' linear layers in FP8
     bf16_layers: blocks that stay in bf16 under precision=fp8: the first is 0, the last -1
     compile: auto: on a GPU | true | false: torch.compile of each transformer block
-    graphs: auto: on a GPU that would wait for the host | true | false: CUDA graphs, which launch a
-        micro-batch's forward and backward as one
+    graphs: auto: on a GPU that would wait for the host | true | false: micro-batches as CUDA graphs
     name: of the run's folder; null: made of what differs from the defaults, and a counter
     init: start from the model and tokenizer of a Hugging Face folder, of a run, runs/NAME, or of a
         model of the Hub, owner/name or owner/name@revision (branch, tag or commit)
-    transformers: auto: transformers computes a model of init= that has no family here | always |
-        never
-    resume: continue this run, for example runs/tiny-flash-4k-001
+    transformers: auto: transformers computes a model of init= without a family | always | never
     dry_run: print the run and its predicted memory and time; train nothing
     val_every: steps between validations, also one at step 0; null: a fifth of the run, 20 or more
     val_rows: sequences of a validation; null: 262,144 tokens on a GPU, 32,768 on a CPU; 0: all
-    sample_every: steps between samples of text, also one at the last step; null: none
     sample_prompt: what a sample continues; null: the beginning of a document that validates
-    checkpoint_every: steps between checkpoints; one always comes at the end
     keep_best: also keep the checkpoint with the lowest validation loss, as best.ckpt; given on
         resume: the lowest from then on
     patience: end after this many validations without a lower loss; null: after max_steps
@@ -135,7 +126,7 @@ class TrainConfig(Group):
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's β1 and β2", between=(0, 0.999999))
     clip: float | None = key(1.0, "largest global gradient norm; null: no clipping")
     seed: int = key(1, "of the initial weights and of the order of the sequences", between=SEEDS)
-    device: str = key("auto", choices=("auto", "cpu", "cuda"), resume=True)
+    device: str = key("auto", DEVICE, choices=("auto", "cpu", "cuda"), resume=True)
     devices: int = positive(1, "GPUs, or processes on a CPU", limit=4096, resume=True)
     precision: str = key("auto", choices=("auto", "bf16", "fp32", "fp8"))
     bf16_layers: list[int] = key([], between=(-4096, 4095), needs="precision=fp8")
@@ -145,15 +136,15 @@ class TrainConfig(Group):
     name: str | None = key(None, names=False, compared=False)
     init: str | None = key(None, names=False)
     transformers: str = key("auto", choices=("auto", "always", "never"), needs="init")
-    resume: str | None = key(None, compared=False)
+    resume: str | None = key(None, "continue this run, such as runs/NAME", compared=False)
     dry_run: bool = key(False, resume=True, compared=False)
     runs: str = key("runs", "the folder that runs are written to", names=False, compared=False)
     plugins: list[str] | None = key(None, PLUGINS, resume=True)
     val_every: int | None = positive(None, resume=True)
     val_rows: int | None = key(None, between=(0, 10**9), resume=True)
-    sample_every: int | None = positive(None, resume=True)
+    sample_every: int | None = positive(None, "between samples of text; null: none", resume=True)
     sample_prompt: str | None = key(None, literal=True, needs="sample_every", resume=True)
-    checkpoint_every: int = positive(200, resume=True)
+    checkpoint_every: int = positive(200, "steps between checkpoints; also at the end", resume=True)
     keep_checkpoints: int = positive(2, "how many stay on disk, the newest", resume=True)
     keep_best: bool = key(False, resume=True)
     patience: int | None = positive(None, resume=True)
