@@ -38,7 +38,7 @@ from longctx.data.sources.registry import check_files
 from longctx.parallel.launch import GRACE, Launched, join, launched, number_here, supervise
 from longctx.runs import run_folder
 
-WIDTH = 80
+wrapped = partial(textwrap.wrap, width=80, break_on_hyphens=False)
 COLUMN = 28  # at which the meanings of --help begin
 EVERYTHING = 10**6  # a range that ends above this is shown as open, its counts with units
 
@@ -148,11 +148,10 @@ def libraries() -> Iterator[None]:
 
 def list_text() -> str:
     """Return the commands, with a summary of each."""
-    lines = [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
+    lines = ["Train GPTs on long documents, and see what runs show.", ""]
+    lines += [f"  longctx {name:<14}{summary_of(COMMANDS[name].schema)}" for name in COMMANDS]
     more = "Each takes key=value and --help. Also: --version, python -m benchmarks --help"
-    return "\n".join(
-        ["Train GPTs on long documents, and see what runs show.", "", *lines, "", more]
-    )
+    return "\n".join([*lines, "", more])
 
 
 def help_text(name: str, arguments: Iterable[str] = ()) -> str:
@@ -164,12 +163,12 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     own = [argument for argument in arguments if argument.startswith("plugins=")]
     parse.given_values(TrainConfig if command.trains else command.schema, own)
     summary, examples, *_ = inspect.cleandoc(command.schema.__doc__ or "").split("\n\n")
-    lines = [summary, "", *textwrap.indent(examples, "  ").splitlines()]
+    lines = [summary, "", textwrap.indent(examples, "  ")]
     groups = presets.groups(command.schema)
     lines += ["", "Presets (group=name):"] if groups else []
     for group in groups:
         choices = f"  {group + '=':<12}{' | '.join(presets.names(group))}"
-        lines += textwrap.wrap(choices, WIDTH, subsequent_indent=" " * 14)
+        lines += wrapped(choices, subsequent_indent=" " * 14)
     lines += ["", "Keys (key=default):", *key_lines(command.schema)]
     return "\n".join([*lines, *(["", "And every key of longctx train --help."] * command.trains)])
 
@@ -182,17 +181,13 @@ def key_lines(schema: Any) -> Iterator[str]:
     for group in ("", *groups):
         if group:
             yield ""
-            yield from textwrap.wrap(f"{group}: {summary_of(known[group].type)}", WIDTH)
+            yield from wrapped(f"{group}: {summary_of(known[group].type)}")
         for name, declared in known.items():
             if name.rpartition(".")[0] == group and not declared.is_group:
                 shown = f"{name}={fields.shown(declared.default)}"
                 head = name.upper() if declared.positional else shown
-                yield from textwrap.wrap(
-                    f"  {head:<{COLUMN - 3}} {meaning_of(declared)}",
-                    WIDTH,
-                    subsequent_indent=" " * COLUMN,
-                    break_on_hyphens=False,
-                )
+                line = f"  {head:<{COLUMN - 3}} {meaning_of(declared)}"
+                yield from wrapped(line, subsequent_indent=" " * COLUMN)
 
 
 def meaning_of(declared: fields.Key) -> str:

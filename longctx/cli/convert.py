@@ -71,21 +71,22 @@ def _found(name: str, value: Any, theirs: Mapping[str, Any]) -> Values:
     ours = name if name in known else key_of(name, known)
     reason = answer(name, known) or f"{name}: nothing here has this name"
     reason = reason.replace(name, f"{name}={fields.shown(value)[:60]}", 1)
+    converted: Values | None = None
     if name in TABLES["converted"]:
-        if (converted := _converted(name, value, theirs)) is not None:
-            return converted
+        converted = _converted(name, value, theirs)
     elif ours is not None and name not in ADVICE:
-        is_other = ours in NOTES and name not in {ours, *TABLES["same"]["names"].split()}
         value = VALUES.get(value, value) if isinstance(value, str) else value
-        if known[ours].is_group and value in presets.names(ours):
-            return {ours: value}
-        if not (is_other or known[ours].is_group):
+        if known[ours].is_group:
+            converted = {ours: value} if value in presets.names(ours) else None
+        # With a note our key means something else, but for these names
+        elif ours not in NOTES or name in {ours, *TABLES["same"]["names"].split()}:
             try:
                 value = fields.typed(ours, value, known[ours])
-                reason = f"{name}: {ours}={value}: {fields.allowed(value, known[ours])}"
+                if not (rule := fields.allowed(value, known[ours])):
+                    return {ours: value}
+                reason = f"{name}: {ours}={value}: {rule}"
             except ValueError as error:
                 reason = f"{name}: {error}"
-            if reason.endswith(": "):
-                return {ours: value}
-    print(reason, file=sys.stderr)
-    return {}
+    if converted is None:
+        print(reason, file=sys.stderr)
+    return converted or {}

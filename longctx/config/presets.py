@@ -61,8 +61,9 @@ def files(group: str) -> dict[str, Path]:
 
 
 def names(group: str) -> list[str]:
-    """Return the names that `group`= may have."""
-    return sorted({*files(group), *keys(TrainConfig)[GROUPS[group]].choices})
+    """Return the names that `group`= may have; none if it has no presets."""
+    choices = keys(TrainConfig)[GROUPS[group]].choices if group in GROUPS else ()
+    return sorted({*files(group), *choices})
 
 
 def read(group: str, name: str) -> dict[str, Any]:

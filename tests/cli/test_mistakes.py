@@ -20,14 +20,10 @@ NO_GPU = pytest.mark.no_gpu
 # keys and values of other projects, which are answered with ours
 OF_OTHERS = [
     ("train learning_rate=1e-3", "here it is lr"),
-    ("train n_layer=2", "here it is model.layers"),
-    ("train model.n_embd=64", "here it is model.channels"),
     ("train warmup_ratio=0.1", "here it is warmup_steps, a number of steps"),
     ("train lora.targets=[q_proj]", "lora.targets=q_proj: one of qkv, "),
     ("train device=gpu", "here it is cuda"),
     ("train checkpoint=runs/a", "here it is resume, or init"),
-    ("train dropout=0.1", "no dropout"),
-    ("train objective=grpo", "objective=dpo, orpo"),
     ("train model=meta-llama/Llama-3.2-1B", "give init=meta-llama/Llama-3.2-1B"),
     ("plan seq_len=128k,256k", "several values; give one"),
     ("train --learning-rate=1e-3", "write lr=1e-3"),
@@ -54,7 +50,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "message"),
     [
         (["wacth"], "did you mean watch?"),
-        (["watch"], "RUN is missing"),
         (["watch", "runs/a", "runs/b"], "runs/b: one too many"),
         (["compare", "outt=x"], "did you mean out?"),
         (["export", "runs/a", "out", "shard_gb=null"], "shard_gb=null: not allowed; give a number"),
@@ -65,18 +60,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (["data", "--seq-len", "9"], "--seq-len: not an option"),
         (["resume"], "RUN is missing"),
-        (["dashboard"], "PROJECT is missing"),
         (["data", "-m", "seq_len=64,128"], "-m: only train sweeps"),
-        (["train", "++model.layers=2"], "did you mean model.layers?"),
         (["train", "resume="], "resume="),
-        (["resume", "runs/a", "max_step=3"], "did you mean max_steps?"),
-        (["train", "resume=."], "it has no config.yaml"),
         (["train", "resume=runs/nothing"], "runs/nothing: no such folder"),
         (["train", "-m", "seq_len=64,abc"], "seq_len=abc"),
         (["data", "objective=dpo", "data.preferences=labels"], "objective=dpo sets it"),
         (["train", "-m", "name=x", "seq_len=64,128"], "name=x: each job"),
         (["train", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
-        (["train", "data=mix", "data.mix.a.path=no.txt"], "no.txt: no such file"),
         (["train", "data.tokenizer=no.json"], "data.tokenizer=no.json: no such file"),
         (["train", "warmup_steps=100", "max_steps=10"], "warmup_steps=100"),
         (["train", "name=done"], "name=done: runs/done exists already"),
@@ -92,7 +82,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["compare", "runs/done", "out=x.png"], "out=x.png: a file that ends in .html"),
         (["eval", "runs"], "checkpoint=runs: neither a run"),
         (["eval", "runs/done", "data=text", "data.path=no"], "data.path=no: no such"),
-        (["eval", "runs/done", "data.path=no"], "data.path=no: no such"),
         *((words.split(), message) for words, message in OF_OTHERS),
     ],
 )
@@ -129,17 +118,11 @@ def test_several_mistakes_have_a_line_each(here, capsys):
         assert [line.partition("error: ")[2][:3] for line in lines] == [word[:3] for word in words]
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "message"),
-    [
-        (["data=text", "data.path=nowhere.txt"], {}, "nowhere.txt"),
-        ([], {"RANK": "7"}, "WORLD_SIZE"),
-    ],
-)
-def test_no_large_library_is_imported_before(words, variables, message, here):
-    process = finished("-c", [WITHOUT_TORCH, "train", "device=cpu", *words], here, **variables)
+def test_no_large_library_is_imported_before(here):
+    words = ["train", "device=cpu", "data=text", "data.path=nowhere.txt"]
+    process = finished("-c", [WITHOUT_TORCH, *words], here)
     assert process.returncode == 2, process.stderr
-    assert message in process.stderr
+    assert "nowhere.txt" in process.stderr
 
 
 def test_a_plan_needs_no_plugins_of_its_init(here):

@@ -7,7 +7,7 @@ import pytest
 from longctx import cli
 from longctx.config import presets
 from longctx.config.eval_config import EvalConfig
-from longctx.config.fields import Mistakes, build, check, declared_as, key, keys
+from longctx.config.fields import build, check, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
 from longctx.config.sample_config import GenerateConfig
@@ -74,17 +74,6 @@ def test_a_value_outside_its_declaration_is_refused(values, message):
 def test_a_key_says_what_resume_may_change(name, resume, names, compared):
     found = declared_as(TrainConfig, name)
     assert (found.resume, found.names, found.compared) == (resume, names, compared)
-
-
-def test_every_mistake_has_a_line():
-    wrong = {"share": "a", "norm": "b", "other": 1, "sizes": [1]}
-    with pytest.raises(Mistakes) as caught:
-        build(Declared, wrong)
-    assert [line.partition("=")[0][:5] for line in str(caught.value).splitlines()] == [
-        *("share", "norm", "other")
-    ]
-    with pytest.raises(Mistakes, match=r"share=2.*\nnorm=0"):
-        check(Declared(share=2, norm=0))
 
 
 def test_values_get_the_type_of_their_declaration():
