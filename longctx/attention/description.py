@@ -21,7 +21,8 @@ from longctx.config.fields import Group, key
 from longctx.kernels.attention import IMPLEMENTATIONS, hopper_size
 from longctx.spec.parts import FP32, AttentionSpec, Pass
 
-# Backend → kernel, with `_on_ampere` if it is another there → head size → shares of the chip's peak
+# Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
+Rates = Mapping[str, Mapping[str, tuple[float, float]]]
 RATES = tomllib.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
 ALL = ("out", "dq", "dk", "dv")
 # The parts of `Scores` that not every backend has
@@ -35,39 +36,28 @@ class Description:
 
     # option → its allowed values, the default first
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
     # True if a mask may have free intervals, on every device; context.method=allgather needs it
     takes_intervals: bool = True
-
     # The parts of `Scores` that it has: "softcap" if `run`, and `backward` if there is one, compute
     # it; "sinks" if gradients flow through the lse, as training them needs
     scores: frozenset[str] = frozenset()
-
     # True if the backend's own `backward` takes the forward's out and lse, and if it computes the
     # formula and no variant; `register` sets both
     has_backward: bool = False
     exact: bool = True
-
     # True if its launches are the same for all documents in sequences of one length. Others count
     # documents, or build block masks, on the host, and no CUDA graph can hold that.
     capturable: bool = False
-
     # True if bound causal and full masks may be reused by later calls of the same lengths
     reuses_masks: bool = True
-
     # kernel → the results of "out", "dq", "dk", "dv" that have the same bits in every run of it on
     # one machine; the kernel lock of a run holds their hashes
     reproducible: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
     # As in rates.toml; the default is that of torch's fused kernels
-    rates: Mapping[str, Mapping[str, tuple[float, float]]] = field(
-        default_factory=lambda: RATES["sdpa"]
-    )
-
+    rates: Rates = field(default_factory=lambda: RATES["sdpa"])
     # Speed on a CPU, as a multiple of sdpa's; attention=auto compares it there. Of ours: training's
     # passes of 512 to 4,096 tokens, causal, packed and windowed, on two cores.
     on_cpu: float = 0.0
-
     # Bytes moved per score, forward and backward, if the (N, T) scores are in memory
     score_bytes: tuple[int, int] | None = None
 

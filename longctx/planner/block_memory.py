@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from longctx.spec.block import BlockSpec
-from longctx.spec.parts import FP32, Pass
+from longctx.spec.parts import FP32, BlockSpec, Pass
 
 MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
 
@@ -21,14 +20,14 @@ class Kept(NamedTuple):
     until: str  # MLP | ATTENTION
 
 
-def kept(block: BlockSpec, p: Pass, keeps_input: bool = True) -> Iterator[Kept]:
+def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     """Yield the bytes that the block saves, each with the half of backward that frees them."""
     e, C, N = p.activation, block.mlp.size, p.tokens
     attention, heads = block.attention, block.attention.model.heads
     if p.recompute == "block":
         # Without a backward of its own the backend runs again, and makes the lse again
         lse = FP32 * heads if p.backend.has_backward else 0
-        yield Kept(e * C * N if keeps_input else 0, ATTENTION)
+        yield Kept(e * C * N, ATTENTION)
         yield Kept((e * attention.query_size + lse) * N, ATTENTION)
         return
     # A product saves its input: without a norm the stream itself, or its copy in FP8

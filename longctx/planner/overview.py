@@ -53,14 +53,12 @@ def run(
         chosen[backend], _ = fitting.choose_layout(layouts, chip, host, merge)
         name = fitting.name_of(chosen[backend])
         in_layout = next(step for step in layouts if fitting.name_of(step) == name)
-        for step in fitting.policies(in_layout):
-            steps.append((backend, fitting.decide(step, chip, host, merge)))
-    _, first = steps[0]
+        steps += [fitting.decide(x, chip, host, merge) for x in fitting.policies(in_layout)]
+    first = steps[0]
     # The answer comes first: many read no further
     fastest, reason = fitting.fastest_backend(first, list(requests), chip)
     answered = chosen.get(asked, chosen[fastest])
-    schedule = schedule_of(request, answered)
-    print(answer(answered, chip, host, schedule.max_steps, price), end="\n\n")
+    print(answer(answered, chip, host, schedule_of(request, answered).max_steps, price), end="\n\n")
     print_machine(answered, chip, host, of_host)
     if first.devices > 1:
         shown = requests.get(AttentionConfig().backend, request)
@@ -69,21 +67,19 @@ def run(
     shared = ("layout",) if first.devices > 1 else ()
     terms = [term.split()[0] for term in TERMS]
     columns: tuple[str, ...] = ("backend", "memory", *shared, "sequences", *terms, *SIZES, *SPEED)
-    rows = [{"backend": backend} | figures(step, chip, host) for backend, step in steps]
     layout = f" on {first.devices:,} GPUs" if first.devices > 1 else ""
+    rows = [figures(step, chip, host) for step in steps]
     grid(f"Predicted peak by term, GiB{layout}", columns, rows)
-
     if len(requests) > 1:
         print(f"attention=auto: {fastest}, {reason}\n")
 
     # A policy that fits no length says none
     columns = ("backend", "memory", *shared, "tokens", "sequences", *SIZES[:2], *SPEED)
     rows = []
-    for backend, step in steps:
+    for step in steps:
         longest = longest_step([step], chip, host)
-        row = {"memory": step.memory.policy, "tokens": "none"}
-        row = row if longest is None else figures(longest, chip, host)
-        rows.append({"backend": backend} | row)
+        row = {"backend": step.attention.backend, "memory": step.memory.policy, "tokens": "none"}
+        rows.append(row if longest is None else figures(longest, chip, host))
     grid("The longest sequence that fits, at about the same tokens per step", columns, rows)
 
 
@@ -154,6 +150,7 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
     speed = () if time is None else (time.total, time.tokens / time.total, time.mfu)
     formats = (",.2f", ",.0f", ".1%")
     return {
+        "backend": step.attention.backend,
         "memory": step.memory.policy,
         "layout": fitting.name_of(step),
         "strategy": "" if step.strategy == "none" else step.strategy,

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from longctx.attention.description import Description
 from longctx.config.layout_config import kv_copies, tile_size
 from longctx.planner import block_memory
-from longctx.spec.block import BlockSpec
-from longctx.spec.parts import FP32, Pass
+from longctx.spec.parts import FP32, BlockSpec, Pass
 from longctx.spec.step import SLICE, STACK, MeasuredLayer, Workload
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -71,29 +70,24 @@ class _Costs(NamedTuple):
     """Bytes of one block: saved for backward, alive in its two halves, freed between them."""
 
     saved: float
-    saved_without_input: float
     mlp: float
     attention: float
-    freed: float
+    freed: float = 0.0
 
 
 class _Step:
     """The inventory of one training step."""
 
     def __init__(self, workload: Workload) -> None:
-        device, model = workload.device, workload.model
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
-        self.workload, self.model, self.memory = workload, model, workload.memory
-        self.device, self.libraries = device, CUBLAS if device == "cuda" else 0
-        self.blocks = workload.blocks
+        self.workload, self.model, self.memory = workload, workload.model, workload.memory
+        self.blocks, self.backend = workload.blocks, workload.attention.description
         self.measured = workload.measured.get(self.memory.recompute or "none")
         self.weights_by_block = [block.weights for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
-        self.N = self.B * -(-self.T // workload.context)
-        self.backend = workload.attention.description
         self.through = workload.pass_of(self.B, self.T)
-        self.C, self.L, self.V = model.channels, model.layers, int(model.vocab_size or 0)
-        self.e = workload.activation_bytes
+        self.N, self.e = self.through.tokens, self.through.activation
+        self.C, self.L, self.V = self.model.channels, self.model.layers, self.model.vocab_size or 0
         # fsdp: a slice of weights, gradients and optimizer state, and gathered weights in 16 bits
         self.sharded, self.slices = workload.sharing.shards_weights, workload.slices
         # LoRA: these are trained, in fp32, and the model's own weights are frozen
@@ -101,13 +95,11 @@ class _Step:
         self.trained = self.added or workload.parameters
         # Bytes of the gradient of one of the model's own weights, and of its copy in 16 bits
         self.gradient, self.copy = self.through.gradient, self.through.weight_copy
-        # In FP8 no weight has a copy that waits for backward
         in_bf16 = {n % self.L for n in workload.bf16_layers}
         is_fp8 = workload.precision == "fp8"
         self.in_8_bits = [is_fp8 and n not in in_bf16 for n in range(self.L)]
-        self.kernels = workload.uses_kernels
         # Of the layer with the largest exchange
-        self.exchanged = max(map(self.exchange_of, model.windows()))
+        self.exchanged = max(map(self.exchange_of, self.model.windows()))
         # Blocks that are alike have one object
         kinds = list(zip(map(id, self.blocks), self.in_8_bits, strict=True))
         by_kind = {
@@ -117,9 +109,14 @@ class _Step:
         self.costs = [by_kind[kind] for kind in kinds]
         if self.measured:
             self.costs = [self.measured_costs(layer) for layer in self.measured]
-        # Bytes that the first 0, 1, ... blocks save on the GPU
-        self.saved_by_block = [self.saved_by(layer) for layer in range(self.L)]
-        # The first layers keep theirs on the host
+        # Without its input a block before it runs forward again
+        each = (self.memory.keep_every or 1) if self.memory.recompute == "block" else 1
+        self.saved_by_block = [
+            float(costs.saved - (self.e * self.C * self.N if layer % each else 0))
+            for layer, costs in enumerate(self.costs)
+        ]
+        # Bytes that the first 0, 1, ... blocks save on the GPU; the first layers keep theirs on the
+        # host
         self.away = round((self.memory.offload or 0.0) * self.L)
         here = [0.0] * self.away + self.saved_by_block[self.away :]
         self.saved_by_first = [0.0, *accumulate(here)]
@@ -127,33 +124,25 @@ class _Step:
     def costs_of(self, block: BlockSpec, through: Pass) -> _Costs:
         """Return the bytes of one block."""
         kept = list(block_memory.kept(block, through))
-        freed = sum(part.bytes for part in kept if part.until == block_memory.MLP)
         attention = block_memory.attention_backward(block, through) + self.exchanged
         return _Costs(
-            saved=sum(part.bytes for part in kept),
-            saved_without_input=sum(x.bytes for x in block_memory.kept(block, through, False)),
+            saved=sum(row.bytes for row in kept),
             mlp=block_memory.mlp_backward(block, through),
             attention=attention + self.backend.workspace(block.attention, through),
-            freed=freed if self.memory.recompute == "none" else 0,
+            freed=sum(row.bytes for row in kept if row.until == block_memory.MLP),
         )
 
     def measured_costs(self, layer: MeasuredLayer) -> _Costs:
         """Return the bytes of a layer that transformers computes, as if attention's workspace were
         there at the peak.
         """
+        attention = self.blocks[0].attention, self.through
         saved, peak = layer.saved.slope * self.N, layer.peak.slope * self.N + layer.peak.intercept
         if self.memory.recompute == "none":
             # Copies of weights, and scores if the backend has them in memory
             saved += layer.saved.intercept
-            own, fused = (
-                x.saved(self.blocks[0].attention, self.through)
-                for x in (self.backend, Description())
-            )
-            saved += max(0.0, own - fused)
-        attention = (
-            peak + self.exchanged + self.backend.workspace(self.blocks[0].attention, self.through)
-        )
-        return _Costs(saved, saved_without_input=saved, mlp=peak, attention=attention, freed=0)
+            saved += max(0.0, self.backend.saved(*attention) - Description().saved(*attention))
+        return _Costs(saved, peak, peak + self.exchanged + self.backend.workspace(*attention))
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
@@ -170,10 +159,9 @@ class _Step:
         full = self.workload.accumulate > 1 or self.workload.sharing.buckets_gradients
         before = gradients if full else 0.0
         saved = {KEPT: self.saved_by_first[self.L]}
-        if self.memory.recompute == "none":
-            copies = 0.0
-        else:  # autocast has made them in forward
-            copies = sum(layer.saved.intercept for layer in self.measured or ())
+        # Of weights, which autocast has made in forward
+        of_layers = [] if self.memory.recompute == "none" else self.measured or []
+        copies = sum((layer.saved.intercept for layer in of_layers), 0.0)
         at_loss = {GRADIENTS: before, PARAMETERS: copies}
         yield "loss", _sum(always, at_loss, saved, self.loss())
         # The head's gradient is there at once; a tied one waits beside the sum for that of the
@@ -181,7 +169,8 @@ class _Step:
         head = embedding if tied or not full else 0.0
         # The norm's input and both its gradients; where no kernel of ours takes them as they are,
         # in fp32, and the loss's too.
-        norm = float(self.C * (3 * self.e if self.kernels else 3 * FP32 + self.e))
+        has_kernels = self.workload.uses_kernels
+        norm = float(self.C * (3 * self.e if has_kernels else 3 * FP32 + self.e))
         if self.measured:
             norm = self.measured[-1].norm.slope
         last_norm = {GRADIENTS: before + head, LOSS: norm * self.N}
@@ -228,11 +217,12 @@ class _Step:
         # Tokens, targets, doc_ids, int64; CUDA graphs read those of a micro-batch from one place.
         batch = 24 * row_tokens * (self.workload.accumulate + self.workload.captured)
         mask = (16 + 8) * row_tokens  # first, last of queries and of keys; positions
-        rope = FP32 * self.N * sum(rope.numbers for rope in self.model.ropes())  # cos and sin
+        # cos and sin of each pair, and the factor of queries
+        rope = FP32 * self.N * sum(x.size + bool(x.growth) for x in self.model.ropes())
         return {
             PARAMETERS: self.weights() / self.slices + self.gathered(),
             OPTIMIZER: optimizer_state(self.workload)[0] / self.slices,
-            BATCH: batch + mask + rope + self.libraries,
+            BATCH: batch + mask + rope + (CUBLAS if self.through.on_gpu else 0),
         }
 
     def weights(self) -> float:
@@ -290,16 +280,9 @@ class _Step:
         _, optimizer = optimizer_state(self.workload)
         return {OPTIMIZER: optimizer / self.slices, KEPT: float(sum(away))}
 
-    def saved_by(self, layer: int) -> float:
-        """Return the bytes that block `layer`, from 0, saves for backward."""
-        costs = self.costs[layer]
-        # Without its input a block before it runs forward again.
-        keeps_input = layer % (self.memory.keep_every or 1) == 0
-        return float(costs.saved if keeps_input else costs.saved_without_input)
-
     def logits(self, bytes_each: int) -> float:
         """Return the bytes of a chunk's logits."""
-        chunk = self.memory.chunk(self.V, self.device)
+        chunk = self.memory.chunk(self.V, self.workload.device)
         return float(bytes_each * self.V * tile_size(self.N, chunk))
 
     def loss(self) -> Terms:
@@ -308,7 +291,7 @@ class _Step:
         The input is in fp32 unless a kernel of ours takes it as it is.
         """
         weight = (self.copy + self.gradient) * self.V * self.C
-        hidden = ((self.e if self.kernels else FP32) + 2 * self.e) * self.C * self.N
+        hidden = ((self.e if self.workload.uses_kernels else FP32) + 2 * self.e) * self.C * self.N
         slopes = 0 if self.model.multipliers.logit_softcap is None else FP32
         return {LOSS: weight + hidden + self.logits(self.e + slopes) + FP32 * self.N}
 

@@ -24,9 +24,8 @@ from math import ceil
 
 from longctx.config.layout_config import kv_copies
 from longctx.planner.peak_memory import KEPT, OPTIMIZER, optimizer_state, predict, trained_weights
-from longctx.spec.block import BlockSpec
 from longctx.spec.hardware import Chip
-from longctx.spec.parts import FP32
+from longctx.spec.parts import FP32, BlockSpec
 from longctx.spec.step import Workload
 
 LINK = 55e9  # bytes per second between a GPU and pinned memory
@@ -77,7 +76,8 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     rate = PRODUCTS * C / (C + SMALL) * peak
     added = workload.added
     each = 4 if added else 6  # frozen weights have no gradient
-    in_8_bits = workload.fp8_layers / model.layers
+    fp8_layers = L - len(workload.bf16_layers) if workload.precision == "fp8" else 0
+    in_8_bits = fp8_layers / L
     each_flop = (1 - in_8_bits) / rate + in_8_bits / (FP8 * C / (C + SMALL_FP8) * peak)
     products = (
         N * model.layers * (each * (before + after) + 2 * again) * each_flop + 6 * N * added / rate
@@ -89,7 +89,7 @@ def seconds(workload: Workload, chip: Chip) -> Seconds | None:
     ends = 4 * C + 2 * (model.heads + model.kv_heads) * model.head_size + 3 * model.ffn
     # weights are read for their scale and for each copy
     of_weights: float = (3 * (e if added else 4) + 2) * (before + after)
-    moved += workload.fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
+    moved += fp8_layers * (N * (6 * ends + 3 * model.ffn) + of_weights)
     per_micro = {
         "attention": attention_seconds(workload, chip),
         "projections and MLP": products,

@@ -9,7 +9,6 @@ Letters as in parts.py; E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,9 +25,7 @@ class ExpertsConfig(Group):
     """Experts in place of one feed-forward network, as in Mixtral: model.experts.count=8."""
 
     prefix = "model.experts."
-    count: int | None = key(
-        None, "of a layer; null: one feed-forward network, no experts", between=(2, 4096)
-    )
+    count: int | None = key(None, "of a layer; null: one feed-forward network", between=(2, 4096))
     per_token: int = positive(2, "experts that compute each token", limit=4096, needs="count")
     ffn: int | None = positive(
         None, "inner width of an expert; null: model.ffn", limit=2**20, needs="count"
@@ -38,40 +35,25 @@ class ExpertsConfig(Group):
     )
     router: str = key(
         "softmax",
-        "how a token chooses: softmax: the largest probabilities; sigmoid_bias: the largest σ + a "
-        "bias that is not trained, as in GLM-4.5",
+        "a token takes the largest probabilities, or σ + a bias that is not trained (GLM-4.5)",
         choices=("softmax", "sigmoid_bias"),
         needs="count",
     )
     shared: int = key(
-        0,
-        "experts that compute every token, side by side as one, as in AFMoE",
-        between=(0, 4096),
-        needs="count",
+        0, "experts that compute every token, as in AFMoE", between=(0, 4096), needs="count"
     )
     scale: float = key(1.0, "factor of the k weights of a token", above=0, needs="count")
     normalize: bool = key(True, "the k weights of a token add up to 1", needs="count")
     biased: bool = key(False, "biases in router and experts, as in gpt-oss", needs="count")
     clamp: float | None = key(
         None,
-        "c: gate · σ(1.702 gate) · (up + 1), gate at most c, up within ±c, as in gpt-oss; null: "
-        "silu(gate) · up",
+        "c: gate · σ(1.702 gate) · (up + 1), gate ≤ c, up within ±c; null: silu(gate) · up",
         above=0,
         needs="count",
     )
     balance: float = key(
-        0.0,
-        "factor of the loss that balances experts (Switch, arXiv 2101.03961); 0: none",
-        between=(0, 1e6),
+        0.0, "factor of the loss that balances experts (arXiv 2101.03961)", between=(0, 1e6)
     )
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for more experts per token than there are."""
-        if self.count is not None and self.per_token > self.count:
-            yield (
-                f"model.experts.per_token={self.per_token}: there are "
-                f"model.experts.count={self.count}; give at most that"
-            )
 
 
 @dataclass(frozen=True)

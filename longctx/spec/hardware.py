@@ -1,6 +1,4 @@
-"""GPUs by name: peak, bandwidth, memory and links; and the GPU and memory of this machine. No
-torch.
-"""
+"""GPUs by name, from cards.toml, and the GPU and memory of this machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -83,9 +81,7 @@ class Machine:
     host_memory: float  # bytes
 
     def device_for(self, device: str, precision: str) -> str:
-        """Return "cuda" or "cpu" for device= and precision=; ValueError if a GPU is asked for and
-        missing, or cannot compute so.
-        """
+        """Return "cuda" or "cpu" for device= and precision=; ValueError if it cannot compute so."""
         if device == "cuda" and self.gpu is None:
             raise ValueError("device=cuda: torch finds no GPU here; use device=cpu or device=auto")
         gpu = None if device == "cpu" else self.gpu
@@ -94,9 +90,8 @@ class Machine:
 
 
 def chip(name: str, memory: float | None = None) -> Chip:
-    """Return the chip that torch or a user calls `name`, with so many bytes of memory.
-
-    None means the usual memory of the card, which is 0 if the name is not known.
+    """Return the chip that torch or a user calls `name`, with so many bytes of `memory`; None: the
+    usual, which is 0 if the name is not known.
     """
     unknown = Chip("", 0.0, None, None, REACHED * SLOWEST)
     known = next((card for of, card in cards().items() if is_named(name, of)), unknown)
@@ -106,9 +101,7 @@ def chip(name: str, memory: float | None = None) -> Chip:
 
 
 def is_named(name: str, of: str) -> bool:
-    """Return True if every word of `of` is one of `name`, or `name` is `of` without spaces, or
-    without RTX.
-    """
+    """Return True if `name` has every word of `of`, or is `of` without spaces, or without RTX."""
     words, wanted = (set(text.upper().replace("-", " ").split()) for text in (name, of))
     joined, given = (text.upper().replace(" ", "") for text in (of, name))
     return wanted <= words or given in (joined, joined.removeprefix("RTX"))

@@ -12,9 +12,16 @@ from typing import Any, ClassVar, Self
 from longctx.config.fields import Group, Key, build, group, key, positive
 from longctx.config.layout_config import divisors
 from longctx.config.rope_config import check_scaling
-from longctx.spec.block import BlockSpec
 from longctx.spec.experts import ExpertsConfig, ExpertsSpec
-from longctx.spec.parts import NF4_BLOCK, AttentionSpec, FeedForward, Norm, RopeSpec, packed_width
+from longctx.spec.parts import (
+    NF4_BLOCK,
+    AttentionSpec,
+    BlockSpec,
+    FeedForward,
+    Norm,
+    RopeSpec,
+    packed_width,
+)
 
 
 @dataclass
@@ -23,12 +30,10 @@ class Multipliers(Group):
 
     prefix = "model.multipliers."
     embedding: float = key(1.0, "factor of the embedded tokens, as in Gemma and Granite", above=0)
-    residual: float = key(
-        1.0, "factor of what attention and MLP add to the residual stream, as in Granite", above=0
-    )
+    residual: float = key(1.0, "factor of what attention and MLP add, as in Granite", above=0)
     logits: float = key(1.0, "factor of the logits, as in Granite", above=0)
     logit_softcap: float | None = key(
-        None, "c: logits become c · tanh(logit / c), as in Gemma 2; null: as they are", above=0
+        None, "c: logits become c · tanh(logit / c), as in Gemma 2", above=0
     )
 
 
@@ -38,48 +43,32 @@ class GPTConfig(Group):
 
     prefix = "model."
     vocab_size: int | None = key(
-        None,
-        "tokens of the vocabulary; null: the tokenizer's, rounded up to a multiple of 64",
-        between=(2, 2**31 - 1),
+        None, "tokens; null: the tokenizer's, up to a multiple of 64", between=(2, 2**31 - 1)
     )
     layers: int = positive(4, "transformer blocks", limit=4096)
     channels: int = positive(128, "width of the residual stream", limit=2**20)
     heads: int = positive(4, "query heads", limit=2**20)
-    kv_heads: int = positive(
-        2, "key-value heads, each shared by heads / kv_heads query heads", limit=2**20
-    )
+    kv_heads: int = positive(2, "key-value heads, each of heads / kv_heads queries", limit=2**20)
     head_dim: int | None = key(
         None, "channels of a head; null: channels / heads", between=(0, 2**20)
     )
     ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(
-        None,
-        "base in layers that have the window, never scaled, as in Gemma 3; null: as all layers",
-        above=0,
-        needs="window",
+        None, "in layers with the window, unscaled; null: rope_theta", above=0, needs="window"
     )
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
     rotary_share: float = key(
-        1.0,
-        "share of a head's channels that rotate, the first ones, as in Phi-4-mini and GLM-4",
-        between=(0, 1),
-        above=0,
+        1.0, "share of a head's channels that rotate, the first ones", between=(0, 1), above=0
     )
     nope_layers: list[int] = key(
         [], "layers without rotary embedding, as in SmolLM3; first is 0", between=(0, 4095)
     )
     window: int | None = positive(
-        None,
-        "keys that a query sees at most, its own among them; null: all before it",
-        limit=2**31 - 1,
+        None, "keys that a query sees, its own among them; null: all before it", limit=2**31 - 1
     )
     window_layers: list[int] | None = key(
-        None,
-        "layers that have the window, the first is 0; null: all",
-        between=(0, 4095),
-        distinct=True,
-        needs="window",
+        None, "that have the window; null: all", between=(0, 4095), distinct=True, needs="window"
     )
     norms: str = key(
         "pre",
@@ -97,17 +86,13 @@ class GPTConfig(Group):
         "silu", "of the MLP's gate; gelu_tanh as in Gemma", choices=("silu", "gelu_tanh")
     )
     qk_norm: str = key(
-        "none",
-        "RMSNorm of q and k: head: of every head, as in Qwen3; whole: of all heads, as in OLMo 2",
-        choices=("none", "head", "whole"),
+        "none", "RMSNorm of q and k, of each head or of all", choices=("none", "head", "whole")
     )
     qk_norm_after_rope: bool = key(
         False, "q and k are normalized after they rotate, as in HunYuan", needs="qk_norm"
     )
     attention_gate: str = key(
-        "none",
-        "channel: attention's output is multiplied by σ of a product of its input, as in AFMoE",
-        choices=("none", "channel"),
+        "none", "channel: the output is multiplied by σ(W · input)", choices=("none", "channel")
     )
     attention_scale: float | None = key(
         None, "factor of attention's scores; null: head size ** -0.5", above=0
@@ -116,21 +101,15 @@ class GPTConfig(Group):
         False, "a logit per head that joins attention's softmax without a value, as in gpt-oss"
     )
     query_growth: list[float] = key(
-        [],
-        "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n)), as in "
-        "Ministral 3; []: they are not",
+        [], "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))"
     )
     softcap: float | None = key(
-        None,
-        "c: attention's scores become c · tanh(score / c), as in Gemma 2; null: as they are",
-        above=0,
+        None, "c: attention's scores become c · tanh(score / c), as in Gemma 2", above=0
     )
     multipliers: Multipliers = group(Multipliers)
     experts: ExpertsConfig = group(ExpertsConfig)
     context: int | None = positive(
-        None,
-        "tokens that weights from elsewhere were made for, see init; null: those of seq_len",
-        limit=2**31 - 1,
+        None, "tokens that weights of init= were made for; null: seq_len", limit=2**31 - 1
     )
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
     source: dict[str, Any] = field(
@@ -194,6 +173,11 @@ class GPTConfig(Group):
             each = (name, folder, self.channels, self.norm_eps, self.norm_plus_one)
             return Norm(*each) if is_there else None
 
+        named, experts = ("mlp", "mlp", self.channels), self.experts
+        mlp = FeedForward(*named, self.ffn, self.mlp_bias, self.activation)
+        if self.has_experts(layer):
+            shape = (self.expert_ffn, experts.biased, self.activation)
+            mlp = ExpertsSpec(*named, *shape, experts.count or 0, experts)
         has_before, has_after = self.norms != "post", self.norms != "pre"
         # Gemma's folders call the norm after attention what Llama's call the one before the MLP
         before_mlp = "pre_feedforward_layernorm" if has_after else "post_attention_layernorm"
@@ -201,7 +185,7 @@ class GPTConfig(Group):
             norm("attention_norm", "input_layernorm", has_before),
             self._attention(layer),
             norm("mlp_norm", before_mlp, has_before),
-            self._feed_forward(layer),
+            mlp,
             self.multipliers.residual,
             norm("attention_out_norm", "post_attention_layernorm", has_after),
             norm("mlp_out_norm", "post_feedforward_layernorm", has_after),
@@ -215,14 +199,6 @@ class GPTConfig(Group):
         rope = RopeSpec(self.rotary_size, theta, scaling, context, tuple(self.query_growth))
         named = ("attention", "self_attn", self.channels)
         return AttentionSpec(*named, self, window, rope, rotates=layer not in self.nope_layers)
-
-    def _feed_forward(self, layer: int) -> FeedForward:
-        named, experts = ("mlp", "mlp", self.channels), self.experts
-        if not self.has_experts(layer):
-            return FeedForward(*named, self.ffn, self.mlp_bias, self.activation)
-        assert experts.count is not None
-        shape = (self.expert_ffn, experts.biased, self.activation)
-        return ExpertsSpec(*named, *shape, experts.count, experts)
 
     def blocks(self) -> list[BlockSpec]:
         """Return the parts of every block; layers that are alike share one value."""
@@ -283,6 +259,8 @@ class GPTConfig(Group):
                 f"model.head_dim={self.head_size} (null: channels / heads) model.rotary_share="
                 f"{self.rotary_share}: {rotated} channels of a head rotate; both must be even"
             )
+        if experts.count is not None and experts.per_token > experts.count:
+            yield f"model.experts.per_token={experts.per_token}: of {experts.count} experts"
         if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
             yield (
                 f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}: the grouped "
@@ -305,7 +283,7 @@ class GPTConfig(Group):
 
     def parameters(self) -> int:
         """Return the trainable parameters, a tied embedding once."""
-        blocks = sum(block.parameters for block in self.blocks())
+        blocks = sum(part.parameters for block in self.blocks() for part in block.parts())
         return self._embedding() * (1 if self.tied else 2) + blocks + self.channels
 
     def frozen_matrices(self) -> list[tuple[int, int]]:
@@ -328,30 +306,24 @@ class GPTConfig(Group):
         weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
         return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
 
-    # A model that transformers computes answers what follows in its own way
+    # A model that transformers computes answers in its own way. Each way to a model proves it.
 
     def with_vocabulary(self, size: int) -> GPTConfig:
         """Return the model with `size` tokens; ValueError if it cannot have other ones."""
         return replace(self, vocab_size=size)
 
     def accepted(self, request: Any) -> Any:
-        """Return the training `request` as the model decides it; ValueError for keys that it does
-        not have.
-        """
+        """Return the training `request` as the model decides it; ValueError for keys it lacks."""
         return request
 
     def check_length(self, tokens: int, key: str) -> None:
         """Raise ValueError if the model has no positions for sequences of so many `tokens`."""
 
     def prove(self, device: str, precision: str, seq_len: int, packing: bool = False) -> None:
-        """Raise ValueError unless our attention computes what the model's own does, and documents
-        do not see one another if sequences have several (`packing`). Every way to a model asks.
-        """
+        """Raise ValueError unless ours is the model's own attention, of documents if `packing`."""
 
     def packs(self, device: str, precision: str, seq_len: int, is_shared: bool) -> bool:
-        """Prove the model; return False if each document needs a sequence of its own. `is_shared`:
-        ranks share sequences, which then is an error.
-        """
+        """Prove it; return False if a document needs a sequence of its own, that is not shared."""
         return True
 
     def measured(self, step: Any, say: Callable[[str], None]) -> Any:
@@ -371,12 +343,8 @@ LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.valu
 class LoraConfig:
     """Training of low-rank additions to frozen weights: lora.rank=16."""
 
-    rank: int | None = positive(
-        None, "of the additions; null: no LoRA, all weights are trained", limit=4096
-    )
-    scaling: float = key(
-        2.0, "factor of the additions: what others call alpha / rank", needs="rank"
-    )
+    rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)
+    scaling: float = key(2.0, "factor of the additions, alpha / rank", needs="rank")
     rslora: bool = key(
         False, "divide alpha, which is scaling · rank, by √rank in place of rank", needs="rank"
     )
@@ -385,8 +353,7 @@ class LoraConfig:
     )
     base: str | None = key(
         None,
-        "format of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA (needs bitsandbytes); "
-        "null: that of products",
+        "of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA; null: that of products",
         choices=("nf4",),
         needs="rank",
     )

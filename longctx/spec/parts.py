@@ -1,4 +1,4 @@
-"""The parts of a transformer block, norm, attention and feed-forward, as frozen values. Torch-free.
+"""A transformer block and its parts, norm, attention, feed-forward, as frozen values. Torch-free.
 
 A part answers for itself: its parameters, the matrices of its linear layers (for LoRA, FP8 and
 Muon), its tensors in a Hugging Face folder, its FLOPs, and the bytes that it saves for backward.
@@ -68,11 +68,9 @@ class Fold:
         return shape[0]
 
     def load(self, tensor: Any) -> Any:
-        """Return our rows of a folder's `tensor`."""
         return tensor
 
     def save(self, rows: Any) -> Any:
-        """Return the folder's tensor of our `rows`."""
         return rows
 
 
@@ -158,8 +156,8 @@ class Part:
     @cached_property
     def parameters(self) -> int:
         """Number of its parameters."""
-        vectors = sum(size for _, size in self.vectors)
-        return vectors + sum(linear.parameters for linear in self.linears)
+        linears = sum(linear.parameters for linear in self.linears)
+        return linears + sum(size for _, size in self.vectors)
 
     @cached_property
     def multiplied(self) -> int:
@@ -208,11 +206,6 @@ class RopeSpec(NamedTuple):
     # (beta, n): queries are multiplied by 1 + beta · ln(1 + floor(position / n))
     growth: tuple[float, ...] = ()
 
-    @property
-    def numbers(self) -> int:
-        """Numbers per token: cos and sin of each pair, and the factor of queries."""
-        return self.size + bool(self.growth)
-
 
 @dataclass(frozen=True)
 class AttentionSpec(Part):
@@ -238,12 +231,12 @@ class AttentionSpec(Part):
     def linears(self) -> tuple[LinearSpec, ...]:
         q, kv, C = self.query_size, self.key_size, self.size
         projections = ("q_proj", "k_proj", "v_proj")
-        products = (
+        linears = (
             LinearSpec("qkv", projections, (q, kv, kv), C, self.model.qkv_bias),
             LinearSpec("out", ("o_proj",), (C,), q, self.model.out_bias, into_residual=True),
+            LinearSpec("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False),
         )
-        gate = LinearSpec("gate", ("gate_proj",), (self.gate_size,), C, has_bias=False)
-        return (*products, gate) if self.gate_size else products
+        return linears if self.gate_size else linears[:2]
 
     @property
     def gate_size(self) -> int:
@@ -258,9 +251,9 @@ class AttentionSpec(Part):
     @property
     def norms(self) -> tuple[int, ...]:
         """Number of channels that the norms of q and k normalize together; none without norms."""
-        head, whole = (self.model.head_size,) * 2, (self.query_size, self.key_size)
-        sizes: dict[str, tuple[int, ...]] = {"none": (), "head": head, "whole": whole}
-        return sizes[self.model.qk_norm]
+        if self.model.qk_norm == "whole":
+            return self.query_size, self.key_size
+        return (self.model.head_size,) * 2 if self.model.qk_norm == "head" else ()
 
     def required(self, trains: bool = True) -> dict[str, Any]:
         """Return what its backend must be able to do, as arguments of `attention.check`.
@@ -326,3 +319,40 @@ class FeedForward(Part):
         """Return the bytes alive in a forward without gradients, uncompiled."""
         tensors = 6 if "gate_up" in p.adapted else 3 if p.is_fused else 4
         return p.activation * tensors * self.inner * p.tile + p.unpacked * self.linears[0].weights
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)); norms may be missing."""
+
+    attention_norm: Norm | None
+    attention: AttentionSpec
+    mlp_norm: Norm | None
+    mlp: FeedForward
+    branch_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
+    # of what attention and MLP add to the residual stream, if it is normalized
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts in the order in which they compute."""
+        of_attention = self.attention_norm, self.attention, self.attention_out_norm
+        of_mlp = self.mlp_norm, self.mlp, self.mlp_out_norm
+        return tuple(part for part in (*of_attention, *of_mlp) if part is not None)
+
+    @cached_property
+    def linears(self) -> dict[str, LinearSpec]:
+        """Every linear layer by the path of its module in the block."""
+        return {
+            f"{part.name}.{linear.name}": linear for part in self.parts() for linear in part.linears
+        }
+
+    @cached_property
+    def weights(self) -> int:
+        """Weights of all linear layers."""
+        return sum(linear.weights for linear in self.linears.values())
+
+    @cached_property
+    def multiplied(self) -> int:
+        """Weights that multiply each token."""
+        return sum(part.multiplied for part in self.parts())

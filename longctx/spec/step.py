@@ -18,9 +18,8 @@ from longctx.config.layout_config import (
     tile_size,
     ulysses_parts,
 )
-from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from longctx.spec.parts import FP32, Pass
+from longctx.spec.parts import FP32, BlockSpec, Pass
 
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -91,9 +90,7 @@ class Workload:
     is_longest: bool = False  # seq_len=max
 
     def divided(self, division: Division, seq_len: int) -> Workload:
-        """Return the step in one division, with sequences of `seq_len` tokens and default sizes in
-        place of nulls.
-        """
+        """Return the step in one division, with default sizes in place of nulls."""
         # a GPU wants many tokens at a time, and takes longer steps
         batch_size = division.batch_size or max(1, TOKENS_PER_MICRO_BATCH[self.device] // seq_len)
         micro_batch = batch_size * seq_len * self.devices // division.context
@@ -152,11 +149,6 @@ class Workload:
         return FP32 if self.precision == "fp32" else 2
 
     @property
-    def fp8_layers(self) -> int:
-        """Count the layers with products in FP8."""
-        return self.model.layers - len(self.bf16_layers) if self.precision == "fp8" else 0
-
-    @property
     def uses_kernels(self) -> bool:
         """Return True if our kernels take activations as they are, in 16 bits."""
         return self.device == "cuda" and self.activation_bytes < FP32 and self.model.has_kernels
@@ -172,10 +164,8 @@ class Workload:
         return ulysses_parts(heads // ranks, self.batch_size * -(-self.seq_len // ranks))
 
     def exchanges_halo(self, window: int | None) -> bool:
-        """Return True if a layer of this `window` needs only the end of the rank before.
-
-        The backend must take the free intervals that result.
-        """
+        """Return True if a layer of this `window` needs only the end of the rank before."""
+        # The backend must take the free intervals that result
         fits = window is not None and window - 1 <= -(-self.seq_len // self.context)
         return self.context > 1 and fits and self.attention.description.takes_intervals
 

@@ -130,7 +130,7 @@ def test_a_block_saves_as_many_bytes_more_or_fewer_as_is_planned():
         of_weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
         saved.append(sum(size for at, size in storages.items() if at not in of_weights))
         work = workload_of(replace(request, precision=precision, model=config), "cuda", N)
-        planned.append(_Step(replace(work, accumulate=1)).saved_by(0))
+        planned.append(_Step(replace(work, accumulate=1)).saved_by_block[0])
     scales = 64  # bytes at most
     assert saved[1] - saved[0] == pytest.approx(planned[1] - planned[0], abs=scales)
 

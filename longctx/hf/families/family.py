@@ -17,9 +17,8 @@ from typing import Any
 from longctx import untrusted
 from longctx.config.rope_config import check_scaling
 from longctx.hf.families.config_json import ConfigJson
-from longctx.spec.block import BlockSpec
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.parts import Piece
+from longctx.spec.parts import BlockSpec, Piece
 
 TABLES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
 HARMLESS = frozenset(TABLES.pop("harmless").split())
