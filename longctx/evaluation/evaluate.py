@@ -44,12 +44,12 @@ from longctx.parallel.devices import (
     within_memory,
 )
 from longctx.parallel.launch import Launched
-from longctx.parallel.mesh import Layout, Parallel, parallel_of
+from longctx.parallel.mesh import Parallel, parallel_of
 from longctx.planner.plans import plan
 from longctx.runs import checkpoints, evaluations
 from longctx.spec.hardware import Machine
 from longctx.spec.model_config import GPTConfig
-from longctx.spec.step import precision_of
+from longctx.spec.step import Division, precision_of
 
 USUAL = 4096  # tokens of RULER's shortest text, unless the model or ruler.lengths has shorter ones
 
@@ -211,9 +211,8 @@ def build_scorer(setup: Setup, parallel: Parallel) -> Scorer:
     """Load this process's part of the model, as rank 0 has decided in `setup`."""
     config, dtype = setup.config, dtype_of(setup.precision)
     degree, method = int(config.context.degree), config.context.method_for(setup.model.model.heads)
-    parallel = parallel.with_mesh(
-        Layout(setup.strategy, config.devices // degree, degree, method, config.attention)
-    )
+    division = Division(setup.strategy, degree, method)
+    parallel = parallel.with_mesh(division, config.attention)
     shard = partial(parallel.shard, cast=False)
     built = build_model(setup.model.file, config.attention, parallel.device, dtype, shard)
     built.share_rows(parallel.context)

@@ -22,7 +22,7 @@ from longctx.attention import Attention, Mask, Scores
 from longctx.attention.description import AttentionConfig
 from longctx.kernels import HAS_TRITON, linear
 from longctx.model.rope import Angles, rotate
-from longctx.spec import block, parts
+from longctx.spec import parts
 
 if HAS_TRITON:
     from longctx.kernels import rms_norm, rotary, swiglu
@@ -217,7 +217,7 @@ class Block(nn.Module):
     `after` can run on any slice of the tokens, see `longctx.model.recompute`.
     """
 
-    def __init__(self, described: block.BlockSpec, backend: AttentionConfig) -> None:
+    def __init__(self, described: parts.BlockSpec, backend: AttentionConfig) -> None:
         super().__init__()
         self.attention_norm: Any = optional(described.attention_norm)
         self.attention = described.attention.build(backend)

@@ -19,6 +19,8 @@ from lightning_utilities.core.imports import package_available
 from longctx.parallel.launch import Launched
 
 UNUSED = frozenset({"transformers", "matplotlib", "scipy", "torchvision"})
+# Warnings that do not apply: DDP keeps the nodes of its first stream; gradients wait as they should
+UNFOUNDED = ".*(LeafSpec|pkg_resources|The AccumulateGrad node's stream does not match)"
 # fp8: layers make their products in FP8 themselves, see longctx.model.fp8
 PRECISIONS = {"bf16": "bf16-mixed", "fp8": "bf16-mixed", "fp32": "32-true"}
 
@@ -43,27 +45,14 @@ with patch.multiple(
 __all__ = ["Fabric", "make_fabric", "pytorch"]
 
 
-class Running(LightningEnvironment):
-    """Processes that run already, as Lightning sees them."""
-
-    creates_processes_externally = True
-
-    def __init__(self, launched: Launched) -> None:
-        super().__init__()
-        self.launched = launched
-
-    def local_rank(self) -> int:
-        return self.launched.local_rank
-
-    def node_rank(self) -> int:
-        return self.launched.rank // self.launched.local_ranks
-
-
 def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
     """Return a Fabric on "cuda" or "cpu" in "bf16", "fp8" or "fp32", for a process group that the
     caller forms before it launches it.
     """
-    quiet_lightning()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
+    warnings.filterwarnings("ignore", message=UNFOUNDED)
     strategy: Any = SingleDeviceStrategy(
         torch.device(device, launched.local_rank) if device == "cuda" else "cpu"
     )
@@ -76,18 +65,5 @@ def make_fabric(launched: Launched, device: str, precision: str) -> Fabric:
         num_nodes=launched.nodes,
         strategy=strategy,
         precision=PRECISIONS[precision],  # type: ignore[arg-type]
-        plugins=[Running(launched)],
+        plugins=[LightningEnvironment()],  # the processes run already
     )
-
-
-def quiet_lightning() -> None:
-    """Silence advice that does not apply."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\..*")
-    for message in (
-        "does not have many workers|LeafSpec|pkg_resources",
-        # DDP keeps the nodes of its first stream; gradients wait for one another as they should
-        "The AccumulateGrad node's stream does not match",
-    ):
-        warnings.filterwarnings("ignore", message=f".*({message})")

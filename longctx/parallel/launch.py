@@ -14,19 +14,21 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from longctx import system
 from longctx.config.eval_config import EvalConfig
+from longctx.config.fields import refuse
 from longctx.config.train_config import TrainConfig
 from longctx.runs.run_folder import checkpoints
 from longctx.system import STARTED_VARIABLE
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TORCHRUN = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
-OWN = "train.py"
+ALIKE = "start as many processes on every node"
+OWN, BY = "train.py", "LONGCTX_STARTED_BY"
 LOOPBACK = "127.0.0.1"
 EXIT = 20.0  # seconds that a process may take to exit
 GRACE = 3.0  # seconds in which rank 0 tells why it ends; torchrun kills all after the first end
@@ -64,14 +66,20 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
     Raises ValueError if variables are missing or contradict one another, if devices= is not their
     number, or if context= does not divide it.
     """
-    if "RANK" in environ or "LOCAL_RANK" in environ:
-        processes = _of_torchrun(environ)
-    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        processes = _of_srun(environ)
+    given = _as_torchrun(environ)
+    if "RANK" in given or "LOCAL_RANK" in given:
+        rank, ranks, local_rank, local_ranks = (_number(given, name) for name in NUMBERS)
+        uneven = f"WORLD_SIZE={ranks}: no multiple of LOCAL_WORLD_SIZE={local_ranks}; {ALIKE}"
+        refuse((ranks % local_ranks, uneven))
+        shared = given.get(STARTED_VARIABLE, "").partition(":")[2]
+        by = "torchrun" if "TORCHELASTIC_RUN_ID" in given else given.get(BY, "the environment")
+        address = given.get("MASTER_ADDR", LOOPBACK), _number(given, "MASTER_PORT")
+        folder = Path(shared) if shared else None
+        processes = Launched(by, ranks, local_ranks, rank, local_rank, *address, folder)
     else:
         for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # each would train a run of its own
-            if (others := _number(environ, name, 1)) > 1:
-                raise ValueError(f"mpirun has started {others} processes; use torchrun, devices=N")
+            others = _number(environ, name, 1)
+            refuse((others > 1, f"mpirun has started {others} processes; use torchrun, devices=N"))
         processes = Launched(OWN, config.devices, config.devices, 0, 0)
     if config.devices not in (1, processes.ranks):
         raise ValueError(
@@ -80,6 +88,34 @@ def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.e
         )
     config.context.check_degree(processes.ranks)
     return processes
+
+
+def _as_torchrun(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return `environ` with torchrun's variables if srun has started several processes."""
+    if "RANK" in environ or _number(environ, "SLURM_STEP_NUM_TASKS", 1) == 1:
+        return environ
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID")
+    ranks, nodes, rank, local_rank = (_number(environ, name) for name in names)
+    spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2) or 4,3
+    uneven = "," in spread or ranks % nodes
+    refuse(
+        (uneven, f"SLURM: {spread or ranks} tasks on {nodes} nodes; {ALIKE} (--ntasks-per-node)")
+    )
+    numbers = map(str, (rank, ranks, local_rank, ranks // nodes))
+    hosts = environ.get("SLURM_STEP_NODELIST", LOOPBACK)
+    first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
+    # All tasks of a step know its numbers, and so agree on a port
+    step = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
+    usual = {BY: "srun", "MASTER_ADDR": first_host, "MASTER_PORT": str(15000 + step % 10_000)}
+    return usual | dict(environ) | dict(zip(NUMBERS, numbers, strict=True))
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return the value of a variable that a launcher sets."""
+    text = environ.get(name, "" if default is None else str(default))
+    shown = f"{name}={text}" if name in environ else f"{name}: not set"
+    refuse((not text.isdecimal(), f"{shown}; not a number that torchrun or srun would set"))
+    return int(text)
 
 
 def supervise(processes: Launched) -> int:
@@ -99,7 +135,7 @@ def supervise(processes: Launched) -> int:
             for rank in range(processes.ranks):
                 numbers = (rank, processes.ranks, rank, processes.ranks, LOOPBACK, 0)
                 variables = dict(zip(TORCHRUN, map(str, numbers), strict=True))
-                variables[STARTED_VARIABLE] = f"{os.getpid()}:{shared}"
+                variables |= {BY: OWN, STARTED_VARIABLE: f"{os.getpid()}:{shared}"}
                 command = [sys.executable, *sys.orig_argv[1:]]
                 pids[os.posix_spawn(command[0], command, os.environ | variables)] = rank
             for number in system.SIGNALS:
@@ -147,6 +183,9 @@ def join(processes: Launched) -> None:
     """Have this rank end with its launcher, and on a single machine use the loopback alone."""
     if processes.ranks == 1:
         return
+    # Lightning reads them
+    os.environ |= _as_torchrun(os.environ)
+    os.environ["NODE_RANK"] = str(processes.rank // processes.local_ranks)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its warnings would bury a line of ours
     if processes.nodes == 1:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -177,57 +216,11 @@ def number_here(environ: Mapping[str, str] = os.environ) -> int:
     return int(rank) if is_known and int(rank) < int(count) else 0
 
 
-def has_supervisor() -> bool:
-    """Return True in a rank of devices=N, whose supervisor has read the same command line."""
-    return STARTED_VARIABLE in os.environ
-
-
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` for a child that is no process of the run."""
     return {
         name: value
         for name, value in environ.items()
-        if name not in (*TORCHRUN, STARTED_VARIABLE, "NODE_RANK", "GROUP_RANK")
+        if name not in (*TORCHRUN, BY, STARTED_VARIABLE, "NODE_RANK", "GROUP_RANK")
         and not name.startswith(("TORCHELASTIC_", "SLURM_"))
     }
-
-
-def _of_torchrun(environ: Mapping[str, str]) -> Launched:
-    rank, ranks, local_rank, local_ranks = (_number(environ, name) for name in NUMBERS)
-    if ranks % local_ranks:
-        raise ValueError(
-            f"WORLD_SIZE={ranks}: no multiple of LOCAL_WORLD_SIZE={local_ranks}; start as many "
-            "processes on every node"
-        )
-    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
-    shared = environ.get(STARTED_VARIABLE, "").partition(":")[2]
-    address, port = environ.get("MASTER_ADDR", LOOPBACK), _number(environ, "MASTER_PORT")
-    started = Launched(by, ranks, local_ranks, rank, local_rank, address, port)
-    return replace(started, by=OWN, shared=Path(shared)) if shared else started
-
-
-def _of_srun(environ: Mapping[str, str]) -> Launched:
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_PROCID", "SLURM_LOCALID")
-    ranks, nodes, rank, local_rank = (_number(environ, name) for name in names)
-    spread = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 4(x2) or 4,3
-    if "," in spread or ranks % nodes:
-        raise ValueError(
-            f"SLURM: {spread or ranks} tasks on its {nodes} nodes; every node must have the same "
-            "number, as with srun --ntasks-per-node=N"
-        )
-    hosts = environ.get("SLURM_STEP_NODELIST", LOOPBACK)
-    first_host = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).split(",")[0]  # of gpu[07-09,12],cpu1
-    # All tasks of a step know its numbers, and so agree on a port
-    step = _number(environ, "SLURM_JOB_ID", 0) + _number(environ, "SLURM_STEP_ID", 0)
-    port = _number(environ, "MASTER_PORT", 15000 + step % 10_000)
-    address = environ.get("MASTER_ADDR", first_host)
-    return Launched("srun", ranks, ranks // nodes, rank, local_rank, address, port)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the value of a variable that a launcher sets."""
-    text = environ.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        shown = f"{name}={text}" if name in environ else f"{name}: not set"
-        raise ValueError(f"{shown}; not a number that torchrun or srun would set")
-    return int(text)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from longctx.parallel.fabric import Fabric, make_fabric
 from longctx.parallel.launch import EXIT, OWN, Launched, launched
 from longctx.parallel.meeting import Arrival, Meeting
 from longctx.spec.hardware import Machine
-from longctx.spec.step import Workload, precision_of
+from longctx.spec.step import Division, Workload, precision_of
 from longctx.system import exit_within
 
 T = TypeVar("T")
@@ -43,16 +43,6 @@ COLLECTIVE_VARIABLE = "LONGCTX_COLLECTIVE_SECONDS"
 COLLECTIVE = 1800.0  # seconds: a batch may take 10 minutes, a checkpoint longer
 # Weights of the embedding and the first block: one of them gets its gradient last
 LAST_WEIGHTS = 16
-
-
-class Layout(NamedTuple):
-    """How the devices of an evaluation share model and sequences; a `Workload` says it itself."""
-
-    strategy: str  # none | ddp | fsdp
-    data_ranks: int  # groups of devices that take sequences of their own
-    context: int  # devices that share each sequence
-    context_method: str  # ulysses | allgather
-    attention: AttentionConfig
 
 
 @dataclass(frozen=True)
@@ -141,23 +131,23 @@ class Parallel:
             )
         self.fabric.launch()
 
-    def with_mesh(self, layout: Workload | Layout, folder: Path | None = None) -> Parallel:
+    def with_mesh(
+        self, layout: Workload | Division, attention: AttentionConfig, folder: Path | None = None
+    ) -> Parallel:
         """Return the launched processes with the mesh in which `layout` shares sequences and
-        weights.
-
-        `folder` is that of the run, to tell how a run with a lost process continues.
+        weights. `folder` is the run's, to tell how a run with a lost process continues.
         """
         if self.meeting is not None:
             self.meeting.begin(folder)
         # One device has nobody to share with
         strategy = STRATEGIES[layout.strategy if self.ranks > 1 else "none"]
-        shared = replace(self, strategy=strategy, data_ranks=layout.data_ranks)
+        shared = replace(self, strategy=strategy, data_ranks=self.ranks // layout.context)
         if self.ranks > 1:
             shared = replace(shared, clock=Clock(self.device))
             communication.start(shared.clock)
         if not dist.is_initialized():
             return shared
-        groups = {shared._rows_dimension: layout.data_ranks, "context": layout.context}
+        groups = {shared._rows_dimension: shared.data_ranks, "context": layout.context}
         # Each dimension has process groups of its own, so one of a single rank is left out
         sizes = {name: size for name, size in groups.items() if size > 1}
         mesh = init_device_mesh(
@@ -165,7 +155,7 @@ class Parallel:
         )
         context = Context()
         if layout.context > 1:
-            fetches_windows = layout.attention.description.takes_intervals
+            fetches_windows = attention.description.takes_intervals
             context = Context(mesh.get_group("context"), layout.context_method, fetches_windows)
         return replace(shared, mesh=mesh, context=context)
 

@@ -94,7 +94,7 @@ class LifeCycle:
         decided, *_ = parallel.all_gather_objects(mine)
         run = self.run = self.run or decided
         assert run is not None
-        self.parallel = parallel.with_mesh(run.workload, run.folder)
+        self.parallel = parallel.with_mesh(run.workload, run.workload.attention, run.folder)
         if is_first:
             if run.checkpoint is None:
                 locks.enter_context(run_folder.locked(run.folder))

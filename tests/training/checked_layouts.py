@@ -166,7 +166,7 @@ def answer_of(keys: list[str], fault: str | None) -> str:
     data = load(config.data, config.seq_len)
     work = workload_of(config, "cpu", config.seq_len, config.model)
     run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
-    parallel = parallel.with_mesh(run.workload)
+    parallel = parallel.with_mesh(run.workload, run.workload.attention)
     try:
         faulty = FAULTS[fault]() if fault else nullcontext()
         with patch.object(TrainState, "__init__", begun), faulty:

@@ -153,7 +153,7 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
     parallel = Parallel.of(config, "cpu")
     parallel.launch()
     run = sample_run(replace(config, devices=parallel.ranks))
-    parallel = parallel.with_mesh(run.workload)
+    parallel = parallel.with_mesh(run.workload, run.workload.attention)
     work = run.workload
     rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
     ours = step_of(run, parallel, rows)
