@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +61,8 @@ class Launched:
 
 
 def launched(config: TrainConfig | EvalConfig, environ: Mapping[str, str] = os.environ) -> Launched:
-    """Return who starts the processes of a run, and how many there are.
-
-    Raises ValueError if variables are missing or contradict one another, if devices= is not their
-    number, or if context= does not divide it.
+    """Return who starts the processes of a run, and how many there are; ValueError if variables or
+    keys contradict them.
     """
     given = _as_torchrun(environ)
     if "RANK" in given or "LOCAL_RANK" in given:
@@ -143,13 +141,15 @@ def supervise(processes: Launched) -> int:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, send)
             signal.signal(signal.SIGALRM, lambda *_: send(signal.SIGKILL))
-            return _follow(pids, Path(shared), lambda: send(signal.SIGKILL))
+            return _follow(pids, Path(shared))
         finally:
             send(signal.SIGKILL)
 
 
-def _follow(pids: dict[int, int], shared: Path, kill: Callable[[], object]) -> int:
-    """Wait for the ranks `pids`, and `kill` them once one has failed; return the exit code."""
+def _follow(pids: dict[int, int], shared: Path) -> int:
+    """Wait for the ranks `pids`; once one has failed, an alarm ends the others. Return the exit
+    code.
+    """
     ranks, line, code = len(pids), "", 0
     while pids:
         pid, status = os.wait()
@@ -164,18 +164,14 @@ def _follow(pids: dict[int, int], shared: Path, kill: Callable[[], object]) -> i
         code = max(ended, 1)
         has_told = ended > 0 and (rank == 0 or (shared / TOLD).exists())
         if ended <= 128 and not has_told:
-            line = (
-                f"process {rank} (PID {pid}) of {ranks} has ended with {how}, and the run with it"
-            )
-        if ended < 0 or (ended < 128 and has_told):
-            kill()
-        else:
-            # Ranks save, or rank 0 is about to print why the run fails
-            signal.alarm(int(EXIT))
+            line = f"process {rank} (PID {pid}) of {ranks} has ended with {how}"
+        # Else ranks save, or rank 0 is about to print why the run fails
+        is_over = ended < 0 or (ended < 128 and has_told)
+        signal.setitimer(signal.ITIMER_REAL, 1e-3 if is_over else EXIT)
     if line:
         run = shared / RUN
         advice = f"; {go_on(Path(run.read_text(encoding='utf-8')))}" if run.exists() else ""
-        print(f"error: {line}{advice}", file=sys.stderr, flush=True)
+        print(f"error: {line}, and the run with it{advice}", file=sys.stderr, flush=True)
     return code
 
 

@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from longctx.config.fields import refuse
 from longctx.parallel.launch import GRACE, LOOPBACK, RUN, TOLD, Launched, go_on
 
 ARRIVAL_VARIABLE = "LONGCTX_ARRIVAL_SECONDS"
@@ -51,10 +52,8 @@ class Meeting:
     """The processes of a run, as one of them knows them, from here to `part`."""
 
     def __init__(self, launched: Launched, here: Arrival) -> None:
-        """Wait until all are here and fit together.
-
-        If one is missing or does not fit, rank 0 raises ValueError, one line. The others raise
-        SystemExit, and print a line only if rank 0 itself is missing.
+        """Wait until all are here and fit together. Else rank 0 raises ValueError, one line; others
+        raise SystemExit, and print a line only if rank 0 itself is missing.
         """
         self.launched, self.here = launched, here
         self.address = LOOPBACK if launched.nodes == 1 else launched.address
@@ -72,13 +71,10 @@ class Meeting:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def decided(self) -> None:
-        """Tell the others, as rank 0, that the run is decided. The others wait without a limit:
-        rank 0 may tokenize for hours.
-        """
+        """Wait until rank 0 has decided the run, without a limit: it may tokenize for hours."""
         if self.here.rank == 0:
             self.store.set("decided", "yes")
-        else:
-            missing(self.store, ["decided"], float("inf"))
+        missing(self.store, ["decided"], float("inf"))
 
     def begin(self, folder: Path | None) -> None:
         """Note the folder of the run, to print how it continues."""
@@ -94,9 +90,8 @@ class Meeting:
         """End the other processes with `code`, since this one has a `problem`. Rank 0 has printed
         its own; the first of the others prints it.
         """
-        if self.here.rank:
-            # If rank 0 fails too, it prints its own problem and ends this rank meanwhile
-            time.sleep(GRACE)
+        # If rank 0 fails too, it prints its own problem and ends this rank meanwhile
+        time.sleep(GRACE if self.here.rank else 0)
         if self.store.add("failed", 1) == 1 and self.here.rank:
             _print(f"{self.here}: {problem}")
             if self.launched.shared is not None:
@@ -136,8 +131,8 @@ class Meeting:
         os._exit(int(words or b"1"))
 
     def _open_store(self) -> dist.Store:
-        """Return torch's store of the run: a file for the ranks of a supervisor, else rank 0 serves
-        it, unless torchrun's agent does. On one machine rank 0 listens on loopback alone.
+        """Return torch's store: a file for the ranks of a supervisor, else served by rank 0, on one
+        machine on loopback alone, or by torchrun's agent.
         """
         launched = self.launched
         if launched.shared is not None:
@@ -161,7 +156,7 @@ class Meeting:
     def _gather(self) -> None:
         """Wait, as rank 0, for the others; connect to them if no supervisor watches."""
         launched = self.launched
-        keys = [f"here/{rank}" for rank in range(1, launched.ranks)]
+        keys = {f"here/{rank}": str(rank) for rank in range(1, launched.ranks)}
         absent = missing(self.store, keys, self.seconds)
         found = [self.store.get(key) for key in keys if key not in absent]
         arrivals = [Arrival(*json.loads(text)) for text in found]
@@ -175,17 +170,15 @@ class Meeting:
             with socket.create_server(place, family=family, dualstack_ipv6=is_wide) as server:
                 self.store.set("port", str(server.getsockname()[1]))
                 self.peers = greeted(server, arrivals, self.seconds)
-            come = self.peers.values()
-            absent = [f"here/{other.rank}" for other in arrivals if other not in come]
+            absent = [f"here/{x.rank}" for x in arrivals if x not in self.peers.values()]
         if absent:
-            ranks = ", ".join(key.removeprefix("here/") for key in absent)
+            ranks = ", ".join(keys[key] for key in absent)
             problem = (
                 f"processes {ranks} of {launched.ranks} have not arrived at {launched.address}:"
                 f"{launched.port} within {self.seconds:.0f} s; see what they or their nodes say "
                 f"({ARRIVAL_VARIABLE}=N waits N seconds)"
             )
-        if problem:
-            raise ValueError(problem)
+        refuse((problem, problem))
 
     def _join(self) -> None:
         """Connect to rank 0 once it has found that all processes fit."""
@@ -206,10 +199,7 @@ class Meeting:
         self.peers[kept_alive(peer)] = first
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Name the address of rank 0, which cannot be opened or reached because of `error`.
-
-        Other ranks print the line themselves, one on each node.
-        """
+        """Name the address of rank 0, which cannot be opened or reached because of `error`."""
         launched = self.launched
         reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
         line = (
@@ -219,7 +209,7 @@ class Meeting:
         )
         if launched.rank == 0:
             raise ValueError(line) from None
-        if launched.local_rank == 0 or launched.rank == 1:
+        if launched.local_rank == 0 or launched.rank == 1:  # one on each node
             _print(line)
         raise SystemExit(2) from None
 
@@ -238,9 +228,8 @@ def missing(store: dist.Store, keys: Iterable[str], seconds: float) -> list[str]
 def greeted(
     server: socket.socket, arrivals: Iterable[Arrival], seconds: float
 ) -> dict[socket.socket, Arrival]:
-    """Return a connection to `server` from each of `arrivals` that greets within `seconds`.
-
-    Anybody else may be silent for READING seconds, and is disconnected.
+    """Return a connection to `server` from each of `arrivals` that greets within `seconds`; anybody
+    else may be silent for READING seconds.
     """
     awaited = {GREETING % other.rank: other for other in arrivals}
     peers: dict[socket.socket, Arrival] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -206,11 +205,6 @@ class Parallel:
         fabric.launch()
         return Parallel(alone, fabric, self.dtype)
 
-    def build(self, make: Callable[[], None]) -> None:
-        """Call `make`, and create its parameters on this process's device."""
-        with self.fabric.init_module():
-            make()
-
     def shard(self, model: GPT, cast: bool = True) -> None:
         """Spread the weights of `model`, which hold nothing yet, over all ranks under fsdp.
 
@@ -266,15 +260,12 @@ class Parallel:
         """Return `count`, of whole sequences, on one of the ranks that share them, 0 on others."""
         return count if self.context.ranks.rank == 0 else 0
 
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Add up `tensor` over all ranks, in place."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
-
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Set each value of `tensor` to the largest of any rank, in place."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX)
+        return self.all_reduce_sum(tensor, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+    def all_reduce_sum(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Add up `tensor` over all ranks, in place."""
         if self.ranks > 1:
             with measured():
                 dist.all_reduce(tensor, op=operation)
@@ -297,11 +288,6 @@ class Parallel:
             every = [None] * self.ranks
             dist.all_gather_object(every, value)
         return every
-
-    def first_problem(self, problem: str | None) -> str | None:
-        """Return, on all ranks, the `problem` of the first rank that has one."""
-        problems = self.all_gather_objects(problem)
-        return next((found for found in problems if found is not None), None)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -40,7 +40,7 @@ def shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    names = {name: weight for name, weight in model.named_parameters(remove_duplicate=False)}
+    names = dict(model.named_parameters(remove_duplicate=False))
     exact = {id(names[name]) for name in model.exact} if dtype == torch.bfloat16 else set()
     refuse((len(set(map(id, names.values()))) < len(names), SHARES))
     for block in model.blocks:
@@ -65,19 +65,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def rows(tensor: Tensor) -> slice:
     """Return the numbers of this rank's rows, as fully_shard divides them; all if it is whole."""
-    if not isinstance(tensor, DTensor):
-        return slice(0, tensor.shape[0])
-    return rows_of_ranks(tensor)[tensor.device_mesh.get_local_rank()]
+    mine = tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else 0
+    return rows_of_ranks(tensor)[mine]
 
 
 def rows_of_ranks(tensor: Tensor) -> list[slice]:
     """Return the `rows` of every rank of the mesh, in order."""
-    if not isinstance(tensor, DTensor):
-        return [rows(tensor)]
+    count, ranks = tensor.shape[0], 1
+    if isinstance(tensor, DTensor):
+        ranks = tensor.device_mesh.size()
     # As torch.chunk divides them: the last ranks may have fewer rows, or none
-    size = -(-tensor.shape[0] // tensor.device_mesh.size())
-    starts = [min(rank * size, tensor.shape[0]) for rank in range(tensor.device_mesh.size())]
-    return [slice(start, min(start + size, tensor.shape[0])) for start in starts]
+    size = -(-count // ranks)
+    return [slice(min(n * size, count), min((n + 1) * size, count)) for n in range(ranks)]
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -107,20 +106,19 @@ def write(tensor: Tensor, values: Tensor, first: int = 0) -> None:
     mine = rows(tensor)
     start, stop = max(mine.start, first), min(mine.stop, first + len(values))
     if start < stop:
-        local(tensor)[start - mine.start : stop - mine.start].copy_(
-            values[start - first : stop - first]
-        )
+        part = local(tensor)[start - mine.start : stop - mine.start]
+        part.copy_(values[start - first : stop - first])
 
 
 def draw(tensor: Tensor, fill: Callable[[Tensor], Any]) -> None:
     """Fill `tensor` at random, with the same values however it is sharded."""
-    if isinstance(tensor, DTensor):
-        # The whole tensor exists for a moment, to draw the same random numbers as on one device
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
-        fill(values)
-        write(tensor, values)
-    else:
+    if not isinstance(tensor, DTensor):
         fill(tensor)
+        return
+    # The whole tensor exists for a moment, to draw the same random numbers as on one device
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    fill(values)
+    write(tensor, values)
 
 
 def write_rows_of(source: Any, tensor: Tensor) -> None:

@@ -50,7 +50,8 @@ class TrainState:
     def __init__(self, run: Run, parallel: Parallel) -> None:
         self.run, self.steps_done = run, run.steps_done
         self.module = TrainingModule(run, parallel.shard)
-        parallel.build(self.module.configure_model)
+        with parallel.fabric.init_module():
+            self.module.configure_model()
         self.module.model.share_rows(parallel.context)
         configured = self.module.configure_optimizers()
         self.optimizer: torch.optim.Optimizer = configured["optimizer"]
@@ -76,7 +77,8 @@ class TrainState:
 
         Such a state is never saved, so no checkpoint before it is deleted.
         """
-        name = parallel.first_problem(checkpoints.not_finite(self.tensors()))
+        names = parallel.all_gather_objects(checkpoints.not_finite(self.tensors()))
+        name = next(filter(None, names), None)
         if name is not None:
             raise FloatingPointError(
                 f"{name} is not finite after step {step}, so that is not saved; "
