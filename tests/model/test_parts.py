@@ -165,8 +165,11 @@ def routed(x: Tensor, of: dict[str, Tensor], c: ExpertsConfig) -> Tensor:
     return shared + torch.einsum("tef,ecf,te->tc", F.silu(gate) * up, down, w)
 
 
-def check_gradients(model: GPT, expected: GPT) -> None:
-    """Assert that the loss of `model` has the value and gradients of the formula of `expected`."""
+@pytest.mark.parametrize(("attention", "memory"), [("naive", "fast"), *(("flash", x) for x in FEW)])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_are_those_of_the_formula(feature, attention, memory):
+    """The loss has the value and gradients of the formula."""
+    model, expected = make(FEATURES[feature], attention, memory), make(FEATURES[feature])
     loss = model(TOKENS, TOKENS.roll(-1, 1), Mask.documents(DOCUMENTS[None]))
     want = F.cross_entropy(formula(expected, TOKENS[0], DOCUMENTS), TOKENS[0].roll(-1))
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
@@ -175,17 +178,6 @@ def check_gradients(model: GPT, expected: GPT) -> None:
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
         if p.requires_grad:
             assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max() + 1e-6, name
-
-
-@pytest.mark.parametrize("memory", FEW)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_gradients_are_those_of_the_formula(feature, memory):
-    check_gradients(make(FEATURES[feature], memory=memory), make(FEATURES[feature]))
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_naive_computes_the_formula(feature):
-    check_gradients(make(FEATURES[feature], "naive"), make(FEATURES[feature]))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -251,11 +243,9 @@ def test_what_parts_save_is_counted(attention, changes, more):
 def test_scaling_leaves_the_base_of_windows_alone():
     scaling = {"rope_type": "linear", "factor": 4.0}
     model = replace(SMALL, rope_scaling=scaling, window_rope_theta=300.0)
-    assert [(rope.theta, rope.scaling) for rope in model.ropes()] == [
-        (300.0, {}),
-        (model.rope_theta, scaling),
-    ]
-    with pytest.raises(ValueError, match=r"model\.window_rope_theta=300\.0: .* model\.window"):
+    ropes = [(rope.theta, rope.scaling) for rope in model.ropes()]
+    assert ropes == [(300.0, {}), (model.rope_theta, scaling)]
+    with pytest.raises(ValueError, match=r"window_rope_theta=300\.0: .* model\.window"):
         replace(model, window=None, window_layers=None).validate()
 
 
@@ -268,18 +258,12 @@ def test_a_backend_without_a_part_is_refused_at_the_door(feature, tmp_path, caps
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced"])
-def test_sinks_are_not_trained_by_a_backend_without_their_gradient(memory):
-    model = GPT(GPTConfig(vocab_size=61, layers=2, sinks=True), "sdpa", memory)
-    tokens = torch.randint(61, (1, 17))
+def test_sinks_are_not_trained_by_a_backend_without_their_gradient():
+    model, tokens = GPT(GPTConfig(vocab_size=61, sinks=True), "sdpa"), TOKENS[:, :17]
+    check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model.config, "cpu")
     with torch.no_grad():
         model(tokens, tokens)
-    with pytest.raises(ValueError, match="with which sinks are trained"):
+    with pytest.raises(ValueError, match="sinks"):
+        check_attention(TrainConfig(attention=AttentionConfig("sdpa")), model.config, "cpu")
+    with pytest.raises(ValueError, match="sinks"):
         model(tokens, tokens).backward()
-
-
-def test_sinks_ask_nothing_of_a_backend_that_does_not_train():
-    model = GPTConfig(sinks=True)
-    check_attention(EvalConfig(attention=AttentionConfig("sdpa")), model, "cpu")
-    with pytest.raises(ValueError, match="with which sinks are trained"):
-        check_attention(TrainConfig(attention=AttentionConfig("sdpa")), model, "cpu")

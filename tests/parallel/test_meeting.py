@@ -21,7 +21,7 @@ from longctx.parallel.launch import go_on
 from longctx.parallel.meeting import Arrival, misfit
 from longctx.runs import checkpoint_index, metrics_file, run_folder
 from tests.processes import children, descendants, environment, free_ports, is_alive, state_of
-from tests.training.sample_run import FAULTY, losses
+from tests.training.sample_run import FAULTY
 from tests.training.test_processes import SCRIPT, begin, wait_for_step
 
 HERE = Arrival(0, 100, "node1", "cuda with torch 2.13.0", "")
@@ -103,18 +103,6 @@ def test_a_process_killed_before_it_arrives_is_named(overrides, tmp_path):
     [error] = errors_of(process, code=1)
     assert "process 1 (PID " in error
     assert "has ended with SIGKILL" in error
-
-
-@pytest.mark.slow
-def test_two_tasks_of_srun_train_together(trained, overrides, tmp_path):
-    """Each on a node of its own."""
-    shape: dict[str, Any] = {"batch_size": 1, "max_steps": 3}
-    one = trained("one", accumulate=4, **shape)
-    port = free_ports(1)[0]
-    command = [str(SCRIPT), *overrides(name="r", accumulate=2, **shape)]
-    tasks = [begin(command, tmp_path, **of_srun(rank, 2, port, 2)) for rank in range(2)]
-    assert [errors_of(task, code=0) for task in tasks] == [[], []]
-    assert losses(tmp_path / "runs" / "r") == pytest.approx(losses(one), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -268,22 +256,14 @@ def test_devices_listen_on_loopback_alone(overrides_in, tmp_path):
         assert found and found <= loopback
 
 
-def stranger(
-    port: int, words: bytes, process: subprocess.Popen[str] | None = None
-) -> socket.socket:
-    """Connect to a port of this machine and say `words`, once somebody listens there."""
-    while process is None or process.poll() is None:
-        try:
-            client = socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            time.sleep(0.05)
-        else:
-            client.sendall(words)
-            return client
-    raise AssertionError(process.communicate())
-
-
 STRANGERS = [b"", b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n"]
+
+
+def stranger(port: int, words: bytes) -> socket.socket:
+    """Connect to a port of this machine and say `words`."""
+    client = socket.create_connection(("127.0.0.1", port))
+    client.sendall(words)
+    return client
 
 
 def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
@@ -295,18 +275,6 @@ def test_strangers_do_not_hold_up_a_greeting(monkeypatch):
         assert [peer.rank for peer in peers.values()] == [1]
         for client in clients:
             client.close()
-
-
-@pytest.mark.slow
-def test_strangers_do_not_hold_up_the_start(overrides, tmp_path):
-    port = free_ports(1)[0]
-    command = [str(SCRIPT), *overrides(name="r", max_steps=2)]
-    first = begin(command, tmp_path, **of_srun(0, 2, port))
-    clients = [stranger(port, words, first) for words in STRANGERS]
-    tasks = [first, begin(command, tmp_path, **of_srun(1, 2, port))]
-    assert [errors_of(task, code=0) for task in tasks] == [[], []]
-    for client in clients:
-        client.close()
 
 
 @pytest.mark.slow

@@ -31,56 +31,42 @@ def steps(config: TrainConfig) -> list[Workload]:
     return [step.divided(each, config.seq_len) for each in divisions(config, config.model)]
 
 
-def test_layouts_follow_devices_heads_and_backend():
-    def possible(*overrides: str) -> set[tuple[str, int, str]]:
-        each = steps(request(*overrides))
-        return {(work.strategy, work.context, work.context_method) for work in each}
+def possible(*overrides: str) -> set[tuple[str, int, str]]:
+    each = steps(request(*overrides))
+    return {(work.strategy, work.context, work.context_method) for work in each}
 
-    both = possible("devices=6", "strategy.name=fsdp")  # 32 heads
-    assert both == {
-        ("fsdp", 1, "ulysses"),
-        ("fsdp", 2, "ulysses"),
-        ("fsdp", 2, "allgather"),
-        ("fsdp", 3, "allgather"),
-        ("fsdp", 6, "allgather"),
-    }
-    assert possible("devices=6", "attention=sdpa", "strategy.name=ddp") == {
-        ("ddp", 1, "ulysses"),
-        ("ddp", 2, "ulysses"),
-    }
+
+def test_layouts_follow_devices_heads_and_backend():
+    ulysses = {("fsdp", 1, "ulysses"), ("fsdp", 2, "ulysses")}  # of 32 heads
+    gathered = {("fsdp", degree, "allgather") for degree in (2, 3, 6)}
+    assert possible("devices=6", "strategy.name=fsdp") == ulysses | gathered
+    assert possible("devices=6", "strategy.name=fsdp", "attention=sdpa") == ulysses
     assert {strategy for strategy, _, _ in possible("devices=2")} == {"ddp", "fsdp"}
     assert {degree for _, degree, _ in possible("devices=4", "context.method=ulysses")} == {1, 2, 4}
     assert len(possible("devices=1")) == 1
-    named = request("devices=8")
-    named = replace(named, context=replace(named.context, degree=4, method="allgather"))
-    assert {work.context for work in steps(named)} == {4}
-    with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses does not"):
+    with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses"):
         steps(request("devices=3", "context.degree=3", "context.method=ulysses"))
 
 
-def test_the_choice_fits_and_is_about_the_fastest():
-    for words in (
-        ["model=124m", "devices=2", "seq_len=4096"],
-        ["seq_len=262144"],
-        ["seq_len=1048576", "batch_size=1"],
-        ["seq_len=2097152"],
-        ["seq_len=262144", "model=8b"],
-    ):
-        each = steps(request("devices=8", *words))
-        merge = "batch_size=1" not in words
-        chosen, reason = fitting.choose_layout(each, H200, HOST, merge)
-        decided = [fitting.decide(work, H200, HOST, merge) for work in each]
-        fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
-        fastest = max(fitting.tokens_per_second(work, H200) for work in fit)
-        assert chosen in fit
-        assert fitting.tokens_per_second(chosen, H200) >= fitting.SURE * fastest
-        plainer = fit[: fit.index(chosen)]
-        assert all(
-            fitting.tokens_per_second(work, H200) < fitting.SURE * fastest
-            or (fitting.on_host(work) and not fitting.on_host(chosen))
-            for work in plainer
-        )
-        assert reason
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=124m devices=2 seq_len=4096",
+        "seq_len=1048576 batch_size=1",
+        "seq_len=262144 model=8b",
+    ],
+)
+def test_the_choice_fits_and_is_about_the_fastest(words):
+    each = steps(request("devices=8", *words.split()))
+    merge = "batch_size=1" not in words
+    chosen, reason = fitting.choose_layout(each, H200, HOST, merge)
+    decided = [fitting.decide(work, H200, HOST, merge) for work in each]
+    fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
+    clearly = fitting.SURE * max(fitting.tokens_per_second(work, H200) for work in fit)
+    assert chosen in fit and fitting.tokens_per_second(chosen, H200) >= clearly and reason
+    for plainer in fit[: fit.index(chosen)]:
+        is_slower = fitting.tokens_per_second(plainer, H200) < clearly
+        assert is_slower or (fitting.on_host(plainer) and not fitting.on_host(chosen))
 
 
 def test_choice_if_nothing_fits_or_gpu_is_unknown():
@@ -94,11 +80,9 @@ def test_choice_if_nothing_fits_or_gpu_is_unknown():
 
 
 def test_ulysses_wins_a_tie():
-    for method in ("auto", "ulysses", "allgather"):
-        config = request("devices=8", "seq_len=1048576", f"context.method={method}")
-        config = replace(config, context=replace(config.context, degree=8))
-        chosen, _ = fitting.choose_layout(steps(config), H200, HOST)
-        assert chosen.context_method == ("ulysses" if method == "auto" else method)
+    each = steps(request("devices=8", "seq_len=1048576", "context.degree=8"))
+    chosen, _ = fitting.choose_layout(each, H200, HOST)
+    assert len({work.context_method for work in each}) == 2 and chosen.context_method == "ulysses"
 
 
 @pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
@@ -114,6 +98,3 @@ def test_the_longest_sequence_of_all_layouts_fits(words):
         longer = at(work.seq_len + 4096)
         assert fitting.first_that_fits(longer, fitting.room(H200), HOST) is None
     assert fitting.longest(ats, GIB / 2, HOST, 512) is None
-    # The plainest layouts cannot hold the limit that the last one holds
-    limited = fitting.longest(ats, fitting.room(H200), HOST, limit=2**20)
-    assert limited is not None and limited.seq_len == 2**20

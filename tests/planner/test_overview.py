@@ -33,12 +33,10 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_a_plan_for_another_machine(planned):
     words = ["gpu=H100", "gpu_memory=80", "host_memory=512", "model=1b", "seq_len=262144"]
     out = planned(*words)
-    assert "H100, 80.0 GiB" in out
-    shown = "naive sdpa flash fast balanced long parameters saved loss MFU"
+    shown = "80.0 naive sdpa flash fast balanced long parameters saved loss MFU"
     assert all(word in out for word in shown.split())
-    assert "naive" not in planned("attention=flash", "memory=long", *words)
-    lora = ["attention=flash", "lora.rank=8", "lora.base=nf4"]
-    assert "bf16, frozen weights in nf4" in planned(*lora, *words)
+    lora = planned(*words, "attention=flash", "lora.rank=8", "lora.base=nf4")
+    assert "nf4" in lora and "naive" not in lora
 
 
 @pytest.mark.parametrize(
@@ -46,7 +44,6 @@ def test_a_plan_for_another_machine(planned):
     [
         ("model=1b seq_len=262144 gpu=H200", ["fits: flash", "balanced", "75.5 GiB"]),
         ("model=1b seq_len=65536 gpu=2xH100 price=2.5", ["fits: flash", "ddp", " and cost "]),
-        ("model=124m gpu=a6000 attention=naive", ["fits: naive"]),
         ("model=124m gpu=rtx3060 attention=auto max_steps=7", ["fits: flash", "7 steps take"]),
         ("model=1b seq_len=128k gpu=rtx4080", ["does not fit: flash", "long", "; use seq_len="]),
         ("gpu=V100 precision=fp32 model=tiny", ["fits: flash"]),
@@ -55,22 +52,6 @@ def test_a_plan_for_another_machine(planned):
 def test_the_answer_comes_first(words, parts, planned):
     line = planned(*words.split()).partition("\n\n")[0]
     assert line.startswith(parts[0]) and all(part in line for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "flops", "fp8"),
-    [
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88e12, True),
-        ("NVIDIA GeForce RTX 4070 Ti", 80e12, True),
-        ("rtx3070", 40.6e12, False),
-        ("NVIDIA RTX 6000 Ada Generation", 364e12, True),
-        ("Tesla V100-SXM2-32GB", 31.4e12, False),
-        ("NVIDIA GeForce RTX 5080 Laptop GPU", None, True),
-    ],
-)
-def test_a_gpu_has_the_figures_of_its_data_sheet(name, flops, fp8):
-    chip = hardware.chip(name)
-    assert (chip.flops and pytest.approx(chip.flops, rel=0.01)) == flops and chip.fp8 == fp8
 
 
 def test_the_longest_sequence_is_one_number(planned):
@@ -85,9 +66,7 @@ def test_the_longest_sequence_is_one_number(planned):
 def test_a_model_by_its_config_json(tmp_path, planned):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     words = [f"init={tmp_path}", "gpu=H200", "host_memory=128", "attention=flash", "lora.rank=16"]
-    out = planned(*words, "seq_len=131072")
-    assert "8,191 million parameters, 1 sequence of 131,072 tokens" in out
-    assert planned(*words, "seq_len=128K") == out
+    assert "8,191 million parameters" in planned(*words, "seq_len=128K")
 
 
 def test_layers_of_transformers_are_measured(tmp_path, planned):
@@ -118,12 +97,6 @@ def test_host_memory_is_of_the_gpu_planned_for(here, monkeypatch):
     assert plan.machine(PlanOptions(host_memory=512), 8)[1] == 512 * GIB
 
 
-def test_micro_batches_are_those_that_a_run_would_take(planned):
-    words = ["gpu=H100", "gpu_memory=80", "model=124m", "memory=fast", "attention=flash"]
-    for sizes, rows in (([], "16 × 1"), (["accumulate=4"], "4 × 4"), (["batch_size=2"], "2 × 8")):
-        assert rows in planned(*words, *sizes)
-
-
 @pytest.mark.parametrize("part", ["model.sinks=true", "model.softcap=5"])
 def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
     out = planned("gpu=H100", "model=tiny", part)
@@ -138,11 +111,8 @@ def test_backends_that_cannot_train_the_model_are_left_out(part, planned):
         ("gpu=2xH100 devices=4", "devices=4 is given too"),
         ("gpu_memory=lots", "gpu_memory=lots: must be a number"),
         ("seq_len=max", "a run finds that on its GPU"),
-        ("lora.rank=2 lora.base=nf4 precision=fp8", "rounds 16-bit weights"),
         ("modl=1b", "modl is not a key; did you mean model?"),
-        ("init=weights", "weights: no such file or folder"),
         ("init=weights model=1b", "model: init=weights brings its own model"),
-        ("seq_len=0.3k", "seq_len=0.3k: must be a whole number"),
         ("resume=runs/x", "resume=runs/x"),
         ("device=cpu", "device=cpu: plan is of GPUs"),
     ],
@@ -152,12 +122,16 @@ def test_mistakes_are_one_line(override, message, refused):
 
 
 def test_too_little_host_memory_is_said(planned):
-    words = ["gpu=H200", "gpu_memory=139", "model=1b", "seq_len=1048576", "memory=long"]
-    words += ["attention=flash"]
+    words = [
+        "gpu=H200",
+        "gpu_memory=139",
+        "model=1b",
+        "seq_len=1048576",
+        "memory=long",
+        "attention=flash",
+    ]
     assert "no: host" in planned("host_memory=64", *words)
-    out = planned("host_memory=512", *words)
-    assert "no: host" not in out
-    assert "1 sequence of 1,048,576 tokens" in out
+    assert "no: host" not in planned("host_memory=512", *words)
 
 
 def test_many_gpus_that_nobody_has(planned):
@@ -166,11 +140,10 @@ def test_many_gpus_that_nobody_has(planned):
     assert "16 GPUs on 2 machines" in out
     tables = out.partition("Predicted peak by term")[0].splitlines()
     assert max(map(len, tables)) <= 80 and "…" not in out
-    layouts = [line.split()[:3] for line in tables if line.split()[:1] in (["ddp"], ["fsdp"])]
-    for strategy in ("ddp", "fsdp"):
+    layouts = {tuple(line.split()[:3]) for line in tables}
+    for degree in ("2", "4", "8", "16"):
         for method in ("ulysses", "allgather"):
-            degrees = [row[1] for row in layouts if row[0] == strategy and row[2] == method]
-            assert degrees == ["2", "4", "8", "16"]
+            assert {("ddp", degree, method), ("fsdp", degree, method)} <= layouts
 
 
 def test_a_layout_that_is_given_is_the_only_one_shown(planned):
