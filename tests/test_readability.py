@@ -31,10 +31,10 @@ BUDGETS = {
 # The parts that are over it, and by how many lines at most: a number here only gets smaller
 OVER: dict[str, int] = {
     "longctx": 2776,
-    "spec": 205,
+    "spec": 110,
     "hf": 136,
     "model": 234,
-    "parallel": 153,
+    "parallel": 84,
     "runs": 39,
     "training": 1164,
     "the rest": 694,

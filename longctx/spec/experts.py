@@ -35,7 +35,7 @@ class ExpertsConfig(Group):
     )
     router: str = key(
         "softmax",
-        "a token takes the largest probabilities, or σ + a bias that is not trained (GLM-4.5)",
+        "softmax: the largest probabilities; sigmoid_bias: the largest σ + a bias, as in GLM-4.5",
         choices=("softmax", "sigmoid_bias"),
         needs="count",
     )

@@ -55,7 +55,7 @@ class GPTConfig(Group):
     ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(
-        None, "in layers with the window, unscaled; null: rope_theta", above=0, needs="window"
+        None, "base in layers with the window, unscaled; null: rope_theta", above=0, needs="window"
     )
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
     rotary_share: float = key(
@@ -68,7 +68,7 @@ class GPTConfig(Group):
         None, "keys that a query sees, its own among them; null: all before it", limit=2**31 - 1
     )
     window_layers: list[int] | None = key(
-        None, "that have the window; null: all", between=(0, 4095), distinct=True, needs="window"
+        None, "layers with the window; null: all", between=(0, 4095), distinct=True, needs="window"
     )
     norms: str = key(
         "pre",
@@ -245,6 +245,7 @@ class GPTConfig(Group):
             "window_layers": self.window_layers or [],
             "experts.dense_layers": experts.dense_layers,
         }
+        # Another layer would be ignored without a word
         for name, layers in lists.items():
             if list(layers) != sorted(set(layers).intersection(range(self.layers))):
                 last = self.layers - 1
@@ -254,6 +255,7 @@ class GPTConfig(Group):
                 f"model.channels={self.channels}: not a multiple of model.heads={self.heads}; "
                 "change one of them, or set model.head_dim"
             )
+        # Rotary embedding turns pairs of channels
         if rotated < 2 or rotated % 2 or self.head_size % 2:
             yield (
                 f"model.head_dim={self.head_size} (null: channels / heads) model.rotary_share="
@@ -266,6 +268,7 @@ class GPTConfig(Group):
                 f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}: the grouped "
                 "products of experts take multiples of 8"
             )
+        # They would be ignored in layers with experts
         if experts.count is not None and (self.mlp_bias or self.activation != "silu"):
             given = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
             yield f"model.{given}: experts have silu and model.experts.biased; leave it out"
@@ -344,7 +347,7 @@ class LoraConfig:
     """Training of low-rank additions to frozen weights: lora.rank=16."""
 
     rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)
-    scaling: float = key(2.0, "factor of the additions, alpha / rank", needs="rank")
+    scaling: float = key(2.0, "factor of the additions, others' alpha / rank", needs="rank")
     rslora: bool = key(
         False, "divide alpha, which is scaling · rank, by √rank in place of rank", needs="rank"
     )
