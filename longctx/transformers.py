@@ -11,10 +11,9 @@ eager attention on each alone.
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -59,14 +59,23 @@ class Documents:
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self.caller = Attention(backend, options)
-        self.masks = Masks(None)  # of the forward that runs, or of the one that is recomputed
         # Attention of a layer that is recomputed, which saves its output
         self.attend_and_save: Callable[..., Tensor] | None = None
         self.calls = 0  # of attention, so that a model without any is noticed
+        self.begin(None)
 
     def begin(self, mask: Mask | None, shards: Any = None) -> None:
         """Take the bound `mask` of the next forward; None: keys from a cache, one document."""
-        self.masks = Masks(mask, shards)
+
+        @functools.cache
+        def mask_of(window: int | None) -> Mask:
+            if mask is None:
+                return Mask.causal(window)
+            windowed = mask if window is None else mask.windowed(window)
+            return windowed if shards is None else shards.mask(windowed)
+
+        # Of layers with a window, in the forward that runs or the one that is recomputed
+        self.mask_of: Callable[[int | None], Mask] = mask_of
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return attention's output (B, T, H, D), saved for recomputation if a layer keeps it."""
@@ -76,33 +85,17 @@ class Documents:
         return self.attend_and_save(q, k, v, scores, mask, self.caller)
 
     @contextmanager
-    def attending(self, attend_and_save: Callable[..., Tensor], masks: Masks) -> Iterator[None]:
-        """Call this for the attention of the layer that is computed in the block, with `masks`:
+    def attending(
+        self, attend_and_save: Callable[..., Tensor], mask_of: Callable[[int | None], Mask]
+    ) -> Iterator[None]:
+        """Call this for the attention of the layer that is computed in the block, with its masks:
         other forwards may have begun since the one that is recomputed.
         """
-        before, self.masks, self.attend_and_save = self.masks, masks, attend_and_save
+        before, self.mask_of, self.attend_and_save = self.mask_of, mask_of, attend_and_save
         try:
             yield
         finally:
-            self.masks, self.attend_and_save = before, None
-
-
-@dataclass
-class Masks:
-    """The bound mask of a forward, and what it is in layers with a window."""
-
-    mask: Mask | None
-    shards: Any = None
-    by_window: dict[int | None, Mask] = field(default_factory=dict)
-
-    def of(self, window: int | None) -> Mask:
-        """Return the mask of layers with this `window`."""
-        if self.mask is None:
-            return Mask.causal(window)
-        if window not in self.by_window:
-            mask = self.mask if window is None else self.mask.windowed(window)
-            self.by_window[window] = mask if self.shards is None else self.shards.mask(mask)
-        return self.by_window[window]
+            self.mask_of, self.attend_and_save = before, None
 
 
 def attend(
@@ -143,7 +136,7 @@ def attend(
     # a model of ours has its documents; others tell by their arguments
     documents: Documents | None = module.__dict__.get("documents")
     if documents is not None:
-        mask = documents.masks.of(window) if is_causal else Mask.full()
+        mask = documents.mask_of(window) if is_causal else Mask.full()
         out = documents.attend(q, k, v, mask, Scores(scaling, softcap, sinks))
         return out[..., :width].contiguous(), None
     shape = None if attention_mask is None else tuple(attention_mask.shape)
@@ -384,7 +377,7 @@ def refuse_broken_kernels(config: Any, tokens: int = 0) -> None:
     keys, kinds = config.to_dict(), getattr(config, "layer_types", None) or []
     has_mamba = "mamba" in config.model_type or any(key.startswith("mamba") for key in keys)
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    old = "linear_attention" in kinds and (0,) < version_of("fla-core") < (0, 6)
+    old = "linear_attention" in kinds and version_of("fla-core", "0.6") < Version("0.6")
     refuse(
         (
             on_hopper and old,
@@ -392,20 +385,19 @@ def refuse_broken_kernels(config: Any, tokens: int = 0) -> None:
             "pip install 'fla-core>=0.6.0', or leave it out",
         ),
         (
-            has_mamba and tokens > MAMBA_TOKENS and version_of("mamba-ssm") > (0,),
+            has_mamba and tokens > MAMBA_TOKENS and version_of("mamba-ssm", "0") > Version("0"),
             f"mamba-ssm: its kernels overflow beyond {MAMBA_TOKENS:,} tokens, and a sequence has "
             f"{tokens:,}; give shorter ones, or leave mamba-ssm out",
         ),
     )
 
 
-def version_of(package: str) -> tuple[int, ...]:
-    """Return the first two numbers of an installed version; (0,) if it is not installed."""
+def version_of(package: str, absent: str) -> Version:
+    """Return the version that is installed; `absent` if none is."""
     try:
-        numbers = re.findall(r"\d+", version(package))
+        return Version(version(package))
     except PackageNotFoundError:
-        return (0,)
-    return tuple(map(int, numbers[:2]))
+        return Version(absent)
 
 
 def check(model: Any) -> None:
@@ -429,18 +421,17 @@ def check(model: Any) -> None:
     refuse_broken_kernels(config)
     lengths = lengths_to_check(getattr(config, "sliding_window", None), longest // 2)
     vouch(config)
+    problem = "it cannot be computed"
     try:
         try:
             problem, _ = differences(model, name, lengths, packed)
         # Layers that are counted elsewhere in the config, as Jamba's, are computed all
         except (IndexError, TypeError):
             problem, _ = differences(model, name, lengths, packed, config.num_hidden_layers)
-        refuse((problem, f"model_type={kind}: {problem}"))
-    except Exception as error:
-        del _checked[id(config)]
-        if isinstance(error, ValueError):
-            raise
-        raise ValueError(f"model_type={kind}: it cannot be computed: {error}") from error
+    finally:
+        if problem:
+            del _checked[id(config)]
+    refuse((problem, f"model_type={kind}: {problem}"))
 
 
 def differences(

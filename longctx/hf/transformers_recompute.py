@@ -28,29 +28,22 @@ def recompute(layers: Any, documents: Documents) -> None:
 
 def _recomputed(documents: Documents, function: Callable[..., Any], *inputs: Any) -> Any:
     """Return function(*inputs), the outputs of a layer."""
-    masks, outputs = documents.masks, Outputs()
+    # Output and lse of each attention of the layer, from its forward to its recomputation
+    outputs: list[tuple[Tensor, Tensor]] = []
+    mask_of = documents.mask_of
+
+    def attend(
+        is_again: bool, q: Tensor, k: Tensor, v: Tensor, scores: Scores, *others: Any
+    ) -> Any:
+        return _Kept.apply(q, k, v, scores.sinks, scores, *others, outputs, is_again)
 
     def contexts() -> Any:
-        first = documents.attending(partial(outputs.attend, False), masks)
-        return first, documents.attending(partial(outputs.attend, True), masks)
+        first = documents.attending(partial(attend, False), mask_of)
+        return first, documents.attending(partial(attend, True), mask_of)
 
     return checkpoint(
         function, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
     )
-
-
-class Outputs(list[tuple[Tensor, Tensor]]):
-    """Output and lse of each attention of a layer, from its forward to its recomputation."""
-
-    def attend(
-        self, is_again: bool, q: Tensor, k: Tensor, v: Tensor, scores: Scores, *others: Any
-    ) -> Tensor:
-        """Return attention's output (B, T, H, D): saved in forward, and taken if `is_again`.
-
-        The `others` are mask and caller.
-        """
-        out: Tensor = _Kept.apply(q, k, v, scores.sinks, scores, *others, self, is_again)
-        return out
 
 
 class _Kept(torch.autograd.Function):
@@ -66,7 +59,7 @@ class _Kept(torch.autograd.Function):
         scores: Scores,
         mask: Mask,
         caller: Attention,
-        outputs: Outputs,
+        outputs: list[tuple[Tensor, Tensor]],
         is_again: bool,
     ) -> Tensor:
         if not is_again:
