@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx.hf.stored import DTYPES, Stored, Write, inventory
 from longctx.hf.transformers_config import TransformersConfig
-from longctx.hf.transformers_model import empty_model, weights_of
+from longctx.hf.transformers_model import empty_model
 from longctx.model.lora import ADDED
 from longctx.spec.parts import Piece
 
@@ -66,7 +66,7 @@ def load_weights(model: Any, folder: Path, write: Write) -> None:
     """Copy the weights of `folder` into `model`; see `model_folder.load_weights`. Every rank has
     transformers read all of them into host memory.
     """
-    values = weights_of(read_weights(model.config, folder))
+    values = read_weights(model.config, folder).state_dict()
     for name, weight in model.named_parameters():
         if name.endswith(ADDED):
             continue

@@ -200,13 +200,6 @@ def empty_model(settings: Mapping[str, Any], device: str = "meta", attention: st
     return model
 
 
-def weights_of(whole: Any) -> dict[str, Tensor]:
-    """Return the weights of a model of transformers by name, each once, and saved buffers."""
-    saved = whole.state_dict(keep_vars=True)
-    buffers = {name: x for name, x in whole.named_buffers() if name in saved}
-    return dict(whole.named_parameters()) | buffers
-
-
 def linears_of(decoder: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yield path, layer and target of every linear layer that LoRA can adapt."""
     for path, module in decoder.named_modules():
@@ -317,11 +310,6 @@ class TransformersModel(GPT):
         """The layers of the decoder, the longest list of its modules."""
         lists = [x for x in self.backbone.children() if isinstance(x, nn.ModuleList)]
         return max(lists, key=len)
-
-    @property
-    def follows_length(self) -> bool:
-        """Return True if the length of a document changes the frequencies of its positions."""
-        return False  # such models are refused
 
     def name_of(self, weight: str) -> str:
         """Return transformers' name of our `weight`, which the decoder or the head has."""

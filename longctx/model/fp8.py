@@ -37,6 +37,9 @@ LEAST = 1e-30  # see longctx.kernels.elementwise.quantize
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
+Scaled = tuple[Tensor, Tensor]  # a matrix in FP8, and what to multiply it by
+
+
 class Quantized(NamedTuple):
     """A matrix (R, C) in FP8; a copy that was not asked for is empty."""
 
@@ -70,18 +73,11 @@ def quantized(
     return Quantized(q if rows else empty, transposed if columns else empty, scale)
 
 
-def product(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    dtype: torch.dtype,
-    fast: bool,
-    bias: Tensor | None = None,
-) -> Tensor:
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool, bias: Any = None) -> Tensor:
     """Return a bᵀ (M, N) in `dtype` of a (M, K) and b (N, K) in FP8."""
+    (a8, scale_a), (b8, scale_b) = a, b
     y: Tensor = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
+        a8, b8.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
     )
     return y
 
@@ -116,7 +112,7 @@ class _Product(torch.autograd.Function):
         if x8 is None or w8 is None:
             return x.new_zeros(1).expand(len(x), len(weight))
         b = None if bias is None else bias.to(x.dtype)
-        return product(x8.rows, x8.scale, w8.rows, w8.scale, x.dtype, FAST_FORWARD, b)
+        return product((x8.rows, x8.scale), (w8.rows, w8.scale), x.dtype, FAST_FORWARD, b)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,7 +123,7 @@ class _Product(torch.autograd.Function):
         if needs_dx or ctx.gated:
             known = w_scale if ctx.has_scales else None
             _, w, w_scale = quantized(w, VALUES, rows=False, scale=known)
-            dx = product(dy8.rows, dy8.scale, w, w_scale, ctx.dtype, FAST_BACKWARD)
+            dx = product((dy8.rows, dy8.scale), (w, w_scale), ctx.dtype, FAST_BACKWARD)
         if ctx.gated:
             dx, act = swiglu.swiglu_backward(x, dx, ctx.gated)
             if needs_dweight:
@@ -135,7 +131,7 @@ class _Product(torch.autograd.Function):
                 _, x, x_scale = quantized(act, VALUES, rows=False, scale=known)
         if needs_dweight:
             dtype = ctx.dtypes[0]
-            dweight = product(dy8.columns, dy8.scale, x, x_scale, dtype, FAST_BACKWARD)
+            dweight = product((dy8.columns, dy8.scale), (x, x_scale), dtype, FAST_BACKWARD)
         dbias = dy.sum(0, dtype=ctx.dtypes[1]) if needs_dbias else None
         return dx, dweight, dbias, None, None, None
 

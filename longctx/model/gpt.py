@@ -41,6 +41,8 @@ class GPT(nn.Module):
 
     # Decodes it, if `Decoder` does not
     decoder: ClassVar[Any] = None
+    # True if the length of a document changes the frequencies of its positions
+    follows_length = False
     # Of the last micro-batch, see `Balance.figures` and `ZLoss.mean`
     balance_figures: Tensor | None = None
     z_figure: Tensor | None = None
@@ -60,6 +62,7 @@ class GPT(nn.Module):
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
         self.ropes = Ropes([block.attention.rope for block in config.blocks()])
+        self.follows_length = any(rope.follows_length for rope in self.ropes)
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))
         self.head = None if config.tied else nn.Linear(C, V, bias=False)
@@ -101,11 +104,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
             if isinstance(module, SelfAttention) and module.sinks is not None:
                 nn.init.zeros_(module.sinks)
-
-    @property
-    def follows_length(self) -> bool:
-        """Return True if the length of a document changes the frequencies of its positions."""
-        return self.ropes.follows_length
 
     def compile_blocks(self) -> None:
         """Compile every block in place with torch.compile; parameter names stay as they are.

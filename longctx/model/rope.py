@@ -87,11 +87,6 @@ class Ropes(nn.ModuleList):
         super().__init__(map(Rope, different))
         self.of_layer = [different.index(rope) for rope in layers]
 
-    @property
-    def follows_length(self) -> bool:
-        """Return True if any frequencies depend on the length of the document."""
-        return any(rope.follows_length for rope in self)
-
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
 

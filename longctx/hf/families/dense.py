@@ -37,15 +37,6 @@ class SmolLM3(Family):
         return [n for n in range(layers) if not flags[n]]
 
 
-class Phi3(Family):
-    """Plain RoPE or longrope."""
-
-    def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        kind = source.rope()[1].get("rope_type", "default")
-        source.refuse_unless(f"{source.rope_key}.rope_type", kind, ("longrope", "default"))
-        return {}
-
-
 class HunYuanDenseV1(Family):
     """A "dynamic" rope with an alpha is a larger base for every length."""
 

@@ -63,6 +63,7 @@ class Family:
         are joined by rows.
     defaults: values of transformers for keys that config.json lacks.
     rope: rope_parameters of transformers, if config.json has none.
+    rope_types: those that its class has; none: all.
     """
 
     model_type: str
@@ -81,6 +82,7 @@ class Family:
     names: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
+    rope_types: Sequence[str] = ()
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
         """Return the keys of GPTConfig that no table holds, but for windows, as config.json says
@@ -141,6 +143,9 @@ class Family:
         if source.get("num_key_value_heads") is None:
             source = source.with_keys(num_key_value_heads=source.size("num_attention_heads"))
         layers, (theta, scaling) = source.size("num_hidden_layers"), source.rope()
+        if self.rope_types:
+            kind = scaling.get("rope_type", "default")
+            source.refuse_unless(f"{source.rope_key}.rope_type", kind, tuple(self.rope_types))
         values: dict[str, Any] = {
             **self.fixed,
             **{ours: source.size(key) for key, ours in (SIZES | self.sizes).items()},
@@ -205,13 +210,13 @@ class Family:
         values = {key: attrgetter(ours)(config) for key, ours in own.items()}
         if config.experts.count is not None and "experts.ffn" not in self.sizes.values():
             values["intermediate_size"] = config.expert_ffn
-        if "use_sliding_window" in self.keys:
-            values["use_sliding_window"] = config.window is not None
-        if "sliding_window" in self.keys:
-            values["sliding_window"] = config.window
-        if "layer_types" in self.keys:
-            windows = map(config.window_of, range(config.layers))
-            values["layer_types"] = [WINDOWED if window else FULL for window in windows]
+        windows = map(config.window_of, range(config.layers))
+        of_windows = {
+            "use_sliding_window": config.window is not None,
+            "sliding_window": config.window,
+            "layer_types": [WINDOWED if window else FULL for window in windows],
+        }
+        values |= {key: x for key, x in of_windows.items() if key in self.keys}
         return {
             "architectures": [f"{self.class_name}ForCausalLM"],
             "model_type": self.model_type,
