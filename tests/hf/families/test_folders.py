@@ -24,12 +24,14 @@ from longctx.hf.export import export, export_adapter
 from longctx.hf.model_folder import pretrained, read_config
 from longctx.model import lora
 from longctx.spec.model_config import GPTConfig, LoraConfig
-from tests.hf.families import test_families as families
-from tests.hf.families.parity import check_computation, reference, write_tokenizer
-from tests.hf.families.test_families import FULL, PARTIAL, PLAIN, SMALL, WINDOWED, YARN
+from tests.hf.families.parity import OLD, SMALL, check_computation, reference, write_tokenizer
+from tests.hf.families.test_families import family_tests
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, OLD: 32}
 ROPE_OF_WINDOWS = "rope_parameters.sliding_attention="
-LINEAR = PARTIAL | {"rope_type": "linear", "factor": 2.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e3, "partial_rotary_factor": 0.75}
 WITHOUT_ROPE = {key: value for key, value in SMALL.items() if key != "rope_parameters"}
 
 
@@ -78,10 +80,9 @@ def test_windows_follow_layer_types(layer_types, window, window_layers, tmp_path
     check_computation(theirs, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "family", [families.TestMixtral, families.TestQwen3Moe, families.TestGptOss]
-)
-def test_experts_are_balanced_only_with_output_router_logits(family, tmp_path):
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_balanced_only_with_output_router_logits(kind, tmp_path):
+    family = family_tests(kind)
     content = family().content() | {"router_aux_loss_coef": 0.02, "output_router_logits": True}
     assert read(tmp_path, content).experts.balance == 0.02
     assert read(tmp_path, content | {"output_router_logits": False}).experts.balance == 0
@@ -158,7 +159,7 @@ def test_mxfp4_is_dequantized_as_in_transformers(tmp_path):
 
 
 def test_layers_that_predict_further_are_left_out(tmp_path):
-    config = families.TestGlm4Moe().config(0, num_hidden_layers=3, first_k_dense_replace=1)
+    config = family_tests("glm4_moe")().config(0, num_hidden_layers=3, first_k_dense_replace=1)
     reference(config).bfloat16().save_pretrained(tmp_path)
     plain = pretrained(tmp_path).state_dict()
     file = tmp_path / "model.safetensors"
