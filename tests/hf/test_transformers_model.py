@@ -28,6 +28,7 @@ from longctx.model.gpt import build
 from longctx.parallel import sharding
 from longctx.spec.model_config import LoraConfig
 from tests.hf.families.parity import write_tokenizer
+from tests.hf.test_model_folder import REFUSALS
 from tests.processes import ROOT, finished, run_on
 
 FAST = ("cohere2", "deepseek_v3", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "llama", "qwen3_moe")
@@ -35,8 +36,6 @@ FAST = ("cohere2", "deepseek_v3", "gemma2", "gemma4_text", "gpt2", "gpt_oss", "l
 LOADED = ("deepseek_v3", "gpt2", "granitemoe", "lfm2", "zamba2")
 SLOWER = ("cohere2", "dots1", "ernie4_5_moe", "glm", "minimax_m2", "olmoe", "opt")
 LOADED = [*LOADED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOWER)]
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
-LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # Computed by longctx too
 OURS = set(FAMILIES) & set(CONFIG_MAPPING) - set(FAST)
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(OURS))]
@@ -45,6 +44,7 @@ KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(
 @pytest.mark.parametrize("memory", ["fast", "balanced"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_equals_each_document_alone(kind, memory, tmp_path):
+    prove(described(settings_of(kind)), "cpu", "fp32", 256, packing=True)
     loss, gradient = models.differences(kind, tmp_path, models.LENGTHS, memory)
     assert loss < 1e-5
     assert gradient < 2e-5
@@ -61,11 +61,6 @@ def test_autocast_keeps_norms_in_16_bits(tmp_path):
         model(tokens, targets, mask).backward()
     assert set(found.values()) == {torch.bfloat16}
     assert {"norm", "layers.0.self_attn.q_norm", "layers.2.input_layernorm"} <= found.keys()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_proves_itself(kind):
-    prove(described(settings_of(kind)), "cpu", "fp32", 256, packing=True)
 
 
 @pytest.mark.parametrize("kind", ["lfm3", "minimax", "qwen3_5_text"])
@@ -100,21 +95,7 @@ def test_attention_of_another_kind_is_refused(kind):
         prove(described(settings_of(kind)), "cpu", "fp32", 256, packing=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"model_type": "none_such"}, "model_type=none_such"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
-        ({"rope_parameters": LONGROPE}, "rope_type=longrope"),
-        ({"model_type": "mamba"}, "model_type=mamba: it has no num_attention_heads"),
-        ({"model_type": "llama4_text"}, "attention_chunk_size"),
-        ({"model_type": "deepseek_v32"}, "index_topk"),
-        ({"model_type": "gptj"}, "its attention cannot be replaced"),
-        ({"model_type": "t5"}, "no causal language model"),
-        ({"num_attention_heads": "four"}, "transformers cannot build it"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "named"), REFUSALS["transformers"])
 def test_what_does_not_train_is_refused(changes, named, tmp_path):
     settings = settings_of(changes.get("model_type", "cohere")) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
