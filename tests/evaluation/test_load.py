@@ -41,16 +41,6 @@ def with_begin(plain: Tokenizer) -> Tokenizer:
     return Tokenizer(begins, plain.eos)
 
 
-def test_documents_of_files_are_uncut_and_count_bytes_after_the_first_token(folder, tokenizer):
-    documents = list(of_source(DataConfig(source="text", path=str(folder / "docs")), tokenizer))
-    assert len(documents) == len(TEXTS)
-    for name, ids, n_bytes, *_ in documents:
-        text = TEXTS[Path(name).name]
-        assert tokenizer.decode(ids[:-1]) == text
-        assert ids[-1] == tokenizer.eos_id
-        assert n_bytes == len(tokenizer.decode(ids[1:-1]).encode())
-
-
 def test_texts_end_at_the_tokens_that_transformers_ends_them_at(tmp_path, tokenizer):
     assert tokenizer.end_tokens == {tokenizer.eos_id}
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -120,6 +110,7 @@ def test_documents_of_a_run_are_those_of_its_split(folder, tokenizer, capsys):
     assert names["val"]
     for document in splits["val"]:
         assert tokenizer.decode(document.ids[:-1]) == TEXTS[Path(document.name).name]
+        assert document.ids[-1] == tokenizer.eos_id
         assert document.n_bytes == len(tokenizer.decode(document.ids[1:-1]).encode())
     with pytest.raises(ValueError, match="split=val:"):
         list(of_run(run, {"data": {**data, "val_fraction": 0.0}, "seq_len": 64}, "val", began))

@@ -3,7 +3,6 @@
 A test is skipped only if pip reaches no index. The converted folders stay in longctx's cache.
 """
 
-import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import eval as evaluate
 from benchmarks import real_weights
 from longctx import cli
 from longctx.data import Tokenizer
@@ -68,32 +66,3 @@ def test_greedy_text_is_that_of_transformers(folder, chat, capfd):
     assert len(tokens) == 24
     shown = "" if chat else prompt
     assert capfd.readouterr().out == f"{shown}{tokenizer.decode(tokens)}\n"
-
-
-def results(folder: Path, tmp_path: Path, *words: str, documents: int = 3) -> dict:
-    """Return the JSON of an evaluation on PROSE, a little more than 1,024 tokens of each."""
-    (tmp_path / "prose.jsonl").write_text(
-        "".join(json.dumps({"text": text[:4800]}) + "\n" for text in PROSE[:documents])
-    )
-    data = ["device=cpu", "data=text", f"data.path={tmp_path / 'prose.jsonl'}"]
-    assert evaluate.main([f"checkpoint={folder}", *data, *words]) == 0
-    return json.loads(next(tmp_path.glob("evaluations/*/eval/*.json")).read_text())
-
-
-@pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
-def test_perplexity_of_prose_falls_with_context(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["seq_len=2048", "contexts=[64,256,1024]"]
-    content = results(folder, tmp_path, *words, documents=1)
-    rows = content["by_context"]
-    assert [row["context"] for row in rows] == [64, 256, 1024]
-    short, middle, long = (row["perplexity"] for row in rows)
-    assert 40 > short > middle > long > 3 and short > 1.2 * long
-
-
-@pytest.mark.parametrize("folder", ["smollm2"], indirect=True)
-def test_pass_keys_are_found_at_every_depth(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["passkey=true", "passkey.lengths=[512]"]
-    found = results(folder, tmp_path, *words, "passkey.samples=1", "passkey.depths=[0,0.5,1]")
-    assert found["kinds"]["passkey"]["accuracy"] == [[1.0, 1.0, 1.0]]

@@ -161,15 +161,6 @@ def test_confident_tokens_keep_their_gradient_in_bf16():
     assert hidden.grad.item() == pytest.approx(exact.grad.item(), rel=1e-2)
 
 
-def test_far_from_zero_logits_do_not_overflow():
-    hidden, weight, targets = inputs(torch.float32)
-    loss = linear_cross_entropy(hidden * 1e4, weight, targets, 5)
-    loss.backward()
-    torch.testing.assert_close(loss, reference(hidden * 1e4, weight, targets, "mean"))
-    assert hidden.grad.isfinite().all()
-    assert weight.grad.isfinite().all()
-
-
 def test_second_backward_is_refused():
     hidden, weight, targets = inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, targets, 5)
@@ -184,12 +175,6 @@ def test_second_derivatives_are_refused(reduction):
     loss = linear_cross_entropy(hidden, weight, targets, 5, reduction).sum()
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-def test_unknown_reduction_is_refused():
-    hidden, weight, targets = inputs(torch.float32)
-    with pytest.raises(ValueError, match="reduction='average' must be 'mean', 'sum' or 'none'"):
-        linear_cross_entropy(hidden, weight, targets, 5, "average")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

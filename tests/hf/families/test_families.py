@@ -1,16 +1,9 @@
 """Every family computes as in transformers, and its folders go out and come back."""
 
-from pathlib import Path
-from typing import Any
-
-import yaml
 from transformers import CONFIG_MAPPING
 
 from longctx.hf.families import FAMILIES
-from tests.hf.families.parity import FamilyTests
-
-TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text())
-del TABLES["shared"]
+from tests.hf.families.parity import TABLES, FamilyTests
 
 
 def family_tests(kind: str) -> type[FamilyTests]:

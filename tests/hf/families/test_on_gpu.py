@@ -1,6 +1,7 @@
 """Every family in bf16 on a GPU: flash, recomputed and compiled, next to naive in fp32."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +16,7 @@ from longctx.hf.model_folder import read_config
 from longctx.model.gpt import build
 
 pytestmark = pytest.mark.gpu
-NAMES = """
-    afmoe apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite
-    gpt2 gpt_neox gpt_oss granite granite_swa granitemoe helium hunyuan_v1_dense hy_v3 jais2
-    laguna llama mellum minimax_m2 ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3
-    olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma
-"""
-AGREE = NAMES.split()
+AGREE = Path(__file__).with_name("on_gpu.txt").read_text().split()
 LENGTHS = (300, 17, 195)
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
