@@ -32,8 +32,8 @@ BUDGETS = {
 OVER: dict[str, int] = {
     "longctx": 2776,
     "spec": 110,
-    "hf": 136,
-    "model": 234,
+    "hf": 50,
+    "model": 75,
     "parallel": 84,
     "runs": 39,
     "training": 1164,
