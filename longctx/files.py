@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +18,7 @@ from pathlib import Path
 FULL_DISK = 74  # EX_IOERR of sysexits.h: nothing about the request is wrong
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 86_400.0  # seconds after which a half-written file is of a killed process
-PROBE = ".longctx-"  # prefix of a folder made to test that the parent is writable
-PARTIAL = re.compile(
-    rf"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)|{re.escape(PROBE)}\w+"
-)
+PARTIAL = re.compile(r"\..+\.\d+(\.\w+)?|\.step-\d+\.ckpt\.(partial|removed)")
 
 
 @contextmanager
@@ -65,14 +61,6 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_for_key(key: str, path: Path, text: str) -> None:
-    """Write `text` to `path`, the user's value of `key`; an OSError names both."""
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise OSError(f"{key}={path}: cannot be written: {error.strerror}") from error
-
-
 def remove(path: Path, strict: bool = False) -> None:
     """Remove a file, a link or a folder with all that is in it, if it exists; `strict` raises
     OSError if something of the folder stays.
@@ -103,11 +91,8 @@ def to_disk(path: Path) -> None:
 
 def check_writable(folder: Path) -> None:
     """Raise OSError unless files can be made in `folder`."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=PROBE, dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(f"{folder}: no file can be made there: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise OSError(f"{folder}: no file can be made there")
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -129,8 +114,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of an error in one line, its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the beginning of an error's text in one line, its type if it has none."""
+    return " ".join(str(error)[:2000].split()) or type(error).__name__
 
 
 def open_closed_streams() -> None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ EXIT_CODES = tuple(128 + number for number in SIGNALS)
 TOGETHER = 0.5  # seconds in which signals count once: launchers pass on those sent to a group
 
 
+@dataclass
 class StopSignal:
     """The signal that has reached this command, if any; it raises KeyboardInterrupt.
 
@@ -38,13 +40,12 @@ class StopSignal:
     raises then. A signal that comes while the command ends for one ends the process at once.
     """
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self.speaks = True  # rank 0 does
-        self.waits = False
-        self.has_raised = False
-        self._latest = -TOGETHER
-        self._process = os.getpid()
+    number: int | None = None
+    speaks: bool = True  # rank 0 does
+    waits: bool = False
+    has_raised: bool = False
+    latest: float = -TOGETHER
+    process: int = field(default_factory=os.getpid)
 
     @property
     def code(self) -> int:
@@ -56,30 +57,20 @@ class StopSignal:
         """Such as SIGTERM."""
         return signal.Signals(self.number or signal.SIGINT).name
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come that does not wait.
-
-        Python drops the exception of `on_signal` if a callback runs, as in the import system.
-        """
-        if self.number is not None and not self.waits:
-            raise KeyboardInterrupt
-
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take a signal, as its handler."""
-        if os.getpid() != self._process:  # a child that was forked ends as others do
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
+        if os.getpid() != self.process:  # a child that was forked
+            os._exit(128 + number)
         now = time.monotonic()
-        is_new, self._latest = now - self._latest > TOGETHER, now
+        is_new, self.latest = now - self.latest > TOGETHER, now
         if not is_new:
             return
         if self.has_raised:
             exit_at_once(number, frame)
-        is_first, self.number = self.number is None, self.number or number
-        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        saves = is_first and self.waits
+        saves = self.waits and self.number is None
+        self.number = self.number or number
         if self.waits and self.speaks:
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             step = f"finishing this step, then saving; {name} again quits unsaved"
             # At once: a print may be under way when a handler is called
             os.write(2, f"\n{name}: {step if saves else 'quitting, unsaved'}\n".encode())
@@ -92,9 +83,12 @@ _current: StopSignal | None = None
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if a signal has come inside `caught`."""
-    if _current is not None:
-        _current.check()
+    """Raise KeyboardInterrupt if a signal has come inside `caught` that does not wait.
+
+    Python drops the exception of a handler if a callback runs, as in the import system.
+    """
+    if _current is not None and _current.number is not None and not _current.waits:
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -104,14 +98,7 @@ def caught() -> Iterator[StopSignal]:
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or StopSignal()
         return
-    _current, hook = StopSignal(), sys.unraisablehook
-
-    def without_signals(unraisable: Any) -> None:
-        # A signal in a callback needs no traceback: see `StopSignal.check`
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-            hook(unraisable)
-
-    sys.unraisablehook = without_signals
+    _current = StopSignal()
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if not (number in IGNORABLE and handler is signal.SIG_IGN):
@@ -119,7 +106,7 @@ def caught() -> Iterator[StopSignal]:
     try:
         yield _current
     finally:
-        _current, sys.unraisablehook = None, hook
+        _current = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -130,13 +117,11 @@ def no_garbage() -> Iterator[None]:
 
     Looking through it again and again is a fifth of the time that importing torch takes.
     """
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:

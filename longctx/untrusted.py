@@ -20,12 +20,20 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from longctx.files import one_line
+
 MIB = 1 << 20
 # Of the largest known models: config.json 0.1 MiB, an index of shards 9 MiB, tokenizer.json 33 MiB.
 SETTINGS_SIZE = 16 * MIB  # bytes of a JSON file of settings, or of a YAML or a template
 TOKENIZER_SIZE = 40 * MIB
 YAML_SIZE = MIB
 YAML_DEPTH = 32
+PLAIN = {  # values without quotes: their type and its pattern
+    "null": r"(~|null|Null|NULL|)$",
+    "bool": r"(?i:true|false)$",
+    "float": r"(?i:[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+][0-9]+)?|[-+]?\.inf|\.nan)$",
+    "int": r"[-+]?(0|[1-9][0-9]*)$",
+}
 # PyYAML raises these for !!int x, !!int '', !!bool x, !!timestamp x, !!set [1]
 WRONG_VALUE = (ValueError, LookupError, AttributeError, TypeError)
 
@@ -41,7 +49,7 @@ def named(
     try:
         yield
     except errors as error:
-        reason = " ".join(str(error)[:2000].split()) or type(error).__name__
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"{prefix}: {problem.replace('{}', reason)}") from error
 
 
@@ -55,13 +63,13 @@ def opened(path: Path, *names: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_other = isinstance(error, MemoryError | BrokenPipeError)
-        is_other = is_other or type(error).__name__ == "OutOfMemoryError"
+        of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         is_named = any(str(name) in str(error) for name in (path, *names))
-        if is_other or (isinstance(error, ValueError | OSError) and is_named):
+        is_named = is_named and isinstance(error, ValueError | OSError)
+        if of_memory or is_named or isinstance(error, BrokenPipeError):
             raise
-        reason = " ".join(str(error)[:500].split())
-        raise ValueError(f"{path}: cannot be used ({type(error).__name__}: {reason})") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"{path}: cannot be used ({reason})") from error
 
 
 def open_file(path: Path, limit: int | None = None, within: Path | None = None) -> BinaryIO:
@@ -71,28 +79,27 @@ def open_file(path: Path, limit: int | None = None, within: Path | None = None) 
     """
     try:
         if within is not None:
-            _check_within(path, within)
-        # O_NONBLOCK: opening a FIFO does not wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            real, folder = Path(os.path.realpath(path, strict=True)), within.resolve()
+            # Hugging Face's cache: snapshots/COMMIT/FILE is a link to blobs/HASH
+            blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+            if not any(real.is_relative_to(root) for root in (folder, *blobs)):
+                problem = f"a link to {real}, outside of its folder; put a copy of the file there"
+                raise ValueError(f"{path}: {problem}")
+        # O_NONBLOCK: opening a FIFO does not wait for its writer
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except FileNotFoundError:
         raise
-    except OSError as error:  # a loop of links, a socket, no permission
+    except OSError as error:  # a folder, a loop of links, a socket, no permission
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
-    status = os.fstat(descriptor)
-    problem = ""
+    status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         problem = "not a regular file; take it out"
     elif limit is not None and status.st_size > limit:
         problem = f"{status.st_size:,} bytes; such a file has at most {limit:,}"
-    if problem:
-        os.close(descriptor)
-        raise ValueError(f"{path}: {problem}")
-    return os.fdopen(descriptor, "rb")
-
-
-def check_file(path: Path, limit: int | None = None, within: Path | None = None) -> None:
-    """Raise as `open_file`, for a file that another library opens by its name."""
-    open_file(path, limit, within).close()
+    else:
+        return file
+    file.close()
+    raise ValueError(f"{path}: {problem}")
 
 
 def read_text(path: Path, limit: int = SETTINGS_SIZE, within: Path | None = None) -> str:
@@ -130,10 +137,7 @@ class Loader(yaml.SafeLoader):
     """
 
     depth = 0
-    yaml_implicit_resolvers = {
-        first: [rule for rule in rules if rule[0].rpartition(":")[2] == "null"]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers: dict[Any, Any] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
@@ -153,17 +157,8 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("(true|false)$", re.IGNORECASE), list("tTfF")
-)
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)(e[-+][0-9]+)?$|[-+]?\.inf$|\.nan$", re.IGNORECASE),
-    list("-+.0123456789"),
-)
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
-)
+for tag, pattern in PLAIN.items():
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), None)
 
 
 def load_yaml(path: Path, within: Path | None = None) -> Any:
@@ -178,15 +173,3 @@ def copy_file(source: Path, target: Path, limit: int, within: Path) -> None:
     """Copy a file of at most `limit` bytes that really is in `within`; raise as `open_file`."""
     with open_file(source, limit, within) as file:
         target.write_bytes(file.read(limit))
-
-
-def _check_within(path: Path, within: Path) -> None:
-    """Raise ValueError for a path that leads out of the folder `within`."""
-    real = Path(os.path.realpath(path, strict=True))
-    folder = within.resolve()
-    # Hugging Face's cache: snapshots/COMMIT/FILE is a link to blobs/HASH
-    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
-    if not any(real.is_relative_to(root) for root in (folder, *blobs)):
-        raise ValueError(
-            f"{path}: a link to {real}, outside of its folder; put a copy of the file there"
-        )

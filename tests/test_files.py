@@ -73,7 +73,7 @@ def test_folders_and_links_are_replaced_too(tmp_path):
 def test_leftovers_of_killed_processes_go(tmp_path):
     hidden = (
         *(".config.77.yaml", ".kernel.lock.12.json", ".last.3.ckpt", ".step-00000001.77.ckpt"),
-        *(".step-00000002.ckpt.partial", ".step-00000002.ckpt.removed", f"{files.PROBE}ab_c1"),
+        *(".step-00000002.ckpt.partial", ".step-00000002.ckpt.removed"),
     )
     stays = (".git", ".config.yaml.swp", "a.77.yaml", "step-00000001.ckpt", ".env.local")
     for name in (*hidden, *stays):

