@@ -5,95 +5,96 @@ from functools import partial
 
 import pytest
 
-from longctx import cli
 from longctx.config.asked import divisions, workload_of
-from longctx.config.train_config import TrainConfig
 from longctx.planner import fitting
 from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
+from tests.planner.steps import H200, composed
 
-H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
 HOST = 1536 * GIB
 
 
-def request(*overrides: str) -> TrainConfig:
-    given = {word.partition("=")[0]: word for word in overrides}
-    words = {"model": "model=1b", "context.degree": "context.degree=auto"} | given
-    config: TrainConfig = cli.compose("train", words.values()).config
-    return config
+def layouts(words: str, seq_len: int = 4096) -> list[partial[Workload]]:
+    """Return the layouts that a request leaves open, each of which makes a step of a length."""
+    config = composed("model=1b", *words.split())
+    step = workload_of(config, "cuda", seq_len)
+    return [partial(step.divided, division) for division in divisions(config, config.model)]
 
 
-def steps(config: TrainConfig) -> list[Workload]:
-    """The step of each layout that `config` leaves open."""
-    assert isinstance(config.seq_len, int)
-    step = workload_of(config, "cuda", config.seq_len)
-    return [step.divided(each, config.seq_len) for each in divisions(config, config.model)]
-
-
-def possible(*overrides: str) -> set[tuple[str, int, str]]:
-    each = steps(request(*overrides))
-    return {(work.strategy, work.context, work.context_method) for work in each}
-
-
-def test_layouts_follow_devices_heads_and_backend():
-    ulysses = {("fsdp", 1, "ulysses"), ("fsdp", 2, "ulysses")}  # of 32 heads
-    gathered = {("fsdp", degree, "allgather") for degree in (2, 3, 6)}
-    assert possible("devices=6", "strategy.name=fsdp") == ulysses | gathered
-    assert possible("devices=6", "strategy.name=fsdp", "attention=sdpa") == ulysses
-    assert {strategy for strategy, _, _ in possible("devices=2")} == {"ddp", "fsdp"}
-    assert {degree for _, degree, _ in possible("devices=4", "context.method=ulysses")} == {1, 2, 4}
-    assert len(possible("devices=1")) == 1
-    with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses"):
-        steps(request("devices=3", "context.degree=3", "context.method=ulysses"))
+def steps(words: str, seq_len: int = 4096) -> list[Workload]:
+    """Return the step of each layout."""
+    return [at(seq_len) for at in layouts(words, seq_len)]
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "possible"),
     [
-        "model=124m devices=2 seq_len=4096",
-        "seq_len=1048576 batch_size=1",
-        "seq_len=262144 model=8b",
+        (  # 32 heads
+            "devices=6 context=auto strategy=fsdp",
+            "fsdp 1 ulysses, fsdp 2 ulysses, fsdp 2 allgather, fsdp 3 allgather, fsdp 6 allgather",
+        ),
+        ("devices=6 context=auto attention=sdpa strategy=ddp", "ddp 1 ulysses, ddp 2 ulysses"),
+        (
+            "devices=2 context=auto context.method=ulysses",
+            "ddp 1 ulysses, fsdp 1 ulysses, ddp 2 ulysses, fsdp 2 ulysses",
+        ),
+        ("devices=8 context=4 context.method=allgather", "ddp 4 allgather, fsdp 4 allgather"),
     ],
 )
-def test_the_choice_fits_and_is_about_the_fastest(words):
-    each = steps(request("devices=8", *words.split()))
-    merge = "batch_size=1" not in words
+def test_layouts_follow_devices_heads_and_backend(words, possible):
+    found = [f"{x.strategy} {x.context} {x.context_method}" for x in steps(words)]
+    assert sorted(found) == sorted(possible.split(", "))
+
+
+def test_a_method_that_does_not_divide_heads_is_refused():
+    with pytest.raises(ValueError, match=r"context=3: context\.method=ulysses does not"):
+        steps("devices=3 context=3 context.method=ulysses")
+
+
+@pytest.mark.parametrize(
+    ("words", "seq_len"),
+    [
+        ("devices=2 model.layers=4", 4096),
+        *(("devices=8", n) for n in (2**18, 2**21)),
+        *(("devices=8 batch_size=1", 2**20), ("devices=8 model.layers=60", 2**18)),
+    ],
+)
+def test_the_choice_fits_and_is_about_the_fastest(words, seq_len):
+    each, merge = steps(f"context=auto {words}", seq_len), "batch_size=1" not in words
     chosen, reason = fitting.choose_layout(each, H200, HOST, merge)
     decided = [fitting.decide(work, H200, HOST, merge) for work in each]
     fit = [work for work in decided if fitting.fits(work, fitting.room(H200), HOST)]
-    clearly = fitting.SURE * max(fitting.tokens_per_second(work, H200) for work in fit)
-    assert chosen in fit and fitting.tokens_per_second(chosen, H200) >= clearly and reason
+    sure = fitting.SURE * max(fitting.tokens_per_second(work, H200) for work in fit)
+    assert fitting.tokens_per_second(chosen, H200) >= sure and reason
     for plainer in fit[: fit.index(chosen)]:
-        is_slower = fitting.tokens_per_second(plainer, H200) < clearly
-        assert is_slower or (fitting.on_host(plainer) and not fitting.on_host(chosen))
+        is_slow = fitting.tokens_per_second(plainer, H200) < sure
+        assert is_slow or (fitting.on_host(plainer) and not fitting.on_host(chosen))
 
 
 def test_choice_if_nothing_fits_or_gpu_is_unknown():
-    each = steps(request("devices=8", "seq_len=16777216"))
+    each = steps("devices=8 context=auto", 2**24)
     chosen, reason = fitting.choose_layout(each, replace(H200, memory=8 * GIB), HOST)
     assert chosen.context == 8 and chosen.strategy == "fsdp"
     assert "none is predicted to fit" in reason
     unknown = hardware.chip("Toaster", 139.8 * GIB)
-    chosen, _ = fitting.choose_layout(steps(request("devices=8", "seq_len=65536")), unknown, HOST)
+    chosen, _ = fitting.choose_layout(steps("devices=8 context=auto", 2**16), unknown, HOST)
     assert chosen.context == 1
 
 
-def test_ulysses_wins_a_tie():
-    each = steps(request("devices=8", "seq_len=1048576", "context.degree=8"))
+@pytest.mark.parametrize("method", ["auto", "ulysses", "allgather"])
+def test_ulysses_wins_a_tie(method):
+    each = steps(f"devices=8 context=8 context.method={method}", 2**20)
     chosen, _ = fitting.choose_layout(each, H200, HOST)
-    assert len({work.context_method for work in each}) == 2 and chosen.context_method == "ulysses"
+    assert chosen.context_method == ("ulysses" if method == "auto" else method)
 
 
-@pytest.mark.parametrize("words", [("strategy.name=fsdp",), ("context.degree=8",), ()])
+@pytest.mark.parametrize("words", ["context=auto strategy=fsdp", "context=8", "context=auto"])
 def test_the_longest_sequence_of_all_layouts_fits(words):
-    config = request("devices=8", "batch_size=1", "accumulate=1", *words)
-    step = workload_of(config, "cuda", 512)
-    ats = [partial(step.divided, division) for division in divisions(config, config.model)]
+    ats = layouts(f"devices=8 batch_size=1 accumulate=1 {words}", 512)
     work = fitting.longest(ats, fitting.room(H200), HOST, 512)
-    assert work is not None
-    assert work.seq_len % (512 * 1) == 0 and work.seq_len % work.context == 0
-    assert fitting.fits(work, fitting.room(H200), HOST)
+    assert work is not None and fitting.fits(work, fitting.room(H200), HOST)
+    assert work.seq_len % 512 == 0 and work.seq_len % work.context == 0
     for at in ats:
         longer = at(work.seq_len + 4096)
         assert fitting.first_that_fits(longer, fitting.room(H200), HOST) is None

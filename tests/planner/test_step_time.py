@@ -5,23 +5,17 @@ from typing import Any
 
 import pytest
 
-from longctx import cli
-from longctx.config.asked import workload_of
 from longctx.planner import fitting, step_time
 from longctx.planner.peak_memory import _Step, predict
 from longctx.planner.step_time import attention_exchange, waiting_for_weights
-from longctx.spec import hardware
 from longctx.spec.hardware import GIB
 from longctx.spec.step import Workload
-
-H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
+from tests.planner.steps import H200, one_b
 
 
 def step(policy: str, *overrides: str, **changes: Any) -> Workload:
     """A step of 1b under a memory policy; keyword arguments replace what it is."""
-    words = ["model=1b", "batch_size=1", "accumulate=1", *overrides]
-    config = cli.compose("train", words).config
-    work = workload_of(config, "cuda", config.seq_len)
+    work = one_b("batch_size=1", "accumulate=1", *overrides)
     return replace(fitting.with_policy(work, policy), **changes)
 
 

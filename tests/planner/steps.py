@@ -1,0 +1,32 @@
+"""Steps of command lines, and the GPU that most tests plan for."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from longctx import cli
+from longctx.config.asked import workload_of
+from longctx.config.train_config import TrainConfig
+from longctx.spec import hardware
+from longctx.spec.hardware import GIB
+from longctx.spec.step import Workload
+
+H200 = hardware.chip("NVIDIA H200", 139.8 * GIB)
+
+
+@functools.cache
+def composed(*overrides: str) -> TrainConfig:
+    """Return the configuration of a command line."""
+    config: TrainConfig = cli.compose("train", [*overrides]).config
+    return config
+
+
+def workload(*overrides: str, **changes: Any) -> Workload:
+    """Return the step of a command line on a GPU; `changes` replace fields of its config."""
+    config = replace(composed(*overrides), **changes)
+    assert isinstance(config.seq_len, int)
+    return workload_of(config, "cuda", config.seq_len)
+
+
+def one_b(*overrides: str, **changes: Any) -> Workload:
+    return workload("model=1b", *overrides, **changes)
