@@ -48,21 +48,21 @@ def test_help_lists_the_commands(argv, capsys):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_lists_are_written_with_and_without_brackets():
-    for argument in ("lengths=512,1024", "lengths=[512,1024]"):
-        assert cli.compose(Options, [argument]).config == Options(lengths=(512, 1024))
-    assert cli.compose(Options, ["kernels=hopper"]).config.kernels == ("hopper",)
+STRANGE = ["a/lr=1, (a) {b}", "runs/lr=2", "runs/lr=3", "runs/out=3"]
 
 
-def test_paths_are_taken_as_they_are(tmp_path):
-    strange = tmp_path / "lr=1, (a) {b}"
-    strange.mkdir()
-    runs = [str(strange), "runs/lr=2", "runs/lr=3", "runs/out=3"]
-    assert cli.compose(CompareOptions, [*runs, "out=x.html"]).config == CompareOptions(
-        [Path(run) for run in runs], Path("x.html")
-    )
-    exported = cli.compose(ExportOptions, ["dtype=bf16", "runs/a", "out/"]).config
-    assert (exported.run, exported.out, exported.dtype) == ("runs/a", "out/", "bf16")
+# Lists are written with and without brackets, paths are taken as they are
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["lengths=512,1024", "kernels=hopper"], Options(lengths=(512, 1024), kernels=("hopper",))),
+        (["lengths=[512,1024]"], Options(lengths=(512, 1024))),
+        ([*STRANGE, "out=x.html"], CompareOptions([*map(Path, STRANGE)], Path("x.html"))),
+        (["dtype=bf16", "runs/a", "out/"], ExportOptions("runs/a", "out/", dtype="bf16")),
+    ],
+)
+def test_words_fill_the_options_of_a_command(words, expected):
+    assert cli.compose(type(expected), words).config == expected
 
 
 @pytest.mark.slow
@@ -82,8 +82,7 @@ def test_the_module_answers_from_any_folder_without_torch(tmp_path):
 def test_a_traceback_is_printed_if_asked_for(monkeypatch, capsys):
     monkeypatch.setenv("LONGCTX_TRACEBACK", "1")
     assert cli.main(["train", "seq_len=abc"]) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" in error and error.splitlines()[-1].startswith("error: seq_len=abc")
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_output_that_cannot_be_encoded_ends_nothing():

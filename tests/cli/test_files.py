@@ -57,6 +57,14 @@ def test_the_command_line_wins_over_a_file(tmp_path):
         ["model=tiny"],
         ["model=1b", "model.layers=12", "attention=sdpa", "memory=long", "betas=[0.9,0.99]"],
         ["optimizer=muon", "data=text", "data.path=docs/", "data.vocab_size=300", "model=tiny"],
+        [
+            "model=tiny",
+            "data=mix",
+            "data.mix.a.path=x",
+            "data.text_column=b",
+            "data.errors=replace",
+        ],
+        ["model=tiny", "data=text", "data.path=x", "data.errors=replace", "lr=1e-3", "lr=1e-3"],
         ["model=tiny", "model.nope_layers=[1,2]", "passkey=true", "passkey.lengths=[256]"],
         ["model=tiny", "attention.options.kernel=portable", "rope=keep", "data.documents=9"],
         ["model=tiny", "data=hub", "data.path=a/b", "data.documents=null"],
@@ -87,6 +95,12 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
     config = config_of(str(file), "context=2", "passkey=false")
     found = (config.context.degree, config.passkey.enabled, config.passkey.depths)
     assert found == (2, False, None)
+    file.write_text("memory: {offload: 0.1}\nmemory.offload: 0.2")
+    with pytest.raises(ValueError, match=r"memory\.offload is given twice"):
+        config_of(str(file))
+
+
+ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi"))
 
 
 @pytest.mark.parametrize(
@@ -99,40 +113,27 @@ def test_a_group_given_by_its_name_keeps_the_other_keys_of_the_file(tmp_path):
         ("a: [", "cannot be read as YAML"),
         ("lr: 0.1\nmodel:\n  lr: 1\nlr: 0.2", "my.yaml: lr is given twice"),
         ("model: {layers: 1, heads: 2, layers: 3}", "my.yaml: layers is given twice"),
-        ("memory: {offload: 0.1}\nmemory.offload: 0.2", "memory.offload is given twice"),
         ("memory: long\nmemory.policy: fast", "my.yaml: memory.policy: memory is given too"),
-        (None, "no such file"),
         ("lr: ${oc.env:HOME}", "lr=${oc.env:HOME}"),
+        *((x, "notes=") for x in ("wandb: {notes: 'a ${oc.env:HOME}'}", "wandb.notes: ${lr}")),
+        *((x, "my.yaml") for x in ("", "null\n", "a: 2024-13-45", "\x00\x01", "${seq_len}")),
+        *((x, "my.yaml") for x in (ALIASES, "a: " + "[" * 500_000, "a: b\n" * 500_000)),
+        ("".join(" " * n + f"a{n}:\n" for n in range(1000)), "my.yaml"),
+        *((f"lr: !!{x}", "my.yaml") for x in ("int x", "int ''", "bool x", "set [1]")),
+        *(("memory: true", "memory"), ("model: 7", "model"), ("model: [[64, 1]]", "model")),
+        *(("wandb: {tags: ['${oc.env:HOME}']}", "wandb.tags="), ("name: ../up", "name=")),
     ],
+    ids=lambda text: text[:12],
 )
-def test_a_mistake_in_a_file_is_one_line(content, message, tmp_path, refused):
-    file = tmp_path / "my.yaml"
-    if content is not None:
-        file.write_text(content)
-    refused(cli.main(["train", str(file)]), message)
-
-
-ALIASES = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 9}]\n" for a, b in pairwise("abcdefghi"))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("", "null\n", "[1, 2]", "seq_len: many", "lerning_rate: 3", "a: [", "\x00\x01"),
-        *("memory: true", "model: 7", "model: [[64, 1]]", "wandb: {notes: 'a ${oc.env:HOME}'}"),
-        *("wandb: {tags: ['${oc.env:HOME}']}", "${seq_len}", "name: ../up"),
-        *("a: 2024-13-45", "lr: !!int x", "lr: !!int ''", "lr: !!bool x", "lr: !!set [1]"),
-        *(ALIASES, "a: " + "[" * 500_000, "a: b\n" * 500_000),
-        "".join(" " * n + f"a{n}:\n" for n in range(1000)),
-    ],
-    ids=lambda content: content[:12],
-)
-def test_a_file_that_is_no_run_is_refused_by_name(content, tmp_path):
-    (tmp_path / "config.yaml").write_text(content)
+def test_a_wrong_file_is_one_line(content, message, tmp_path, refused):
+    """One of the user's own, or that of a run."""
+    for name in ("my.yaml", "config.yaml"):
+        (tmp_path / name).write_text(content)
+    error = refused(cli.main(["train", str(tmp_path / "my.yaml")]), message)
     with pytest.raises(ValueError, match=r"config\.yaml") as caught:
         saved_in(tmp_path / "config.yaml")
     assert "\n" not in str(caught.value)
-    assert str(Path.home()) not in str(caught.value).replace(str(tmp_path), "")
+    assert str(Path.home()) not in f"{error}{caught.value}".replace(str(tmp_path), "")
 
 
 def test_a_saved_run_changes_by_overrides_alone(tmp_path):
@@ -140,13 +141,11 @@ def test_a_saved_run_changes_by_overrides_alone(tmp_path):
     saved = run_of(config_of("model=tiny", *words, "data.tokenizer=a")).settings()
     run_folder.write_config(tmp_path, saved)
     file = tmp_path / "config.yaml"
-    again = saved_in(file)
-    assert run_of(again).settings() == saved
-    longer = saved_in(file, "max_tokens=40960000")
-    assert run_of(longer).max_steps == 10000
+    assert run_of(saved_in(file)).settings() == saved
+    assert run_of(saved_in(file, "max_tokens=40960000")).max_steps == 10000
     changed = saved_in(file, "max_steps=9", "strategy=fsdp")
-    assert (changed.data.tokenizer, changed.max_steps) == ("a", 9)
-    assert changed.strategy.name == "fsdp"
+    found = (changed.data.tokenizer, changed.max_steps, changed.strategy.name)
+    assert found == ("a", 9, "fsdp")
     run_folder.write_config(tmp_path, saved | {"memory": {"policy": "long", "offload": 0.5}})
     memory = saved_in(file, "memory=fast").memory
     assert (memory.policy, memory.offload) == ("fast", None)
