@@ -6,8 +6,8 @@ stage is packed at its own length and has an order of its own. The order is a pu
 step, so a resumed run needs no state for it.
 
 The loss of a step is divided by its target tokens over all micro-batches and ranks, so the
-micro-batches of a step travel as one batch. Worker processes count them on the CPU, which waits
-for nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
+micro-batches of a step travel together. Worker processes count them on the CPU, which waits for
+nothing. B sequences per micro-batch, T = seq_len tokens per sequence.
 """
 
 from __future__ import annotations
@@ -152,44 +152,10 @@ class MicroBatch:
         moved.mask = replace(self.mask, **tensors)
         return moved
 
-    def pin_memory(self) -> MicroBatch:
-        return self.each(Tensor.pin_memory)
-
     def to(self, device: torch.device) -> MicroBatch:
-        return self.each(lambda x: x.to(device, non_blocking=True))
-
-
-class StepBatch:
-    """The micro-batches of one optimizer step on one rank."""
-
-    def __init__(self, micro: list[MicroBatch]) -> None:
-        self.micro = micro
-
-    @property
-    def scored(self) -> int:
-        """The target tokens of the step on this rank."""
-        return sum(micro.scored for micro in self.micro)
-
-    def weigh(self, weight: Tensor) -> None:
-        """Give every target token the same `weight` in the loss of the step."""
-        for micro in self.micro:
-            micro.weight = weight
-
-    def pin_memory(self) -> StepBatch:
-        return StepBatch([micro.pin_memory() for micro in self.micro])
-
-    def to(self, device: torch.device) -> StepBatch:
-        return StepBatch([micro.to(device) for micro in self.micro])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm
-        # (Docker gives 64 MB) and through sockets of TMPDIR (its path may be too long).
-        return _unpickled, (pickle.dumps(self.micro),)
-
-
-def _unpickled(micro: bytes) -> StepBatch:
-    # Bytes of this run's own data workers alone; no file is ever unpickled
-    return StepBatch(pickle.loads(micro))
+        """Return a copy on `device`; a GPU makes it from page-locked memory while it computes."""
+        on_gpu = device.type == "cuda"
+        return self.each(lambda x: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True))
 
 
 def micro_batch(
@@ -215,7 +181,7 @@ def micro_batch(
     return MicroBatch(tokens, targets, mask, int((targets != IGNORED).sum()), real, pairs)
 
 
-def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator[StepBatch]:
+def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator[list[MicroBatch]]:
     """Return the batches of this rank, from the next step on, read ahead by worker processes."""
     order = sequences.order(parallel.data_rank, run.steps_done)
     return read_ahead(run, sequences.dataset, order, run.config.workers)
@@ -223,9 +189,9 @@ def step_batches(run: Run, sequences: Sequences, parallel: Parallel) -> Iterator
 
 def read_ahead(
     run: Run, dataset: Dataset[dict[str, Tensor]], order: Iterable[list[int]], workers: int
-) -> Iterator[StepBatch]:
-    """Return the StepBatch of each list of numbers in `order`, read by `workers` processes, which
-    begin at once.
+) -> Iterator[list[MicroBatch]]:
+    """Return the micro-batches of each list of numbers in `order`, read by `workers` processes,
+    which begin at once.
 
     If a worker dies, torch raises an error that `lost_worker` knows: at once by SIGCHLD, else at
     its look after 5 s. With a timeout of our own it would look only after that.
@@ -243,11 +209,10 @@ def read_ahead(
         batch_sampler=order,
         collate_fn=collate,
         num_workers=workers,
-        # From page-locked memory a batch is copied while the GPU computes
-        pin_memory=workload.device == "cuda",
         worker_init_fn=_begin_worker,
     )
-    return _batches(iter(loader))
+    # Bytes of this run's own data workers alone; no file is ever unpickled
+    return map(pickle.loads, iter(loader))
 
 
 def collate_step(
@@ -255,21 +220,15 @@ def collate_step(
     tokens: int,
     windows: Windows,
     sequences: list[dict[str, Tensor]],
-) -> StepBatch:
-    """Return the sequences of a step, all of one length, in micro-batches of `tokens` each."""
+) -> bytes:
+    """Return the sequences of a step, all of one length, in micro-batches of `tokens` each.
+
+    A data worker sends bytes through a pipe. Tensors would go through files of /dev/shm (Docker
+    gives 64 MB) and through sockets of TMPDIR (its path may be too long).
+    """
     size = tokens // len(sequences[0]["tokens"])
     groups = (sequences[start : start + size] for start in range(0, len(sequences), size))
-    return StepBatch([collate(group, windows) for group in groups])
-
-
-def _batches(iterator: Any) -> Iterator[StepBatch]:
-    try:
-        yield from iterator
-    finally:
-        pins: Any = getattr(iterator, "_pin_memory_thread", None)
-        if pins and not all(worker.is_alive() for worker in iterator._workers):
-            # It may wait for ever for the rest of a batch of the dead worker, and torch for it.
-            pins.join = lambda: None
+    return pickle.dumps([collate(group, windows) for group in groups])
 
 
 def lost_worker(error: BaseException) -> str | None:

@@ -26,7 +26,7 @@ from longctx.model import lora
 from longctx.parallel import sharding
 from longctx.parallel.devices import check_attention
 from longctx.parallel.mesh import Parallel
-from longctx.training.batches import NO_WINDOW, collate_step, micro_batch
+from longctx.training.batches import micro_batch
 from longctx.training.run import Run
 from longctx.training.train_step import TrainState, optimizer_step
 
@@ -114,8 +114,8 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
     for layer in lora.layers(model):
         values = torch.linspace(-0.05, 0.05, layer.lora_b.numel())
         sharding.write_rows_of(values.view(layer.lora_b.shape), layer.lora_b)
-    tokens = state.run.workload.batch_size * state.run.workload.seq_len
-    batch = collate_step(micro_batch, tokens, NO_WINDOW, sequences).to(parallel.device)
+    size = state.run.workload.batch_size
+    batch = [micro_batch(sequences[i : i + size]) for i in range(0, len(sequences), size)]
 
     def keep(part: str) -> None:
         if part == "backward":  # the last micro-batch's has the sum
@@ -125,7 +125,9 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
                     found[f"gradient of {name}"] = sharding.full(p.grad).clone()
 
     total = optimizer_step(state, batch, parallel, keep)
-    scored = torch.tensor(float(parallel.counted_once(batch.scored)), device=parallel.device)
+    scored = torch.tensor(
+        float(parallel.counted_once(sum(micro.scored for micro in batch))), device=parallel.device
+    )
     loss = parallel.all_reduce_sum(total) / parallel.all_reduce_sum(scored).clamp(min=1)
     return found | {"loss": loss, "gradient norm": state.module.grad_norm}
 

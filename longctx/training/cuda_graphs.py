@@ -186,7 +186,7 @@ def capture(function: Callable[[], T], device: str, pool: Any) -> tuple[torch.cu
     # cuBLAS allocates a workspace for each stream: it goes into the graph's memory, once
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
-    # thread_local: meanwhile the loader's thread pins memory, which no graph needs
+    # thread_local: meanwhile the thread of a checkpoint may wait for its copies
     try:
         with (
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),

@@ -40,7 +40,7 @@ from longctx.planner import fitting
 from longctx.planner.peak_memory import predict
 from longctx.spec.hardware import GIB, Chip, Machine
 from longctx.spec.step import Workload
-from longctx.training.batches import StepBatch, read_ahead
+from longctx.training.batches import MicroBatch, read_ahead
 from longctx.training.memory import measured
 from longctx.training.run import Run, run_of, scheduled
 from longctx.training.train_step import TrainState, optimizer_step
@@ -139,17 +139,16 @@ def dry_run(
             for step, batch in zip(
                 range(1, steps + 1), random_batches(run, document), strict=False
             ):
-                batch = batch.to(parallel.device)
                 optimizer_step(state, batch, parallel)
                 laps.end()
-                result.tokens = sum(micro.tokens.numel() for micro in batch.micro)
-                result.pairs = sum(micro.pairs for micro in batch.micro)
+                result.tokens = sum(micro.tokens.numel() for micro in batch)
+                result.pairs = sum(micro.pairs for micro in batch)
                 if after is not None:
                     after(step)
                 laps.begin()
             # The loss of answers alone, without gradient, takes less than a step
             if validate and run.config.objective.traits.losses is not None:
-                validation_losses(state.module, batch.micro[0], parallel)
+                validation_losses(state.module, batch[0].to(parallel.device), parallel)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -161,7 +160,7 @@ def dry_run(
     return result
 
 
-def random_batches(run: Run, document: int | None) -> Iterator[StepBatch]:
+def random_batches(run: Run, document: int | None) -> Iterator[list[MicroBatch]]:
     """Return steps of random tokens, by the loader of training."""
     workload, kind, answers = run.workload, run.config.objective.traits.data, None
     assert workload.model.vocab_size is not None

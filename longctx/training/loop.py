@@ -115,7 +115,6 @@ def loop(run: Run, parallel: Parallel, log: RunLog, stops: Stops, saver: Saver) 
         # Forward and backward, clipping, update, learning rate
         meter.batch_arrived()
         split = StepSplit(parallel.device, measures=run.logs(step))
-        batch = batch.to(parallel.device)
         loss = optimizer_step(state, batch, parallel, split.mark)
         meter.add(batch, loss, state.module.taken_figures())
         log.stepped(step)

@@ -21,7 +21,7 @@ from longctx.attention.communication import Clock, elapsed_ms, now
 from longctx.parallel.mesh import Parallel
 from longctx.spec import hardware
 from longctx.spec.step import Workload
-from longctx.training.batches import StepBatch
+from longctx.training.batches import MicroBatch
 from longctx.training.memory import measured
 
 
@@ -75,7 +75,7 @@ class Meter:
         """Note that the batch of the next step is here."""
         self.waited += time.perf_counter() - self.idle_since
 
-    def add(self, batch: StepBatch, loss: Tensor, figures: Tensor | None = None) -> None:
+    def add(self, batch: list[MicroBatch], loss: Tensor, figures: Tensor | None = None) -> None:
         """Count one optimizer step; `loss` is the sum over its target tokens on this rank, and
         `figures` the sums and counts of the objective's.
         """
@@ -83,7 +83,7 @@ class Meter:
         if figures is not None:
             self.sums[1:] += figures.flatten() * self.parallel.counted_once(1)
         self.steps += 1
-        for micro in batch.micro:
+        for micro in batch:
             counted = (micro.scored, micro.real, micro.tokens.numel(), micro.pairs)
             mine = map(self.parallel.counted_once, counted)
             self.counts = [total + count for total, count in zip(self.counts, mine, strict=True)]

@@ -12,27 +12,28 @@ from torch.optim.lr_scheduler import LambdaLR
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.runs import checkpoints
-from longctx.training.batches import StepBatch
+from longctx.training.batches import MicroBatch
 from longctx.training.cuda_graphs import StepGraphs
 from longctx.training.module import Mark, StepParts, TrainingModule, learning_rate
 from longctx.training.run import Run
 
 
 def optimizer_step(
-    state: TrainState, batch: StepBatch, parallel: Parallel, mark: Mark = lambda part: None
+    state: TrainState, batch: list[MicroBatch], parallel: Parallel, mark: Mark = lambda part: None
 ) -> Tensor:
     """Update the weights once; return the loss summed over this rank's target tokens.
 
     The gradient is that of the mean loss over the target tokens of all micro-batches and ranks.
     `mark` is called once "forward", "backward" and "optimizer" have been queued.
     """
-    parts, weight = state.parts, parallel.loss_weight(batch.scored)
-    batch.weigh(weight)
+    parts, weight = state.parts, parallel.loss_weight(sum(micro.scored for micro in batch))
     total = torch.zeros((), device=parallel.device)
     # Around all micro-batches, so that weights are cast once
     with parallel.autocast():
-        for micro in batch.micro:
-            first, last = micro is batch.micro[0], micro is batch.micro[-1]
+        for number, micro in enumerate(batch, start=1):
+            micro = micro.to(parallel.device)
+            micro.weight = weight
+            first, last = number == 1, number == len(batch)
             total += parts.forward_backward(micro, first, last, mark) / weight
     # Gradients of all micro-batches and ranks are summed by now
     parts.clip()

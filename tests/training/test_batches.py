@@ -12,13 +12,7 @@ from torch.utils.data import DataLoader
 
 from longctx.config.train_config import TrainConfig
 from longctx.data.sequences import IGNORED
-from longctx.training.batches import (
-    _batches,
-    collate_step,
-    lost_worker,
-    micro_batch,
-    validation_batches,
-)
+from longctx.training.batches import collate_step, lost_worker, micro_batch, validation_batches
 from tests.training.sample_run import row, sample_run
 
 
@@ -71,26 +65,16 @@ def test_ranks_share_validation_rows_without_overlap(wanted, world_size):
     assert len(batches) == 1, "sharded weights are gathered equally often on every rank"
 
 
-@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_worker_killed_amid_a_batch_is_lost(pinned):
+def test_worker_killed_amid_a_batch_is_lost():
     """The batch does not fit in the pipe, so a part of it is there and the rest never comes."""
-    rows = [row(1 << 20)] * 16
     collated = partial(collate_step, micro_batch, 1 << 20, {None: 1})
-    loader: Any = DataLoader(rows, 1, collate_fn=collated, num_workers=1, pin_memory=pinned)  # type: ignore[arg-type]
-    iterator: Any = iter(loader)
-    batches = _batches(iterator)
+    loader: Any = DataLoader([row(1 << 20)] * 16, 1, collate_fn=collated, num_workers=1)  # type: ignore[arg-type]
+    batches: Any = iter(loader)
     next(batches)
-    results = iterator._worker_result_queue
-    if pinned:
-        assert results._rlock.acquire()  # or the thread that pins reads at once
-    while not results._reader.poll(10):
+    while not batches._worker_result_queue._reader.poll(10):
         next(batches)
     with pytest.raises(RuntimeError) as raised:  # noqa: PT012 (wherever this thread is)
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)
-        if pinned:
-            results._rlock.release()
+        os.kill(batches._workers[0].pid, signal.SIGKILL)
         next(batches)
         next(batches)
-    assert str(iterator._workers[0].pid) in (lost_worker(raised.value) or "")
-    batches.close()
-    del iterator, batches  # torch ends its threads
+    assert str(batches._workers[0].pid) in (lost_worker(raised.value) or "")

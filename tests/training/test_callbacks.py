@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,11 +40,16 @@ def spike(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of step 12 is 10 times as large, and its gradient too."""
     step_of_run = loop.optimizer_step
 
-    def spiking(state: Any, batch: Any, *rest: Any) -> torch.Tensor:
-        if state.steps_done == 11:
-            weigh = batch.weigh
-            batch.weigh = lambda weight: weigh(10 * weight)
-        return step_of_run(state, batch, *rest)
+    def spiking(state: Any, *rest: Any) -> torch.Tensor:
+        forward_backward = state.parts.forward_backward
+
+        def heavier(micro: Any, *rest: Any) -> torch.Tensor:
+            micro.weight = 10 * micro.weight
+            return forward_backward(micro, *rest)
+
+        changed = heavier if state.steps_done == 11 else forward_backward
+        with patch.object(state.parts, "forward_backward", changed):
+            return step_of_run(state, *rest)
 
     monkeypatch.setattr(loop, "optimizer_step", spiking)
 

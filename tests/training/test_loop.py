@@ -116,7 +116,7 @@ def test_loop_and_stock_trainer_give_the_same_losses(overrides, tmp_path):
     assert run.data is not None
     parallel = Parallel.of(run.config, "cpu")
     batches = step_batches(run, Sequences(run, run.data), parallel)
-    micro = [batch for step in itertools.islice(batches, 20) for batch in step.micro]
+    micro = [batch for step in itertools.islice(batches, 20) for batch in step]
 
     class Losses(pl.Callback):
         def __init__(self) -> None:

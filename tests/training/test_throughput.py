@@ -7,7 +7,7 @@ from longctx.config.asked import workload_of
 from longctx.config.train_config import TrainConfig
 from longctx.model import GPTConfig
 from longctx.parallel.mesh import Parallel
-from longctx.training.batches import MicroBatch, StepBatch
+from longctx.training.batches import MicroBatch
 from longctx.training.throughput import Meter
 from tests.training.sample_run import steps
 
@@ -20,9 +20,9 @@ def meter_of(model: GPTConfig | None = None) -> Meter:
     return Meter(workload_of(config, "cpu", 128), parallel)
 
 
-def batch(scored: int, real: int, tokens: int, pairs: int) -> StepBatch:
+def batch(scored: int, real: int, tokens: int, pairs: int) -> list[MicroBatch]:
     x = torch.zeros(1, tokens, dtype=torch.int64)
-    return StepBatch([MicroBatch(x, x, None, scored, real, pairs)])  # type: ignore[arg-type]
+    return [MicroBatch(x, x, None, scored, real, pairs)]  # type: ignore[arg-type]
 
 
 def test_a_row_is_the_mean_over_its_target_tokens():
