@@ -1,10 +1,9 @@
 """context.check: before a run, compare a small step of all ranks with the same step of one rank.
 
-It is the run's own step on the run's own sequences, cut short, with few layers and random weights.
-In fp32, all ranks and each rank alone agree but for the order of sums. A run in bf16 may be no
-further from one rank's fp32 than one rank's bf16 is. Documents that leak between ranks change
-gradients: in another library they did, without an error (trl#6843). The last sequences have few
-targets, so that some ranks have none, and the length is not divisible.
+It is the run's own step on its own sequences, cut short, with few layers and random weights. In
+fp32, all ranks and each rank alone agree but for the order of sums. A run in bf16 may be no further
+from one rank's fp32 than one rank's bf16 is. The last sequences have few targets, so that some
+ranks have none. In another library documents leaked between ranks without an error (trl#6843).
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from longctx.training.train_step import TrainState, optimizer_step
 
 # Limits of the small run
 LENGTH = {"cuda": 2048, "cpu": 192}  # tokens of a sequence
-BATCH_SIZE = 2  # sequences of a micro-batch
-ACCUMULATE = 2
+FEW = 2  # sequences of a micro-batch, and micro-batches
 WORDS = 8192  # of the vocabulary, modulo which tokens are taken
 WINDOW = 64  # keys: windows get shorter as sequences do, but no shorter than this
 
@@ -124,12 +122,9 @@ def result(state: TrainState, sequences: list[Sequence], parallel: Parallel) -> 
                 if p.grad is not None:
                     found[f"gradient of {name}"] = sharding.full(p.grad).clone()
 
-    total = optimizer_step(state, batch, parallel, keep)
-    scored = torch.tensor(
-        float(parallel.counted_once(sum(micro.scored for micro in batch))), device=parallel.device
-    )
-    loss = parallel.all_reduce_sum(total) / parallel.all_reduce_sum(scored).clamp(min=1)
-    return found | {"loss": loss, "gradient norm": state.module.grad_norm}
+    total = parallel.all_reduce_sum(optimizer_step(state, batch, parallel, keep))
+    weight = parallel.loss_weight(sum(micro.scored for micro in batch)) / parallel.ranks
+    return found | {"loss": total * weight, "gradient norm": state.module.grad_norm}
 
 
 def differences(ours: Result, theirs: Result, parallel: Parallel) -> dict[str, float]:
@@ -164,21 +159,15 @@ def small(run: Run) -> Run:
     # The first layer of each sort, the blocks that are recomputed together, and one more
     kinds, together = model.blocks(), (workload.memory.keep_every or 1) + 1
     first = {kinds.index(kind) for kind in kinds} | set(range(min(len(kinds), together)))
-    model = model.with_layers(sorted(first))
-    model = replace(model, vocab_size=min(model.vocab_size or WORDS, WORDS))
+    words = min(model.vocab_size or WORDS, WORDS)
+    model = replace(model.with_layers(sorted(first)), vocab_size=words)
     if model.window is not None:
         scaled = max(WINDOW, model.window * length // workload.seq_len)
         model = replace(model, window=min(model.window, scaled))
-    workload = replace(
-        workload,
-        seq_len=length,
-        batch_size=min(workload.batch_size, BATCH_SIZE),
-        accumulate=ACCUMULATE,
-        model=model,
-        precision="bf16" if workload.precision == "fp8" else workload.precision,
-        bf16_layers=(),
-        lora=replace(workload.lora, base=None),
-    )
+    size, unpacked = min(workload.batch_size, FEW), replace(workload.lora, base=None)
+    precision = "bf16" if workload.precision == "fp8" else workload.precision
+    workload = replace(workload, seq_len=length, batch_size=size, accumulate=FEW, model=model)
+    workload = replace(workload, precision=precision, bf16_layers=(), lora=unpacked)
     config = replace(run.config, init=None, seq_len_schedule=None)
     if config.objective.traits.collate is not None:
         config = replace(config, objective=ObjectiveConfig.usual())
