@@ -9,7 +9,7 @@ Rank 0 writes OUT: case → what the check says.
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from longctx.attention.registry import Attention
 from longctx.cli import compose
 from longctx.config.asked import with_vocabulary, workload_of
 from longctx.data import Data, load
-from longctx.data.sequences import IGNORED, PackedSequences
+from longctx.data.sequences import IGNORED
 from longctx.model import GPT
 from longctx.parallel.mesh import Parallel
 from longctx.training import context_check, module
@@ -34,9 +34,8 @@ from longctx.training.train_step import TrainState
 from tests.training.sample_run import on_all_ranks
 
 begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks
-clip, order = module.clip_gradients, Data.order
-read_row = PackedSequences.__getitem__
-loss_weight, accumulates = Parallel.loss_weight, Parallel.accumulates
+clip, order, weight_of = module.clip_gradients, Data.order, Parallel.loss_weight
+accumulates = Parallel.accumulates
 work: Any = None  # of the model that computes now: faults are of several ranks alone
 
 
@@ -49,8 +48,8 @@ def begun(self: TrainState, run: Run, parallel: Parallel) -> None:
 Batch = tuple[Tensor, Tensor, Mask]
 
 
-def with_batch(change: Callable[[Tensor, Tensor, Mask], Batch]) -> AbstractContextManager[Any]:
-    """The model sees a batch as `change` leaves it."""
+def seen(change: Callable[[Tensor, Tensor, Any], Batch]) -> Callable[..., Any]:
+    """A forward of the model, which sees a batch as `change` leaves it."""
 
     def faulty(self: GPT, tokens: Tensor, targets: Any = None, mask: Any = None, **keys: Any):
         if work.devices > 1:
@@ -59,19 +58,17 @@ def with_batch(change: Callable[[Tensor, Tensor, Mask], Batch]) -> AbstractConte
             targets = None if targets is None else labels
         return forward(self, tokens, targets, mask, **keys)
 
-    return patch.object(GPT, "forward", faulty)
+    return faulty
 
 
-def full_mask(tokens: Tensor, targets: Tensor, mask: Mask) -> Batch:
-    assert mask.doc_ids is not None
+def full_mask(tokens: Tensor, targets: Tensor, mask: Any) -> Batch:
     starts = torch.searchsorted(mask.doc_ids, mask.doc_ids)
     ends = torch.searchsorted(mask.doc_ids, mask.doc_ids, right=True) - 1
     return tokens, targets, Mask.intervals(starts, ends)
 
 
-def rounded_documents(tokens: Tensor, targets: Tensor, mask: Mask) -> Batch:
+def rounded_documents(tokens: Tensor, targets: Tensor, mask: Any) -> Batch:
     """Documents begin at multiples of the degree."""
-    assert mask.doc_ids is not None
     starts = torch.arange(tokens.shape[1]) // work.context * work.context
     return tokens, targets, Mask.documents(mask.doc_ids[:, starts])
 
@@ -90,9 +87,8 @@ def rounded_length(tokens: Tensor, targets: Tensor, mask: Mask) -> Batch:
 
 
 def no_windows(self: GPT, *arguments: Any) -> Any:
-    if work.devices == 1:
-        return masks(self, *arguments)
-    with patch.object(self, "config", replace(self.config, window=None)):
+    unwindowed = self.config if work.devices == 1 else replace(self.config, window=None)
+    with patch.object(self, "config", unwindowed):
         return masks(self, *arguments)
 
 
@@ -106,9 +102,8 @@ def stale_keys(self: Attention, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
 
 def means_of_ranks(self: Parallel, scored: int) -> Tensor:
     """Each group of ranks divides by its own count."""
-    if self.ranks == 1:
-        return loss_weight(self, scored)
-    return torch.tensor(self.ranks / self.data_ranks / max(scored, 1))
+    own = torch.tensor(self.ranks / self.data_ranks / max(scored, 1))
+    return own if self.ranks > 1 else weight_of(self, scored)
 
 
 def no_number(self: GPT, tokens: Tensor, targets: Any = None, *rest: Any, **keys: Any) -> Any:
@@ -118,40 +113,30 @@ def no_number(self: GPT, tokens: Tensor, targets: Any = None, *rest: Any, **keys
         return loss
     n = -(-tokens.shape[1] // work.context)
     start = dist.get_rank() % work.context * n
-    scored = (targets[:, start : start + n] != IGNORED).any()
-    return loss if scored else loss * torch.nan
+    return loss if (targets[:, start : start + n] != IGNORED).any() else loss * torch.nan
 
 
-def larger_norm(optimizer: Any, most: Any) -> Tensor:
-    """The norm is added up over the ranks that hold the same gradients."""
-    return clip(optimizer, most) * work.devices**0.5
-
-
-def tokens_of_each_rank(self: PackedSequences, row: int) -> dict[str, Tensor]:
-    """Row numbers are right; the tokens are those of another tokenizer."""
-    values = read_row(self, row)
-    return values | {"tokens": values["tokens"] + dist.get_rank()}
-
-
-FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "full mask": lambda: with_batch(full_mask),
-    "rounded documents": lambda: with_batch(rounded_documents),
-    "shifted labels": lambda: with_batch(shifted_labels),
-    "rounded length": lambda: with_batch(rounded_length),
-    "no windows": lambda: patch.object(GPT, "_masks", no_windows),
-    "stale keys": lambda: patch.object(Attention, "__call__", stale_keys),
-    "means of ranks": lambda: patch.object(Parallel, "loss_weight", means_of_ranks),
-    "counted twice": lambda: patch.object(Parallel, "counted_once", lambda self, count: count),
-    "no number": lambda: patch.object(GPT, "forward", no_number),
-    "larger norm": lambda: patch.object(module, "clip_gradients", larger_norm),
-    "no average": lambda: patch.object(
-        Parallel, "accumulates", lambda self, module, last: accumulates(self, module, False)
+# What is replaced, and by what
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "full mask": (GPT, "forward", seen(full_mask)),
+    "rounded documents": (GPT, "forward", seen(rounded_documents)),
+    "shifted labels": (GPT, "forward", seen(shifted_labels)),
+    "rounded length": (GPT, "forward", seen(rounded_length)),
+    "no windows": (GPT, "_masks", no_windows),
+    "stale keys": (Attention, "__call__", stale_keys),
+    "means of ranks": (Parallel, "loss_weight", means_of_ranks),
+    "counted twice": (Parallel, "counted_once", lambda self, count: count),
+    "no number": (GPT, "forward", no_number),
+    # Added up over the ranks that hold the same gradients
+    "larger norm": (module, "clip_gradients", lambda *x: clip(*x) * work.devices**0.5),
+    "no average": (
+        Parallel,
+        "accumulates",
+        lambda self, part, last: accumulates(self, part, False),
     ),
-    "rows of each rank": lambda: patch.object(
-        Data, "order", lambda self, seed, *rest: order(self, seed + dist.get_rank(), *rest)
-    ),
-    "tokens of each rank": lambda: patch.object(
-        PackedSequences, "__getitem__", tokens_of_each_rank
+    "rows of each rank": (
+        *(Data, "order"),
+        lambda self, seed, *rest: order(self, seed + dist.get_rank(), *rest),
     ),
 }
 
@@ -160,17 +145,16 @@ def answer_of(keys: list[str], fault: str | None) -> str:
     """What context.check says of the run with these `keys`."""
     composed = compose("train", keys)
     parallel = Parallel.of(composed.config, "cpu")
-    config = replace(composed.config, devices=parallel.ranks)
-    assert isinstance(config.seq_len, int)
+    config: Any = replace(composed.config, devices=parallel.ranks)
     parallel.launch()
     data = load(config.data, config.seq_len)
-    work = workload_of(config, "cpu", config.seq_len, config.model)
-    run = scheduled(config, with_vocabulary(work, data.tokenizer.vocab_size))
-    parallel = parallel.with_mesh(run.workload, run.workload.attention)
+    workload = workload_of(config, "cpu", config.seq_len, config.model)
+    run = scheduled(config, with_vocabulary(workload, data.tokenizer.vocab_size))
+    faulty = patch.object(*FAULTS[fault]) if fault else nullcontext()
     try:
-        faulty = FAULTS[fault]() if fault else nullcontext()
         with patch.object(TrainState, "__init__", begun), faulty:
-            return str(context_check.compare_with_one(run, data, parallel))
+            meshed = parallel.with_mesh(workload, workload.attention)
+            return str(context_check.compare_with_one(run, data, meshed))
     except context_check.CheckFailed as error:
         return f"failed: {error}"
 

@@ -10,6 +10,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from longctx.config import layout_config
 from longctx.config.doors import ObjectiveConfig, OptimizerConfig
 from longctx.config.layout_config import ContextConfig, MemoryConfig, StrategyConfig
 from longctx.config.train_config import TrainConfig
+from longctx.data.sequences import IGNORED
 from longctx.parallel import sharding
 from longctx.parallel.mesh import Parallel
 from longctx.spec.experts import ExpertsConfig
@@ -85,53 +87,34 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
 def in_eight_bits(config: TrainConfig, strategy: str) -> TrainConfig:
     """`config` in FP8: rows of one rank, since other parts of a tensor have other scales."""
     model = replace(config.model, channels=32, heads=4, kv_heads=2, ffn=48)
-    return replace(
-        config,
-        precision="fp8",
-        bf16_layers=[0] if model.layers > 1 else [],
-        model=model,
-        batch_size=1,
-        memory=replace(config.memory, mlp_tile=None),
-        strategy=StrategyConfig(strategy),
-        context=ContextConfig(),
-    )
+    bf16_layers = [0] if model.layers > 1 else []
+    config = replace(config, precision="fp8", bf16_layers=bf16_layers, model=model, batch_size=1)
+    memory, layout = replace(config.memory, mlp_tile=None), StrategyConfig(strategy)
+    return replace(config, memory=memory, strategy=layout, context=ContextConfig())
 
 
 def with_experts(config: TrainConfig, draw: random.Random) -> TrainConfig:
     """`config` with experts; their loss is of a micro-batch, so those are single sequences."""
     count, normalize = draw.choice([1, 2, 4]), draw.random() < 0.5
     experts = ExpertsConfig(6, count, 16, normalize=normalize, balance=0.2)
-    return replace(
-        config,
-        seq_len=draw.choice([16, 48]),
-        batch_size=1,
-        model=replace(config.model, experts=experts, activation="silu"),
-        lora=replace(config.lora, targets=["qkv", "out"]),
-    )
+    model = replace(config.model, experts=experts, activation="silu")
+    lora, seq_len = replace(config.lora, targets=["qkv", "out"]), draw.choice([16, 48])
+    return replace(config, seq_len=seq_len, batch_size=1, model=model, lora=lora)
 
 
 def rows_of(config: TrainConfig, draw: random.Random, count: int) -> list[Sequence]:
     """Packed rows with targets left out at random: a few, those of half a row, or all of a row."""
-    T = config.seq_len
-    assert isinstance(T, int)
+    T: Any = config.seq_len
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    rows = []
+    rows: list[Sequence] = []
     for _ in range(count):
         targets = torch.randint(V, (T,), generator=generator)
         left_out = draw.choice([slice(0, 0), slice(0, 3), slice(0, T // 2), slice(T // 2, T)])
-        targets[left_out] = -100
-        if draw.random() < 0.15:
-            targets[:] = -100
-        documents = torch.rand(T, generator=generator) < draw.choice([0.0, 0.1, 0.4])
-        rows.append(
-            {
-                "tokens": torch.randint(V, (T,), generator=generator),
-                "targets": targets,
-                "doc_ids": documents.cumsum(0),
-                "padding": torch.zeros(1, dtype=torch.int64),
-            }
-        )
-    if all((row["targets"] == -100).all() for row in rows):
+        targets[slice(0, T) if draw.random() < 0.15 else left_out] = IGNORED
+        begins = torch.rand(T, generator=generator) < draw.choice([0.0, 0.1, 0.4])
+        row = {"targets": targets, "doc_ids": begins.cumsum(0), "padding": torch.tensor(0)}
+        rows.append(row | {"tokens": torch.randint(V, (T,), generator=generator)})
+    if all((row["targets"] == IGNORED).all() for row in rows):
         rows[0]["targets"][5:9] = 1
     return rows
 
@@ -153,18 +136,13 @@ def compared(config: TrainConfig, draw: random.Random) -> dict[str, float]:
     parallel = Parallel.of(config, "cpu")
     parallel.launch()
     run = sample_run(replace(config, devices=parallel.ranks))
-    parallel = parallel.with_mesh(run.workload, run.workload.attention)
     work = run.workload
-    rows = rows_of(config, draw, work.batch_size * work.accumulate * work.data_ranks)
-    ours = step_of(run, parallel, rows)
-    single = replace(
-        run.config,
-        devices=1,
-        accumulate=work.accumulate * work.data_ranks,
-        strategy=StrategyConfig(),
-        context=ContextConfig(),
-    )
-    theirs = step_of(sample_run(single), parallel.alone(), rows)
+    parallel = parallel.with_mesh(work, work.attention)
+    accumulate = work.accumulate * work.data_ranks
+    rows = rows_of(config, draw, work.batch_size * accumulate)
+    layout = {"strategy": StrategyConfig(), "context": ContextConfig()}
+    single = sample_run(replace(config, devices=1, accumulate=accumulate, **layout))
+    ours, theirs = step_of(run, parallel, rows), step_of(single, parallel.alone(), rows)
     return context_check.differences(ours, theirs, parallel)
 
 
@@ -181,8 +159,7 @@ def main(cases: int, seed: int, out: Path) -> None:
             layout_config.MANY_TOKENS = draw.choice([1, 10**9])  # in parts, or all heads at once
             in_bf16 = config.precision == "fp8" and config.strategy.name == "fsdp"
             limit = 1e-2 if in_bf16 else 1e-5  # FSDP2 gathers in bf16, gradients too
-            shown = f"{config.strategy.name} context={config.context.degree} {config}"
-            known = {"case": number, "config": shown, "limit": limit}
+            known = {"case": number, "config": str(config), "limit": limit}
             print(known, file=sys.stderr)  # shown only after an error
             results[str(number)] = known | {"differences": compared(config, draw)}
 

@@ -37,20 +37,17 @@ register("mine", Objective(loss, cross_entropy_of_each, perplexity))
 """)
     mine = [f"plugins=[{tmp_path}/mine.py]", "objective=mine"]
     process = finished(ROOT / "train.py", [*overrides(name="r", **SHARED), *mine], tmp_path)
+    assert process.returncode == (0 if share else 1), process.stderr
     if share:
-        assert process.returncode == 0, process.stderr
         first, *others = metrics_file.read(tmp_path / "runs" / "r")
-        assert 0 <= first["context_check/loss"] < 1e-5
-        assert 0 <= first["context_check/gradients"] < 1e-5
+        assert 0 <= max(first[f"context_check/{name}"] for name in ("loss", "gradients")) < 1e-5
         assert not [key for row in others for key in row if key.startswith("context_check/")]
         for row in steps(tmp_path / "runs" / "r"):
             speed, of_device = (row[f"tokens_per_second{of}"] for of in ("", "_per_device"))
             assert of_device == pytest.approx(speed / 2) and row["communication_ms"] > 0
     else:
-        assert process.returncode == 1, process.stderr
         (error,) = [line for line in process.stderr.splitlines() if "error" in line.lower()]
         assert error.startswith("error: context.check=true: the gradient of ")
-        assert "Traceback" not in process.stderr
         # nobody is left that could hold its output open, or `finished` would have waited
         assert not list((tmp_path / "runs").iterdir())
 

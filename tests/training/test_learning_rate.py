@@ -22,6 +22,7 @@ def as_in_transformers(step: int) -> float:
 
 
 FLOOR = {"min_lr_ratio": 0.2}
+LINEAR = {"lr_decay_from": 70, "lr_decay_shape": "linear"}
 
 
 @pytest.mark.parametrize(
@@ -32,16 +33,8 @@ FLOOR = {"min_lr_ratio": 0.2}
         ("constant", FLOOR, lambda n: 1),
         ("inverse_sqrt", {}, as_in_transformers),
         ("wsd", {}, lambda n: 1 - 0.9 * (max(0, n - 80) / 20) ** 0.5),
-        (
-            "wsd",
-            {"lr_decay_from": 70, "lr_decay_shape": "linear"} | FLOOR,
-            lambda n: 1 - 0.8 * max(0, n - 69) / 31,
-        ),
-        (
-            "wsd",
-            {"lr_decay_share": 0.3, "lr_decay_shape": "1-sqrt"} | FLOOR,
-            lambda n: 1 - 0.8 * (max(0, n - 70) / 30) ** 0.5,
-        ),
+        ("wsd", LINEAR | FLOOR, lambda n: 1 - 0.8 * max(0, n - 69) / 31),
+        ("wsd", {"lr_decay_share": 0.3} | FLOOR, lambda n: 1 - 0.8 * (max(0, n - 70) / 30) ** 0.5),
     ],
 )
 def test_the_rate_rises_linearly_then_follows_its_formula(name, keys, share):

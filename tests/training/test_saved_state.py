@@ -26,24 +26,19 @@ def replace(tensors: dict[str, Tensor], name: str, change: Callable[[Tensor], Te
     tensors[name] = change(tensors[name])
 
 
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[:-1].clone()
+
+
 # what a checkpoint has lost or has too much, and what the error names
 STATES: list[tuple[Callable[[Checkpoint], Any], str]] = [
     (lambda content: content["state_dict"].pop(EMBEDDING), EMBEDDING),
-    (
-        lambda content: replace(content["state_dict"], EMBEDDING, lambda x: x[:1, :1].clone()),
-        EMBEDDING,
-    ),
-    (
-        lambda content: replace(content["state_dict"], EMBEDDING, lambda x: x[:-1].clone()),
-        EMBEDDING,
-    ),
+    (lambda content: replace(content["state_dict"], EMBEDDING, torch.flatten), EMBEDDING),
+    (lambda content: replace(content["state_dict"], EMBEDDING, cut), EMBEDDING),
     (lambda content: state(content).pop(0), NEWEST),
     (lambda content: state(content)[0].pop("exp_avg_sq"), NEWEST),
     (lambda content: replace(state(content)[0], "exp_avg", torch.flatten), "exp_avg of "),
-    (
-        lambda content: replace(state(content)[0], "exp_avg", lambda x: x[:-1].clone()),
-        "exp_avg of ",
-    ),
+    (lambda content: replace(state(content)[0], "exp_avg", cut), "exp_avg of "),
     (lambda content: state(content).update({99: state(content)[0]}), NEWEST),
     (lambda content: content["optimizer_states"][0]["param_groups"].pop(), NEWEST),
 ]

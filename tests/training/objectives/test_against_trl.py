@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,22 +41,15 @@ class Both:
         self.folder = folder
         texts = [row["prompt"] + row["chosen"] + row["rejected"] for row in self.pairs]
         tokenizer = train(texts, 290)
-        config = LlamaConfig(
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes, **heads)
         for name in ("model", "reference"):
             LlamaForCausalLM(config).save_pretrained(folder / name)
             tokenizer.save(folder / name / "tokenizer.json")
-        self.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "model/tokenizer.json"),
-            eos_token=tokenizer.eos,
-            pad_token=tokenizer.eos,
-        )
+        file, tokens = folder / "model/tokenizer.json", ("eos_token", "pad_token")
+        ends = dict.fromkeys(tokens, tokenizer.eos)
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **ends)
 
     def ours(self, name: str) -> GPT:
         config = model_folder.read_config(self.folder / name, "never")
@@ -71,18 +65,10 @@ class Both:
         rows = self.pairs if kind == "pairs" else self.labels
         file = self.folder / f"{kind}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = load(
-            DataConfig(
-                source="text",
-                path=str(file),
-                preferences=kind,
-                tokenizer=str(self.folder / "model"),
-                val_fraction=0,
-                packing=packed,
-                cache=str(self.folder / "cache"),
-            ),
-            257,
-        )
+        config = DataConfig(source="text", path=str(file), preferences=kind, val_fraction=0)
+        paths = {name: str(self.folder / name) for name in ("model", "cache")}
+        config = replace(config, tokenizer=paths["model"], cache=paths["cache"], packing=packed)
+        data = load(config, 257)
         sequences = [data.train[n] for n in range(len(data.train))]
         assert (len(sequences) < ROWS / 2) == packed
         batch = collate(sequences)
@@ -111,18 +97,12 @@ def ours(both: Both, name: str, packed: bool) -> tuple[float, dict[str, float], 
 
 def of_trainer(both: Both, trainer_class: Any, config: Any, rows: Any) -> tuple[Any, ...]:
     model = both.theirs("model")
+    keys = {"use_cpu": True, "bf16": False, "report_to": [], "disable_dropout": True}
+    keys |= {"per_device_train_batch_size": ROWS, "max_length": None}
     trainer = trainer_class(
         model=model,
         ref_model=both.theirs("reference"),
-        args=config(
-            output_dir=str(both.folder / "out"),
-            per_device_train_batch_size=ROWS,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            max_length=None,
-            disable_dropout=True,
-        ),
+        args=config(output_dir=str(both.folder / "out"), **keys),
         train_dataset=Dataset.from_list(rows),
         processing_class=both.tokenizer,
     )

@@ -46,17 +46,9 @@ FIGURES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "log
 
 
 def keys_of(objective: str, rows: Path) -> dict[str, Any]:
-    kind = "labels" if objective == "kto" else "pairs"
-    return {
-        "objective": objective,
-        "data__path": rows / f"{kind}.jsonl",
-        "data__val_fraction": 0.2,
-        "seq_len": 160,
-        "batch_size": 2,
-        "accumulate": 2,
-        "max_steps": 4,
-        "lr": 0.002,
-    }
+    path = rows / f"{'labels' if objective == 'kto' else 'pairs'}.jsonl"
+    keys = {"objective": objective, "data__path": path, "data__val_fraction": 0.2, "lr": 0.002}
+    return keys | {"seq_len": 160, "batch_size": 2, "accumulate": 2, "max_steps": 4}
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
@@ -75,23 +67,17 @@ def test_two_processes_train_as_one(
     rows: Path, tuned: Trained, start: Overrides, tmp_path: Path
 ) -> None:
     # KTO's mean of unrelated answers is over the micro-batches of all ranks
-    shapes: dict[str, dict[str, Any]] = {
-        "dpo": keys_of("dpo", rows),
-        "kto": keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1},
+    of_kto = keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1}
+    shapes: dict[str, dict[str, Any]] = {"dpo": keys_of("dpo", rows), "kto": of_kto}
+    layouts: dict[str, dict[str, Any]] = {
+        "dpo-context": {"context__degree": 2},
+        "dpo-fsdp": {"strategy": "fsdp", "accumulate": 1},
+        "kto-ddp": {"strategy": "ddp", "batch_size": 2},
     }
-    sharded = {"strategy": "fsdp", "accumulate": 1}
-    runs: dict[str, tuple[str, dict[str, Any]]] = {
-        "dpo-context": ("dpo", {"context__degree": 2}),
-        "dpo-fsdp": ("dpo", sharded),
-        "kto-ddp": ("kto", {"strategy": "ddp", "batch_size": 2}),
-    }
-    commands = [
-        start(**shapes[shape] | layout, name=name) for name, (shape, layout) in runs.items()
-    ]
-    train_together(2, commands)
+    train_together(2, [start(**shapes[n[:3]] | keys, name=n) for n, keys in layouts.items()])
     alone = {shape: tuned(shape, **keys) for shape, keys in shapes.items()}
-    for name, (shape, _) in runs.items():
-        one, two = alone[shape], tmp_path / "runs" / name
+    for name in layouts:
+        one, two = alone[name[:3]], tmp_path / "runs" / name
         for here, there in zip(steps(one), steps(two), strict=True):
             for key in FIGURES:
                 assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-5), (name, key)
@@ -143,22 +129,14 @@ def test_long_prompts_lose_their_beginnings_aloud(rows, tuned, start, refused, c
     refused(train.main(start(**keys | {"seq_len": 24})), "take")
 
 
-@pytest.mark.parametrize("words", [100, 5000])
-def test_the_longest_length_holds_long_answers(words, tmp_path, start, monkeypatch):
-    row = {"prompt": "a", "chosen": "b " * words, "rejected": "c " * words}
+def test_the_longest_length_holds_long_answers(tmp_path, start, monkeypatch):
+    row = {"prompt": "a", "chosen": "b " * 5000, "rejected": "c " * 5000}
     (tmp_path / "long.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr("longctx.training.dry_run.longest_of", lambda *_: 65536)
     monkeypatch.setattr(resolve, "able_backends", lambda *_: ["naive"])
-    words = start(
-        objective="orpo",
-        data__path=tmp_path / "long.jsonl",
-        data__val_fraction=0,
-        seq_len="max",
-        attention="naive",
-        device="cuda",
-        kernel__lock="off",
-    )
-    run = resolve.resolve(cli.compose("train", words), H200, print)
+    keys = {"objective": "orpo", "data__path": tmp_path / "long.jsonl", "data__val_fraction": 0}
+    keys |= {"attention": "naive", "device": "cuda", "kernel__lock": "off", "seq_len": "max"}
+    run = resolve.resolve(cli.compose("train", start(**keys)), H200, print)
     assert run.workload.seq_len == 65536
 
 
@@ -167,27 +145,23 @@ def test_conversations_and_parquet_are_read_as_texts_are(rows, tuned, folder, tm
     (folder / "chat_template.jinja").write_text(template)
     pairs = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
     pairs.append(pairs[0] | {"rejected": pairs[0]["chosen"]})
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
     turns = [
-        {
-            key: [{"role": "user" if key == "prompt" else "assistant", "content": text}]
-            for key, text in row.items()
-        }
-        for row in pairs
+        {key: [{"role": role, "content": pair[key]}] for key, role in roles.items()}
+        for pair in pairs
     ]
     parquet.write_table(pyarrow.Table.from_pylist(turns), tmp_path / "turns.parquet")
+    # The prompt in both answers
     implicit = [
-        {"prompt": pair["prompt"]}
-        | {key: row["prompt"] + row[key] for key in ("chosen", "rejected")}
-        for pair, row in zip(pairs, turns, strict=True)
+        {"prompt": pair["prompt"]} | {key: turn["prompt"] + turn[key] for key in list(roles)[1:]}
+        for pair, turn in zip(pairs, turns, strict=True)
     ]
-    lines = tmp_path / "turns.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in implicit))
+    (tmp_path / "turns.jsonl").write_text("\n".join(map(json.dumps, implicit)))
     keys = keys_of("orpo", rows) | {"data__chat": "true", "max_steps": 1}
-    runs = [
-        tuned(path.suffix[1:], **keys | {"data__path": path})
-        for path in (tmp_path / "turns.parquet", lines)
-    ]
-    first, second = (losses(run) for run in runs)
+    first, second = (
+        losses(tuned(kind, **keys | {"data__path": tmp_path / f"turns.{kind}"}))
+        for kind in ("parquet", "jsonl")
+    )
     assert first == second
     assert capsys.readouterr().out.count("(1 with equal answers left out)") == 2
 
