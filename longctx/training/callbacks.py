@@ -113,8 +113,6 @@ class EarlyStopping(Callback):
         self.loss: float | None = None
         self.step = 0  # of the lowest loss
         self.since = 0  # validations since then
-        # The lowest loss since keep_best=true, whose checkpoint is there, and its step
-        self.kept: tuple[float, int] | None = None
 
     def validated(self, step: int, row: dict[str, Any]) -> None:
         # Before the first step there is no checkpoint to keep
@@ -124,13 +122,11 @@ class EarlyStopping(Callback):
             self.loss, self.step, self.since = row["val_loss"], step, 0
         else:
             self.since += 1
-        if self.run.config.keep_best and (self.kept is None or row["val_loss"] < self.kept[0]):
-            self.kept = row["val_loss"], step
 
     @property
     def kept_step(self) -> int:
         """The step whose checkpoint is not deleted; 0 for none."""
-        return self.kept[1] if self.kept and self.run.config.keep_best else 0
+        return self.step if self.run.config.keep_best else 0
 
     def ends(self) -> bool:
         return self.patience is not None and self.since >= self.patience
@@ -144,15 +140,14 @@ class EarlyStopping(Callback):
             )
 
     def state(self) -> dict[str, Any]:
-        kept = self.kept if self.run.config.keep_best else None
-        state = {"loss": self.loss, "step": self.step, "since": self.since, "kept": kept}
-        return state | {"val_rows": self.run.val_rows}
+        state = {"loss": self.loss, "step": self.step, "since": self.since}
+        return state | {"kept": self.kept_step, "val_rows": self.run.val_rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if state.get("val_rows") != self.run.val_rows:
-            return  # losses of other sequences are not compared
-        self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
-        self.kept = state["kept"] and tuple(state["kept"])
+        # Losses of other sequences are not compared, nor one whose checkpoint was not kept
+        is_lost = self.run.config.keep_best and not state.get("kept")
+        if not is_lost and state.get("val_rows") == self.run.val_rows:
+            self.loss, self.step, self.since = state["loss"], state["step"], state["since"]
 
 
 class Spikes(Callback):

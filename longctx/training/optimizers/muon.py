@@ -107,10 +107,8 @@ class Muon(AdamW):
         weight = local(p)
         assert p.grad is not None
         matrix = Matrix(weight, local(p.grad), self.state[p]["momentum"])
-        rows_of_rank = torch.zeros_like(weight, dtype=torch.bfloat16)
-        self._directions([matrix], [rows_of_rank])
         # Rows of a matrix depend on all others: a rank cannot orthogonalize its own alone
-        update = full(like(p, rows_of_rank))
+        update = full(like(p, self._directions([matrix])[0].bfloat16()))
         for part in update.split(self.parts[p]):
             upright = part.mT if is_tall(part) else part
             upright.copy_(orthogonalized(upright[None], self.iterations)[0])
@@ -130,21 +128,19 @@ class Muon(AdamW):
         weight = batch[0].weight
         shape = len(batch), *sorted(weight.shape)
         stack = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
-        upright = [x.mT if is_tall(m.weight) else x for x, m in zip(stack, batch, strict=True)]
-        self._directions(batch, upright)
+        for x, direction in zip(stack, self._directions(batch), strict=True):
+            (x.mT if is_tall(direction) else x).copy_(direction)
         return stack
 
-    def _directions(self, batch: list[Matrix], into: list[Tensor]) -> None:
-        """Update the momentum of `batch`; write the directions to orthogonalize `into` bf16."""
+    def _directions(self, batch: list[Matrix]) -> list[Tensor]:
+        """Update the momentum of `batch`; return the directions to orthogonalize."""
         gradients = [matrix.gradient for matrix in batch]
         stored = [matrix.momentum for matrix in batch]
         if self.factor is not None:
             torch._foreach_mul_(gradients, self.factor)
         with fetched(stored, gradients[0].device, torch.float32) as momenta:
             torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-            ahead = torch._foreach_lerp(gradients, momenta, self.momentum)
-        for target, direction in zip(into, ahead, strict=True):
-            target.copy_(direction)
+            return list(torch._foreach_lerp(gradients, momenta, self.momentum))
 
 
 def is_tall(matrix: Tensor) -> bool:
