@@ -39,24 +39,11 @@ def overrides_in(corpus: Path, cache: Path) -> Callable[..., list[str]]:
 
     def command(runs: Path, /, **changes: object) -> list[str]:
         keys: dict[str, object] = {
-            "data": "text",
-            "data.path": corpus,
-            "data.cache": cache,
-            "data.vocab_size": 300,
-            "data.val_fraction": 0.2,
-            "model": "tiny",
-            "model.layers": 1,
-            "model.channels": 32,
-            "model.ffn": 48,
-            "seq_len": 64,
-            "batch_size": 2,
-            "accumulate": 2,
-            "max_steps": 6,
-            "log_every": 1,
-            "workers": 0,
-            "device": "cpu",
-            "wandb.mode": "disabled",
-            "runs": runs,
+            **{"data": "text", "data.path": corpus, "data.cache": cache, "data.vocab_size": 300},
+            **{"model": "tiny", "model.layers": 1, "model.channels": 32, "model.ffn": 48},
+            **{"seq_len": 64, "batch_size": 2, "accumulate": 2, "max_steps": 6, "log_every": 1},
+            **{"data.val_fraction": 0.2, "workers": 0, "device": "cpu"},
+            **{"wandb.mode": "disabled", "runs": runs},
         }
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
         return [f"{key}={value}" for key, value in keys.items() if value is not None]

@@ -50,13 +50,11 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
     heads = draw.choice([4, 8] if method == "ulysses" else [3, 4, 6])
     lora = draw.random() < 0.25
     optimizer = "muon" if not lora and draw.random() < 0.3 else "adamw"
+    sizes = {"vocab_size": V, "channels": 8 * heads, "heads": heads, "ffn": 40}
     model = GPTConfig(
-        vocab_size=V,
+        **sizes,
         layers=draw.choice([1, 3]),
-        channels=8 * heads,
-        heads=heads,
         kv_heads=draw.choice([n for n in (1, 2, 3, 4) if heads % n == 0]),
-        ffn=40,
         window=draw.choice([None, None, 6]),
         tied=draw.random() < 0.5,
         qk_norm=draw.choice(["none", "head", "whole"]),
@@ -69,9 +67,7 @@ def drawn(draw: random.Random, ranks: int) -> TrainConfig:
         seq_len=draw.choice([16, 33, 50]),
         batch_size=draw.choice([1, 2]),
         accumulate=draw.choice([1, 4]),
-        max_steps=2,
-        device="cpu",
-        devices=ranks,
+        **{"max_steps": 2, "device": "cpu", "devices": ranks},
         clip=draw.choice([None, 1.0]),
         attention=AttentionConfig(draw.choice(["naive", "flash", "sdpa"])),
         model=model,

@@ -14,14 +14,7 @@ from longctx.runs import metrics_file, run_folder
 from longctx.training import loop
 from longctx.training.callbacks import FEWEST_VALUES, is_outlier
 from tests.processes import train_together
-from tests.training.sample_run import (
-    Overrides,
-    Trained,
-    check_equal_weights,
-    check_resumes_exactly,
-    losses,
-    steps,
-)
+from tests.training.sample_run import check_equal_weights, check_resumes_exactly, losses, steps
 
 NAN, INF = float("nan"), float("inf")
 EVERY = {"val_every": 1, "checkpoint_every": 3, "keep_checkpoints": 1}
@@ -132,9 +125,7 @@ def test_patience_ends_a_run(trained, refused, capsys):
 
 
 @pytest.mark.slow
-def test_sharded_ranks_write_the_sample_of_one(
-    trained: Trained, overrides: Overrides, tmp_path: Path
-) -> None:
+def test_sharded_ranks_write_the_sample_of_one(trained, overrides, tmp_path):
     # a rate of 0: the weights stay what the seed makes them
     keys = {"lr": 0, "max_steps": 1, "accumulate": 1, "sample_every": 1, "sample_prompt": "a row"}
     train_together(2, [overrides(name="sharded", strategy="fsdp", context=2, **keys)])

@@ -19,14 +19,7 @@ from longctx.training import resolve
 from longctx.training.objectives import answers
 from longctx.training.objectives.reference import FILE
 from tests.processes import train_together
-from tests.training.sample_run import (
-    Overrides,
-    Trained,
-    check_resumes_exactly,
-    losses,
-    steps,
-    validations,
-)
+from tests.training.sample_run import check_resumes_exactly, losses, steps, validations
 from tests.training.test_resolve import H200
 
 
@@ -63,9 +56,7 @@ def test_a_run_learns_and_resumes_exactly(objective, rows, tuned):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(
-    rows: Path, tuned: Trained, start: Overrides, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one(rows, tuned, start, tmp_path):
     # KTO's mean of unrelated answers is over the micro-batches of all ranks
     of_kto = keys_of("kto", rows) | {"batch_size": 4, "accumulate": 1}
     shapes: dict[str, dict[str, Any]] = {"dpo": keys_of("dpo", rows), "kto": of_kto}
