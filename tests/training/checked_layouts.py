@@ -33,9 +33,9 @@ from longctx.training.run import Run, scheduled
 from longctx.training.train_step import TrainState
 from tests.training.sample_run import on_all_ranks
 
-begin, attend, forward, masks = TrainState.__init__, Attention.__call__, GPT.forward, GPT._masks
+begin, attend, forward = TrainState.__init__, Attention.__call__, GPT.forward
 clip, order, weight_of = module.clip_gradients, Data.order, Parallel.loss_weight
-accumulates = Parallel.accumulates
+accumulates, windowed = Parallel.accumulates, Mask.windowed
 work: Any = None  # of the model that computes now: faults are of several ranks alone
 
 
@@ -86,10 +86,8 @@ def rounded_length(tokens: Tensor, targets: Tensor, mask: Mask) -> Batch:
     return tokens, targets, mask
 
 
-def no_windows(self: GPT, *arguments: Any) -> Any:
-    unwindowed = self.config if work.devices == 1 else replace(self.config, window=None)
-    with patch.object(self, "config", unwindowed):
-        return masks(self, *arguments)
+def no_windows(self: Mask, window: int) -> Mask:
+    return windowed(self, window) if work.devices == 1 else self
 
 
 def stale_keys(self: Attention, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -122,7 +120,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rounded documents": (GPT, "forward", seen(rounded_documents)),
     "shifted labels": (GPT, "forward", seen(shifted_labels)),
     "rounded length": (GPT, "forward", seen(rounded_length)),
-    "no windows": (GPT, "_masks", no_windows),
+    "no windows": (Mask, "windowed", no_windows),
     "stale keys": (Attention, "__call__", stale_keys),
     "means of ranks": (Parallel, "loss_weight", means_of_ranks),
     "counted twice": (Parallel, "counted_once", lambda self, count: count),

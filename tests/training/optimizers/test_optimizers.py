@@ -155,7 +155,11 @@ def test_each_matrix_moves_as_with_torchs_muon(stack, monkeypatch):
 
 
 def test_the_rest_moves_as_with_adamw():
-    model, twin = trained("muon")[0], trained("adamw")[0]
+    (model, optimizer), (twin, adamw) = model_and("muon"), model_and("adamw")
+    for step in range(3):
+        for m, o in ((model, optimizer), (twin, adamw)):
+            give_gradients(m, step)
+            o.step()
     for name, p in twin.named_parameters():
         if name in ("embed.weight", "head.weight") or p.ndim == 1:
             assert torch.equal(model.get_parameter(name), p), name
