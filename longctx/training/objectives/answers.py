@@ -146,7 +146,9 @@ def of_pairs(
     sides = [x[..., side] for x in (rewards, logp) for side in (CHOSEN, REJECTED)]
     margins = margin(rewards)
     figures = summed(present, *sides[:2], margins, (margins > 0).double(), *sides[2:])
-    return losses.masked_fill(~present, 0).sum() * share_of(model, batch), figures
+    # A part of it, if ranks share the sequences
+    share = batch.weight / model.context.ranks.count
+    return losses.masked_fill(~present, 0).sum() * share, figures
 
 
 def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
@@ -170,12 +172,8 @@ def kto(model: GPT, batch: AnswerBatch, keys: Any) -> Result:
         for present, side in ((good, CHOSEN), (bad, REJECTED))
     ]
     figures.append(summed(others, away.expand(others.shape)))
-    return loss * share_of(model, batch), torch.cat(figures, dim=1)
-
-
-def share_of(model: GPT, batch: MicroBatch) -> Tensor:
-    """Return the weight of a document in the loss of this rank, which may share sequences."""
-    return batch.weight / model.context.ranks.count
+    share = batch.weight / model.context.ranks.count
+    return loss * share, torch.cat(figures, dim=1)
 
 
 def summed(present: Tensor, *figures: Tensor) -> Tensor:
