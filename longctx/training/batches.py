@@ -146,8 +146,9 @@ class MicroBatch:
     def each(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return a copy with `function` applied to every tensor."""
         moved, mask = copy(self), vars(self.mask).items()
-        moved.tokens, moved.targets = function(self.tokens), function(self.targets)
-        moved.weight = function(self.weight)
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                setattr(moved, name, function(x))
         tensors: dict[str, Any] = {name: function(x) for name, x in mask if isinstance(x, Tensor)}
         moved.mask = replace(self.mask, **tensors)
         return moved

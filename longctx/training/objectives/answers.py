@@ -24,7 +24,7 @@ document n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +47,6 @@ class AnswerBatch(MicroBatch):
         vars(self).update(vars(batch))
         self.slots = slots  # S
         self.reference = reference  # (B, S) float32, log p by the reference
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> AnswerBatch:
-        moved = super().each(function)
-        assert isinstance(moved, AnswerBatch)
-        moved.reference = None if self.reference is None else function(self.reference)
-        return moved
 
 
 def collate(sequences: Sequence[Mapping[str, Tensor]], windows: Windows = NO_WINDOW) -> AnswerBatch:

@@ -8,7 +8,7 @@ the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,8 @@ def build(model: nn.Module, run: Run) -> AdamW:
     return AdamW(groups(trained, run.config.weight_decay), run)
 
 
-def groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups: decayed matrices, undecayed vectors; none that is empty."""
-    parameters = list(parameters)
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
     both: list[dict[str, Any]] = [
