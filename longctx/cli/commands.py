@@ -35,7 +35,7 @@ from longctx.config.presets import Request
 from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_files
-from longctx.parallel.launch import GRACE, Launched, join, launched, number_here, supervise
+from longctx.parallel.launch import GRACE, join, launched, number_here, supervise
 from longctx.runs import run_folder
 
 wrapped = partial(textwrap.wrap, width=80, break_on_hyphens=False)
@@ -164,7 +164,7 @@ def help_text(name: str, arguments: Iterable[str] = ()) -> str:
     parse.given_values(TrainConfig if command.trains else command.schema, own)
     summary, examples, *_ = inspect.cleandoc(command.schema.__doc__ or "").split("\n\n")
     lines = [summary, "", textwrap.indent(examples, "  ")]
-    groups = presets.groups(command.schema)
+    groups = presets.chosen(command.schema, {})
     lines += ["", "Presets (group=name):"] if groups else []
     for group in groups:
         choices = f"  {group + '=':<12}{' | '.join(presets.names(group))}"
@@ -228,14 +228,8 @@ def _train(argv: list[str]) -> int:
         return sweep(sweep_jobs)
     request: Request[TrainConfig] = compose("train", arguments)
     check_paths(request.config)
-    processes = _launched(request.config)
-    if processes.are_to_start:
-        return supervise(processes)
-    join(processes)
-    with libraries():
-        from longctx.evaluation import passkey as passkey  # registers its callback
-        from longctx.training.life_cycle import train
-    return train(request, processes)
+    # Pass keys register a callback
+    return _start(request, "longctx.evaluation.passkey", "longctx.training.life_cycle:train")
 
 
 def _resume(argv: list[str]) -> int:
@@ -261,12 +255,19 @@ def check_paths(config: TrainConfig) -> None:
     check_files(replace(config.data, preferences=preferences, tokenizer=tokenizer))
 
 
-def _launched(config: TrainConfig | EvalConfig) -> Launched:
-    processes = launched(config)
-    if processes.ranks == 1 and config.strategy.name != "auto":
+def _start(request: Request[Any], *names: str) -> int:
+    """Import `names` in each process of the `request`, and call the last one, a function."""
+    processes, strategy = launched(request.config), request.config.strategy.name
+    if processes.ranks == 1 and strategy != "auto":
         why = "several devices share the model, and there is one; give devices=N, or leave it out"
-        raise ValueError(f"strategy={config.strategy.name}: {why}")
-    return processes
+        raise ValueError(f"strategy={strategy}: {why}")
+    if processes.are_to_start:
+        return supervise(processes)
+    join(processes)
+    with libraries():
+        *_, run = map(resolve_name, names)
+    code: int = run(request, processes)
+    return code
 
 
 def checked_jobs(arguments: Iterable[str]) -> list[list[str]]:
@@ -302,13 +303,7 @@ def _evaluate(argv: list[str]) -> int:
     open_checkpoint(config)
     if request.names_data:
         check_files(config.data)
-    processes = _launched(config)
-    if processes.are_to_start:
-        return supervise(processes)
-    join(processes)
-    with libraries():
-        from longctx.evaluation.evaluate import evaluate
-    return evaluate(request, processes)
+    return _start(request, "longctx.evaluation.evaluate:evaluate")
 
 
 def found(model: str, key: str) -> tuple[str, Path | None]:

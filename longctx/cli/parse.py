@@ -40,6 +40,7 @@ from longctx.runs import run_folder
 SCHEMAS: dict[str, type] = {"train": TrainConfig, "eval": EvalConfig}
 LENGTHS = {"max_tokens", "max_steps"}  # a file has none of them if the command line has one
 TOKEN = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|.)""", re.DOTALL)
+Arguments = tuple[list[str], dict[str, str], list[str]]
 # Values that are neither text nor a number
 CONSTANTS = {"": None, "null": None, "true": True, "false": False}
 
@@ -65,10 +66,7 @@ def compose(command: str | type, arguments: Iterable[str]) -> Request[Any]:
             raise ValueError(f"{name.upper()} is missing: {keys(schema)[name].meaning}")
     if schema is EvalConfig and "data.path" in given:
         given.setdefault("data.source", "text")
-    choices = {
-        group: given.get(presets.GROUPS[group], usual)
-        for group, usual in presets.groups(schema).items()
-    }
+    choices = presets.chosen(schema, given)
     values: dict[str, Any] = {group: presets.read(group, name) for group, name in choices.items()}
     assign(values, {name: value for name, value in given.items() if name not in choices})
     request = filled(schema, values, given)
@@ -104,9 +102,7 @@ def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:
 # Arguments
 
 
-def read(
-    schema: type, arguments: Iterable[str], is_sweep: bool = False
-) -> tuple[list[str], dict[str, str], list[str]]:
+def read(schema: type, arguments: Iterable[str], is_sweep: bool = False) -> Arguments:
     """Return the file of keys, if there is one, key in full → value as typed, and the paths without
     a key; ValueError for any other argument.
 
@@ -274,9 +270,8 @@ def value_of(text: str, declared: Key | None) -> Any:
     in YAML, or the text itself.
     """
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if declared is not None and (declared.is_group or declared.literal):
-        return None if text.lower() == "null" else text
-    if declared is not None and declared.type in (str, Path) and not is_quoted:
+    takes_text = declared is not None and declared.type in (str, Path) and not is_quoted
+    if takes_text or (declared is not None and (declared.is_group or declared.literal)):
         return None if text.lower() == "null" else text
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
@@ -337,7 +332,7 @@ def differing(schema: type, saved: dict[str, Any]) -> dict[str, Any]:
     """
     values, usual = run_folder.flat(saved), run_folder.plain(schema())
     usual.pop("model", None)
-    for group in usual.keys() & presets.groups(schema).keys():
+    for group in usual.keys() & presets.chosen(schema, {}).keys():
         key = presets.GROUPS[group]
         name = values.get(key, values.get(group))
         if name in presets.names(group):

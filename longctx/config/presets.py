@@ -74,12 +74,15 @@ def read(group: str, name: str) -> dict[str, Any]:
     return values
 
 
-def groups(schema: type) -> dict[str, str]:
-    """Return the groups of `schema` that have presets, each with its default choice."""
-    known = keys(schema)
-    present = [group for group in GROUPS if group in known and known[group].is_group]
+def chosen(schema: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the groups of `schema` that have presets, each with its name in `given`, or the
+    default.
+    """
+    known, usual = keys(schema), {"model": "auto"}
     return {
-        group: known[GROUPS[group]].default if group != "model" else "auto" for group in present
+        group: given.get(key, usual.get(key, known[key].default))
+        for group, key in GROUPS.items()
+        if group in known and known[group].is_group
     }
 
 
