@@ -23,7 +23,7 @@ from longctx import files, hub_snapshot, plugins, untrusted
 from longctx.attention import check
 from longctx.attention.description import AttentionConfig
 from longctx.config import presets
-from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
+from longctx.config.eval_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.data import Tokenizer
 from longctx.data.chat import Template
 from longctx.evaluation.load import build_model, open_model

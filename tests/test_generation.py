@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import longctx
 from longctx import cli
-from longctx.config.sample_config import GenerateConfig
+from longctx.config.eval_config import GenerateConfig
 from longctx.data import Tokenizer
 from longctx.generation import Completion, texts_and_chats
 from tests.hf.families.parity import SIZES, reference, write_tokenizer

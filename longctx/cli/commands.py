@@ -30,9 +30,8 @@ from longctx.cli import options, parse
 from longctx.cli.parse import compose, split_own
 from longctx.cli.plan import PlanOptions, plan
 from longctx.config import eval_config, fields, presets
-from longctx.config.eval_config import EvalConfig
+from longctx.config.eval_config import ChatConfig, EvalConfig, GenerateConfig, SampleConfig
 from longctx.config.presets import Request
-from longctx.config.sample_config import ChatConfig, GenerateConfig, SampleConfig
 from longctx.config.train_config import TrainConfig
 from longctx.data.sources.registry import check_files
 from longctx.parallel.launch import GRACE, join, launched, number_here, supervise

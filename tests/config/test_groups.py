@@ -6,11 +6,10 @@ import pytest
 
 from longctx import cli
 from longctx.config import presets
-from longctx.config.eval_config import EvalConfig
+from longctx.config.eval_config import EvalConfig, GenerateConfig
 from longctx.config.fields import build, check, declared_as, key, keys
 from longctx.config.layout_config import ContextConfig, MemoryConfig
 from longctx.config.other_names import NAMES, NOTES, OF_OTHERS, VALUES
-from longctx.config.sample_config import GenerateConfig
 from longctx.config.train_config import TrainConfig
 
 SCHEMAS = [keys(schema) for schema in (TrainConfig, EvalConfig, GenerateConfig)]
