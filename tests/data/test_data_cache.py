@@ -6,8 +6,7 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,24 +16,16 @@ import pytest
 from longctx.config.data_config import DataConfig
 from longctx.data.dataset import Data
 from tests.data.conftest import check_refused
+from tests.processes import ROOT, finished
 
 BUILD = """
 import sys
 from longctx.config.data_config import DataConfig
 from longctx.data.dataset import Data
 corpus, cache = sys.argv[1:]
-sys.stdin.read()
 config = DataConfig(source="text", path=corpus, vocab_size=400, val_fraction=0.2, cache=cache)
 print(Data(config, 32).fingerprint)
 """
-
-
-def start(script: str, corpus: Path, cache: Path) -> subprocess.Popen[str]:
-    """Start a process that builds once its input ends."""
-    command = [sys.executable, "-c", script, str(corpus), str(cache)]
-    pipe = subprocess.PIPE
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -49,14 +40,12 @@ def content_of(data: Data) -> list[list[int]]:
 
 
 def test_processes_build_once_and_agree(corpus, tmp_path):
-    processes = [start(BUILD, corpus, tmp_path / "cache") for _ in range(3)]
-    for process in processes:
-        process.stdin.close()
-        process.stdin = None
-    outputs = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert len({out for out, _ in outputs}) == 1
-    assert sum(err.count("tokenizing") for _, err in outputs) == 1
+    words = [BUILD, str(corpus), str(tmp_path / "cache")]
+    with ThreadPoolExecutor() as threads:
+        processes = list(threads.map(lambda _: finished("-c", words, ROOT), range(3)))
+    assert [process.returncode for process in processes] == [0, 0, 0], processes
+    assert len({process.stdout for process in processes}) == 1
+    assert sum(process.stderr.count("tokenizing") for process in processes) == 1
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
@@ -67,8 +56,7 @@ def test_a_killed_build_leaves_nothing_that_counts(corpus, text_config, tmp_path
         f"import os, signal, {module} as m\n"
         f"m.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n" + BUILD
     )
-    process = start(dying, corpus, tmp_path / "cache")
-    process.communicate("")
+    process = finished("-c", [dying, str(corpus), str(tmp_path / "cache")], ROOT)
     assert process.returncode == -signal.SIGKILL
     assert list((tmp_path / "cache").rglob("*.partial"))
     after = Data(text_config(), 32)
@@ -87,8 +75,7 @@ def test_a_failed_build_leaves_nothing(text_config, corpus, tmp_path, monkeypatc
     check_refused(text_config(), r"No space left on device: .*documents")
     assert not list((tmp_path / "cache").rglob("*.partial"))
     (tmp_path / "file").write_text("in the way")
-    message = r"file/cache"
-    check_refused(text_config(cache=str(tmp_path / "file" / "cache")), message)
+    check_refused(text_config(cache=str(tmp_path / "file" / "cache")), "file/cache")
 
 
 def test_a_changed_byte_is_built_again(text_config, tmp_path, capsys):

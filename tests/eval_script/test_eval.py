@@ -102,7 +102,13 @@ def test_splits_lengths_limits_and_backends(run, evaluate):
 
 
 OWN_TEXT = ["data=text", "data.path={docs}"]
-MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the message begins with
+# Overrides, beside a checkpoint if they name none, and what the message begins with
+MISTAKES = [
+    ([], "CHECKPOINT is missing"),
+    (["checkpoint="], "CHECKPOINT is missing"),
+    (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
+    (["checkpoint={docs}"], "checkpoint={docs}"),
+    (["checkpoint={docs}/00.txt"], "checkpoint={docs}/00.txt: neither a run"),
     (["stride=65"], "stride=65"),
     (["contexts=[16,65]"], "contexts=[16, 65]"),
     (["fewshot=2"], "fewshot=2"),
@@ -121,38 +127,24 @@ MISTAKES = [  # overrides beside checkpoint={run}, and the key=value that the me
     ([*VT, "ruler.lengths=[256,256]"], "ruler.lengths=[256, 256]"),
     ([*VT, "stride=8"], "stride="),
 ]
-WRONG_CHECKPOINTS = [
-    ([], "CHECKPOINT is missing"),
-    (["checkpoint="], "CHECKPOINT is missing"),
-    (["checkpoint=nowhere/at/all"], "checkpoint=nowhere/at/all"),
-    (["checkpoint={docs}"], "checkpoint={docs}"),
-    (["checkpoint={docs}/00.txt"], "checkpoint={docs}/00.txt: neither a run"),
-]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        *WRONG_CHECKPOINTS,
-        *[(["checkpoint={run}", *overrides], message) for overrides, message in MISTAKES],
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES)
 def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, overrides, message):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: "installed")
     folders = {"run": run, "docs": run.parents[1] / "docs"}
     before = sorted(run.rglob("*"))
+    if overrides and "checkpoint" not in overrides[0]:
+        overrides = ["checkpoint={run}", *overrides]
     argv = [override.format(**folders) for override in [*overrides, "device=cpu"]]
     refused(evaluation.main(argv), f"error: {message.format(**folders)}")
     assert sorted(run.rglob("*")) == before
 
 
-def test_file_in_the_place_of_the_results_is_refused(run, tmp_path, refused):
+def test_a_place_or_package_that_cannot_be_had_is_one_line(run, tmp_path, refused, monkeypatch):
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
     refused(evaluation.main([f"checkpoint={other}", "device=cpu"]), f"{other}/eval: ")
-
-
-def test_tasks_without_lm_eval_say_what_to_install(run, monkeypatch, refused):
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(evaluation.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
     assert "pip install lm-eval" in error

@@ -1,12 +1,10 @@
 """The kernels compile for GPUs that are not there: they fit, and on Hopper ptxas keeps their
 products asynchronous.
 
-A test compiles many kernels in one process: imports take longer than a kernel, and with a test for
-each kernel every worker of pytest-xdist would compile them all. Each kernel is compiled for each
-head size, with dq ordered and not. Left out is what hardly differs from another case: the forward's
-retry, but for 64 channels, the only size whose retry has a loop of its own for masked tiles; and
-groups of heads, but for 128 channels not ordered, where they change the order of walks, and for 64
-ordered, where they take the place of the case without groups.
+Each kernel is compiled for each head size, with dq ordered and not. Left out is what hardly differs
+from another case: the forward's retry, but for 64 channels, the only size whose retry has a loop of
+its own for masked tiles; and groups of heads, but for 128 channels not ordered, where they change
+the order of walks, and for 64 ordered, in the place of the case without groups.
 """
 
 import json
