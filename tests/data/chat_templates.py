@@ -1,5 +1,5 @@
-"""Chat templates: of well-known models as TRL ships them, and what Mistral Nemo's does, written
-anew and without the parts that no test reaches.
+"""Chat templates: of well-known models as TRL ships them, and in templates/ what Mistral Nemo's and
+others do, written anew and without the parts that no test reaches.
 """
 
 import json
@@ -12,31 +12,9 @@ import tokenizers
 
 from longctx.data.tokenizer import train
 
-CHATML = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# Marks, a question's spaces inside of the prompt
-INST = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %}"
-    "{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
-)
-# The system message stands before the last question: of a prompt, and of no whole conversation
-NEMO = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "[INST]{{ messages[0].content + ' ' if loop.last and messages[0].role == 'system' }}"
-    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
-    "{% endif %}{% endfor %}"
-)
-# A prompt that ends in a space, which the first token of an answer may take
-SPACE = (
-    "{% for m in messages %}{{ 'Question' if m.role == 'user' else 'Answer' }}: {{ m.content }}"
-    "\n{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+CHATML, INST, NEMO, SPACE = (
+    Path(__file__).with_name("templates").joinpath(f"{name}.jinja").read_text()
+    for name in ("chatml", "inst", "nemo", "space")
 )
 
 
@@ -61,10 +39,6 @@ def write(folder: Path, template: Any) -> None:
     """Write the settings of the tokenizer in `folder`, with a chat template or one of TRL's."""
     if isinstance(template, str) and "{" not in template:
         template = shipped(template)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "bos_token": "<|endoftext|>",
-    }
-    content = json.dumps(settings | {"chat_template": template})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    content = json.dumps(settings | {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"})
     (folder / "tokenizer_config.json").write_text(content)
