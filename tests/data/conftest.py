@@ -18,14 +18,11 @@ TEXT = "rain on the old stone bridge and light over a quiet river αβγ 水 ét
 WORDS = TEXT.split()
 
 
-def prose(words: int, seed: int) -> str:
-    """Return text of `words` words, in lines of a dozen; two seeds share hardly a shingle."""
+def prose(count: int, seed: int) -> str:
+    """Return text of `count` words, in lines of a dozen."""
     rng = random.Random(seed)
-    lines = [
-        " ".join(rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(12))
-        for _ in range(-(-words // 12))
-    ]
-    return "\n".join(lines)
+    words = [rng.choice(WORDS) + str(rng.randrange(9)) for _ in range(count)]
+    return "\n".join(" ".join(words[n : n + 12]) for n in range(0, count, 12))
 
 
 def check_refused(config: DataConfig, message: str, seq_len: int = 64) -> None:

@@ -57,11 +57,11 @@ def test_texts_end_at_the_tokens_that_transformers_ends_them_at(tmp_path, tokeni
 def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(tmp_path, learnt):
     tokenizer = train(learnt, 264)
     for text in ("é!", "😄 !", "\ufffd?", "a"):
-        ids = tokenizer.encode(text)
-        assert sum(map(tokenizer.n_bytes, ids)) == len(text.encode())
+        each = [tokenizer.n_bytes(token) for token in tokenizer.encode(text)]
+        assert sum(each) == len(text.encode())
         (tmp_path / "x.txt").write_text(text, encoding="utf-8")
         (document,) = of_source(DataConfig(source="text", path=str(tmp_path)), tokenizer)
-        assert document.n_bytes == sum(map(tokenizer.n_bytes, ids[1:]))
+        assert document.n_bytes == sum(each[1:])
     sizes = {tokenizer.n_bytes(token) for token in tokenizer.encode("😄")}
     assert sizes == ({1} if learnt == ["abc"] else {1, 3})
 
@@ -69,17 +69,13 @@ def test_every_byte_is_counted_once_where_a_token_holds_part_of_a_character(tmp_
 def test_bytes_of_tokens_that_stand_for_bytes():
     """As in Llama 2: characters, and <0x..> for those that the vocabulary lacks."""
     words = ["<s>", "</s>", "<unk>", "a", "水", "\ufffd", *(f"<0x{n:02X}>" for n in range(256))]
-    model = tokenizers.models.BPE(
-        {word: n for n, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
-    )
-    plain = tokenizers.Tokenizer(model)
-    plain.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    )
+    numbers = {word: n for n, word in enumerate(words)}
+    model = tokenizers.models.BPE(numbers, [], unk_token="<unk>", byte_fallback=True)
+    plain, decoders = tokenizers.Tokenizer(model), tokenizers.decoders
+    plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = Tokenizer(plain, "</s>")
     for text in ("a水é", "\ufffd😀"):
-        each = [tokenizer.n_bytes(token) for token in tokenizer.encode(text)]
-        assert sum(each) == len(text.encode())
+        assert sum(map(tokenizer.n_bytes, tokenizer.encode(text))) == len(text.encode())
     assert tokenizer.n_bytes(tokenizer.eos_id) == 0
 
 
@@ -135,18 +131,16 @@ def test_a_conversation_is_scored_as_its_val_loss(folder):
     data = load(DataConfig(**settings, tokenizer=str(run)), 512)
     torch.manual_seed(0)
     config = GPTConfig(data.tokenizer.vocab_size, layers=1, channels=32, heads=4, init_std=0.3)
-    model = GPT(config, "naive").eval()
-    packed = [data.val[n] for n in range(len(data.val))]
+    model = GPT(config, "naive").eval().requires_grad_(False)
     nats, targets = 0.0, 0
-    for row in packed:
+    for row in (data.val[n] for n in range(len(data.val))):
         x, y, ids = (row[key][None] for key in ("tokens", "targets", "doc_ids"))
-        with torch.no_grad():
-            nats += float(model(x, y, Mask.documents(ids), reduction="none").sum())
+        nats += float(model(x, y, Mask.documents(ids), reduction="none").sum())
         targets += int((y != IGNORED).sum())
     documents = list(of_run(run, {"data": settings, "seq_len": 512}, "val", data.fingerprint))
     # So are those of any file, by the template of the model's folder
-    plain = {**settings, "val_fraction": None, "cache": None}
-    others = {x.name: x for x in of_source(DataConfig(**plain), data.tokenizer)}
+    plain = DataConfig(**settings | {"val_fraction": None, "cache": None})
+    others = {x.name: x for x in of_source(plain, data.tokenizer)}
     assert len(others) == 20
     for document in documents:
         for mine, other in zip(document, others[document.name], strict=True):
