@@ -118,7 +118,7 @@ def build_model(
     shard(model)
     model.to_empty(device=device)
     if is_hugging_face:
-        weights_reader().load_weights(model, file, sharding.write)
+        weights_reader().load_weights(model, file)
     else:
         with opened(file):
             copy_weights(model, file, checkpoint, sharding.write_rows_of)

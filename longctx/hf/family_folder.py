@@ -23,7 +23,6 @@ from longctx.hf.stored import (
     DTYPES,
     SCALES,
     Stored,
-    Write,
     inventory,
     shape_of_mxfp4,
     values_of,
@@ -31,6 +30,7 @@ from longctx.hf.stored import (
     write_json,
 )
 from longctx.model.gpt import GPT
+from longctx.parallel import sharding
 from longctx.runs.checkpoints import not_finite
 from longctx.spec.model_config import GPTConfig
 from longctx.spec.parts import Piece
@@ -118,14 +118,14 @@ def cast(model: GPT, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: GPT, folder: Path, write: Write) -> None:
+def load_weights(model: GPT, folder: Path) -> None:
     """Copy the weights of `folder` into `model`; see `model_folder.load_weights`."""
     stored = check_weights(model.config, folder)
     parameters = dict(model.named_parameters())
     family, source = read_model(folder)
     for piece in family.tensors(source):
         tensor = piece.fold.load(values_of(stored[piece.theirs]))
-        write(parameters[piece.ours], tensor, piece.first)
+        sharding.write(parameters[piece.ours], tensor, piece.first)
         del tensor
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from longctx import hub_snapshot
 from longctx.attention.description import AttentionConfig
 from longctx.hf.families import asked_of as asked_of
 from longctx.hf.families import read_config as read_config
-from longctx.hf.stored import Write, shards_of
+from longctx.hf.stored import shards_of
 from longctx.model.gpt import GPT, build
 from longctx.spec.model_config import GPTConfig
 
@@ -48,18 +47,14 @@ def format_of(config: GPTConfig) -> Any:
     return importlib.import_module(config.folders)
 
 
-def load_weights(model: GPT, folder: str | Path, write: Write | None = None) -> None:
+def load_weights(model: GPT, folder: str | Path) -> None:
     """Copy the weights of `folder` into `model`, tensor by tensor, cast to its dtype; raises as its
     format's `check_weights`.
 
-    Rows of a larger vocabulary than the folder's keep what they hold. `write` copies (weight,
-    values, first row) to a weight of which this rank holds a part.
+    Rows of a larger vocabulary than the folder's keep what they hold. Of a sharded weight each rank
+    copies its rows.
     """
-    format_of(model.config).load_weights(model, Path(folder), write or _copy_rows)
-
-
-def _copy_rows(weight: Tensor, values: Tensor, first: int) -> None:
-    weight[first : first + len(values)].copy_(values)
+    format_of(model.config).load_weights(model, Path(folder))
 
 
 def with_weights(name: str, key: str) -> Path:

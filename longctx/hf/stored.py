@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ from torch import Tensor
 
 from longctx import untrusted
 
-# Copies (weight, values, first row) to a weight of which this rank may hold a part
-Write = Callable[[Tensor, Tensor, int], None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # MXFP4: values of four bits with a power of two for every 32, as gpt-oss's folders have experts.

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx.hf.stored import DTYPES, Stored, Write, inventory
+from longctx.hf.stored import DTYPES, Stored, inventory
 from longctx.hf.transformers_config import TransformersConfig
 from longctx.hf.transformers_model import empty_model
 from longctx.model.lora import ADDED
+from longctx.parallel import sharding
 from longctx.spec.parts import Piece
 
 
@@ -62,7 +63,7 @@ def cast(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: Any, folder: Path, write: Write) -> None:
+def load_weights(model: Any, folder: Path) -> None:
     """Copy the weights of `folder` into `model`; see `model_folder.load_weights`. Every rank has
     transformers read all of them into host memory.
     """
@@ -71,7 +72,7 @@ def load_weights(model: Any, folder: Path, write: Write) -> None:
         if name.endswith(ADDED):
             continue
         if weight.ndim:
-            write(weight, values[model.name_of(name)], 0)
+            sharding.write(weight, values[model.name_of(name)])
         else:
             weight.copy_(values[model.name_of(name)])
 

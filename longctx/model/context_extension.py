@@ -7,7 +7,6 @@ extend the same way. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +55,10 @@ def extended(model: GPTConfig, rope: RopeConfig, seq_len: int) -> tuple[GPTConfi
         )
 
     # Options become keys of rope_scaling, so its errors are reworded to name the option
-    length = max(model.context, seq_len, reached)
-    stretched = _stretched(model, kind, factor, original, rope.options, length)
+    scaling = _scaling(model, kind, factor, original) | rope.options
+    # dynamic's base begins to grow at this length; transformers has no other key for it
+    context = original if kind == "dynamic" else max(model.context, seq_len, reached)
+    stretched = replace(model, rope_scaling=scaling, context=context)
     try:
         stretched.validate()
     except ValueError as error:
@@ -93,24 +94,11 @@ def _original(model: GPTConfig) -> int:
     return int(scaling.get(ORIGINAL) or model.context)
 
 
-def _stretched(
-    model: GPTConfig,
-    kind: str,
-    factor: float,
-    original: int,
-    options: Mapping[str, Any],
-    context: int,
-) -> GPTConfig:
+def _scaling(model: GPTConfig, kind: str, factor: float, original: int) -> dict[str, Any]:
+    """Return the keys of scaling `kind`; others of the model's own stay if it has the same."""
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if ORIGINAL in KEYS[kind][0]:
         scaling[ORIGINAL] = original
-    if kind == "llama3":
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if kind == "dynamic":
-        # from which its base starts to grow; transformers has no other key for it
-        context = original
     if model.rope_scaling.get("rope_type") == kind:
-        scaling = dict(model.rope_scaling) | {
-            key: scaling[key] for key in ("factor", ORIGINAL) if key in scaling
-        }
-    return replace(model, rope_scaling=scaling | dict(options), context=context)
+        return dict(model.rope_scaling) | scaling
+    return scaling | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {})

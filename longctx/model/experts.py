@@ -44,9 +44,6 @@ if HAS_TRITON:
 class Grouped(nn.Linear):
     """The weights of one layer of all experts, stacked by rows; `Experts` multiplies them."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("tokens go to the experts that the router chose")
-
 
 class Correction(nn.Module):
     """A number for each expert, added to its score for the choice alone. It is not trained: loaded,

@@ -61,7 +61,7 @@ class GPT(nn.Module):
         self.config = config
         V, C = config.vocab_size, config.channels
         self.embed = nn.Embedding(V, C)
-        self.ropes = Ropes([block.attention.rope for block in config.blocks()])
+        self.ropes: Any = Ropes([block.attention.rope for block in config.blocks()])
         self.follows_length = any(rope.follows_length for rope in self.ropes)
         self.blocks: Any = nn.ModuleList(Block(block, attention) for block in config.blocks())
         self.norm = StreamNorm(Norm("norm", "norm", C, config.norm_eps, config.norm_plus_one))

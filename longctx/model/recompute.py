@@ -308,16 +308,15 @@ class _Surroundings:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.enabled = device, torch.is_autocast_enabled(device)
-        self.dtype = torch.get_autocast_dtype(device)
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
+        # wanted
+        self.autocast = partial(torch.autocast, device, dtype, enabled, cache_enabled=False)
         self.balance = running()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        # no cache: a weight cast while gradients were off would be taken for one whose gradient is
-        # wanted
-        autocast = torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)
-        with autocast, balancing(self.balance):
+        with self.autocast(), balancing(self.balance):
             yield
 
 

@@ -14,7 +14,7 @@ or the piece of it in a row, whatever else is packed there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,6 @@ class Ropes(nn.ModuleList):
         different = [rope for n, rope in enumerate(layers) if rope not in layers[:n]]
         super().__init__(map(Rope, different))
         self.of_layer = [different.index(rope) for rope in layers]
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()
 
     def per_layer(self, angles: Callable[[Any], Angles]) -> list[Angles]:
         """Return the `angles` of each layer's rope; they are computed once per rope."""

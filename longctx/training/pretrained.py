@@ -130,7 +130,7 @@ def copy_into(model: GPT, name: str) -> None:
     """
     init = weights_reader().with_weights(name, "init")
     if not run_folder.is_run(init):
-        weights_reader().load_weights(model, init, sharding.write)
+        weights_reader().load_weights(model, init)
         return
     with opened(init):
         copy_weights(model, init, checkpoints.read(init), sharding.write_rows_of)

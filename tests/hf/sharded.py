@@ -24,7 +24,7 @@ def computed(folder: Path, mesh):
     if mesh is not None:
         sharding.shard(model, mesh, torch.bfloat16)
     model.to_empty(device="cpu")
-    model_folder.load_weights(model, folder, sharding.write)
+    model_folder.load_weights(model, folder)
     ids = torch.arange(3, 40)[None]
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids)

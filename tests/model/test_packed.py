@@ -140,7 +140,7 @@ def test_loading_holds_no_wide_copy(tmp_path, by_transformers):
     lora.add(model.to(torch.bfloat16), added)
     with LiveMemory() as live:
         model.to_empty(device="cpu")
-        model_folder.load_weights(model, tmp_path, sharding.write)
+        model_folder.load_weights(model, tmp_path)
     # A model of transformers on "meta" gives names and shapes; it is counted, and takes no memory
     held = live.peak - (0 if config.has_kernels else 4 * config.parameters())
     own = sum(x.nbytes for x in model.parameters())

@@ -46,7 +46,7 @@ def read_model(folder: str | Path) -> tuple[Family, GPTConfig]:
     # Such as a number in the place of a list
     problem, others = "its keys are not as transformers writes them: {}", (TypeError, KeyError)
     with untrusted.named(source.file, problem, (AttributeError, IndexError, *others)):
-        return family, replace(family.read(source), source=source.keys)
+        return family, replace(family.read(source), source=dict(source))
 
 
 def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
@@ -56,9 +56,8 @@ def read_config(folder: str | Path, by_transformers: str = "auto") -> GPTConfig:
     Raises ValueError or FileNotFoundError naming the first key and value that is not covered.
     """
     if by_transformers == "auto":
-        model_type = _text_model(folder).get("model_type")
-        is_ours = not isinstance(model_type, str) or model_type in FAMILIES
-        by_transformers = "never" if is_ours else "always"
+        kind = _text_model(folder).get("model_type")
+        by_transformers = "never" if not isinstance(kind, str) or kind in FAMILIES else "always"
     if by_transformers == "never":
         return read_model(folder)[1]
     if importlib.util.find_spec("transformers") is None:

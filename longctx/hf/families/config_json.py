@@ -27,39 +27,35 @@ COVERED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class ConfigJson:
+class ConfigJson(dict[str, Any]):
     """The keys of the config.json in `file`."""
 
     def __init__(self, file: Path, keys: Mapping[str, Any]) -> None:
+        super().__init__(keys)
         self.file = file
-        self.keys = dict(keys)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigJson:
         """Return the same with a value for each missing key of `defaults`."""
-        return ConfigJson(self.file, {**defaults, **self.keys})
+        return ConfigJson(self.file, {**defaults, **self})
 
     def with_keys(self, **keys: Any) -> ConfigJson:
         """Return the same with `keys` in the place of its own."""
-        return ConfigJson(self.file, self.keys | keys)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the unchecked value of `key`."""
-        return self.keys.get(key, default)
+        return ConfigJson(self.file, self | keys)
 
     def size(self, key: str) -> int:
         """Return a whole number from 1 up."""
-        value = self.keys.get(key)
+        value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise self.error(f"{key}={value!r} must be a whole number from 1 up")
         return value
 
     def number(self, key: str, default: Any = None) -> Any:
         """Return a number above 0, or `default`, which a missing or null one has."""
-        return self._number(key, self.keys.get(key), default)
+        return self._number(key, self.get(key), default)
 
     def flag(self, key: str) -> bool:
         """Return true or false; false if it is missing or null."""
-        value = self.keys.get(key)
+        value = self.get(key)
         value = False if value is None else value
         if not isinstance(value, bool):
             raise self.error(f"{key}={value!r} must be true or false")
@@ -67,7 +63,7 @@ class ConfigJson:
 
     def layer_types(self, layers: int, sliding: bool) -> list[str] | None:
         """The kind of attention of each layer; sliding_attention is allowed only if `sliding`."""
-        kinds = self.keys.get("layer_types")
+        kinds = self.get("layer_types")
         if kinds is None:
             return None
         if len(kinds) != layers:
@@ -82,19 +78,19 @@ class ConfigJson:
     @property
     def rope_key(self) -> str:
         """The key that holds RoPE's parameters: the older one comes first, as in transformers."""
-        return "rope_scaling" if self.keys.get("rope_scaling") else "rope_parameters"
+        return "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
 
     def rope(self) -> tuple[float, dict[str, Any]]:
         """The base of the rotary frequencies and their scaling, {} for none, with transformers'
         defaults filled in.
         """
         place = self.rope_key
-        rope = self.keys.get(place) or {}
+        rope = self.get(place) or {}
         for key, value in rope.items():
             if isinstance(value, dict):
                 shown = f"{place}.{key}={_short(value)}"
                 raise self.error(f"{shown} is not covered yet; one rope for all layers")
-        owner = rope if "rope_theta" in rope else self.keys
+        owner = rope if "rope_theta" in rope else self
         theta = self._number("rope_theta", owner.get("rope_theta"), 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
@@ -106,19 +102,19 @@ class ConfigJson:
             if key not in not_scaling and value is not None
         }
         if kind in ("llama3", "yarn", "longrope"):
-            outer = self.keys.get(ORIGINAL)
+            outer = self.get(ORIGINAL)
             inner = scaling.get(ORIGINAL, outer)
             if outer is not None and outer != inner:
                 raise self.error(f"{ORIGINAL}={outer} differs from {place}.{ORIGINAL}={inner}")
-            default = self.keys["max_position_embeddings"] if outer is None else outer
+            default = self["max_position_embeddings"] if outer is None else outer
             scaling.setdefault(ORIGINAL, default)
         return theta, scaling
 
     def rotary_share(self, is_covered: bool) -> float:
         """The share of a head's channels that rotate; all, unless `is_covered`."""
-        place, rope = self.rope_key, self.keys.get(self.rope_key) or {}
+        place, rope = self.rope_key, self.get(self.rope_key) or {}
         name = "partial_rotary_factor"
-        value, shown = self.keys.get(name), name
+        value, shown = self.get(name), name
         if rope.get(name) is not None:
             value, shown = rope[name], f"{place}.{name}"
         if not is_covered:
@@ -135,8 +131,8 @@ class ConfigJson:
         covered = COVERED | covered
         for key, values in covered.items():
             if key not in read and key not in harmless:
-                self.refuse_unless(key, self.keys.get(key, values[0]), values)
-        for key, value in self.keys.items():
+                self.refuse_unless(key, self.get(key, values[0]), values)
+        for key, value in self.items():
             known = key in read or key in harmless or key in covered or key.startswith("_")
             if not known and value is not None:
                 raise self.error(

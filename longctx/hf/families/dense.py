@@ -131,7 +131,7 @@ class Gemma3Text(TwoRopes):
     """The embedding is scaled, and attention by a number that may be another than the head's."""
 
     def read_features(self, source: ConfigJson, layers: int) -> dict[str, Any]:
-        activation = source.get("hidden_activation")
+        activation = source["hidden_activation"]
         source.refuse_unless("hidden_activation", activation, tuple(ACTIVATIONS))
         scalar = source.size("query_pre_attn_scalar")
         return {

@@ -167,7 +167,7 @@ class Family:
             values["window"] = source.size("sliding_window")
             values["window_layers"] = None if len(windowed) == layers else windowed
         if self.dense:
-            values["experts.dense_layers"] = list(range(min(source.get(self.dense), layers)))
+            values["experts.dense_layers"] = list(range(min(source[self.dense], layers)))
 
         # Keys such as experts.count are those of a group
         config = GPTConfig()

@@ -41,7 +41,5 @@ def text_model(source: ConfigJson) -> ConfigJson:
 
 def text_name(name: str) -> str | None:
     """Return the name that a tensor has in a folder of the text model alone, or None."""
-    for prefix, own in PREFIXES.items():
-        if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
-    return None
+    prefix = next(filter(name.startswith, PREFIXES), None)
+    return None if prefix is None else PREFIXES[prefix] + name.removeprefix(prefix)
