@@ -374,16 +374,14 @@ class TransformersModel(GPT):
             for path, _, target in linears_of(block):
                 yield block, path, target, True
 
-    def hidden(
-        self, tokens: Tensor, mask: Mask, shards: Shards, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C)."""
+    def hidden(self, tokens: Tensor, mask: Mask, shards: Shards, length: int) -> Tensor:
+        """Return the normed x (B, n, C) of this rank's tokens (B, n)."""
         positions = shards.local(mask.positions(len(tokens), shards.length, tokens.device))
         self.documents.begin(mask, shards)
-        out = self.computed(
-            input_ids=tokens, position_ids=positions.expand(tokens.shape), use_cache=False
-        )
-        return out.last_hidden_state, self.lm_head_weight
+        positions = positions.expand(tokens.shape)
+        out = self.computed(input_ids=tokens, position_ids=positions, use_cache=False)
+        x: Tensor = out.last_hidden_state
+        return x
 
     def computed(self, **inputs: Any) -> Any:
         """Return the outputs of the decoder; matrices in 16 bits need autocast, since some layers

@@ -195,8 +195,9 @@ class GPT(nn.Module):
         trains = targets is not None and reduction != "none" and torch.is_grad_enabled()
         balance = Balance(factor) if factor and trains else None
         with balancing(balance):
-            x, lm_head = self.hidden(tokens, mask, shards, T)
+            x = self.hidden(tokens, mask, shards, T)
 
+        lm_head = self.lm_head_weight
         if targets is None:
             x = shards.gathered(x)[:, :T] if at is None else shards.at(x, at)
             return self.logits(x, lm_head)
@@ -220,10 +221,8 @@ class GPT(nn.Module):
             self.balance_figures = balance.figures
         return shards.gathered(loss)[:, :T] if reduction == "none" else loss
 
-    def hidden(
-        self, tokens: Tensor, mask: Mask, shards: Shards, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the normed x (B, n, C) of this rank's tokens (B, n), and the lm_head (V, C).
+    def hidden(self, tokens: Tensor, mask: Mask, shards: Shards, length: int) -> Tensor:
+        """Return the normed x (B, n, C) of this rank's tokens (B, n).
 
         `mask` is bound, of whole sequences: `length` tokens and padding.
         """
@@ -241,7 +240,8 @@ class GPT(nn.Module):
         windows = [self.config.window_of(n) for n in range(len(self.blocks))]
         masks = {w: shards.mask(mask if w is None else mask.windowed(w)) for w in set(windows)}
         x = self._through_blocks(x, angles, [masks[w] for w in windows])
-        return self.norm(x), self.lm_head_weight
+        normed: Tensor = self.norm(x)
+        return normed
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the rows of the embedding that enter the first block."""
