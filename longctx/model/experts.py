@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,21 +106,18 @@ class Experts(nn.Module):
         In fp32, as in transformers; the logits have the dtype of the product.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
-        scores = total = None
         if self.correction is None:
-            chances = logits.softmax(-1, dtype=wide)
+            total, chances = None, logits.softmax(-1, dtype=wide)
+            ranking = chances.detach()
         else:
             scores = logits.to(wide).sigmoid()
             total = scores.sum(-1, keepdim=True)
-            chances = scores / total
+            chances, ranking = scores / total, self.correction(scores)
         balance = running() if self.is_balanced else None
         if balance is not None and chances.requires_grad:
             chances.register_hook(balance.with_own_gradient)
-        if scores is None or self.correction is None:
-            weights, experts = torch.topk(chances, self.per_token)
-        else:
-            experts = self.correction(scores).topk(self.per_token).indices
-            weights = chances.gather(1, experts)
+        experts = ranking.topk(self.per_token).indices
+        weights = chances.gather(1, experts)
         if balance is not None:
             balance.count(chances, experts)
         if self.normalize:
@@ -308,10 +306,7 @@ class Balance:
         load = tokens.max() / tokens.mean()
         self.figures = torch.stack((len(tokens) * (tokens @ chances), load))
         if loss.requires_grad:
-            loss.register_hook(self._take_upstream)
-
-    def _take_upstream(self, d: Tensor) -> None:
-        self.upstream = d
+            loss.register_hook(partial(setattr, self, "upstream"))
 
     def with_own_gradient(self, d: Tensor) -> Tensor:
         """Return the gradient `d` of a layer's probabilities, with that of this loss."""

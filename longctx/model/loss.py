@@ -142,7 +142,9 @@ class _TokenLosses(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.shape = chunk, shape
-        ctx.autocast = autocast_of(hidden.device.type)
+        device = hidden.device.type  # backward runs outside of autocast
+        enabled = torch.is_autocast_enabled(device)
+        ctx.autocast = torch.autocast(device, torch.get_autocast_dtype(device), enabled)
         return _Chunks(hidden, weight, shape).losses(targets, chunk)
 
     @staticmethod
@@ -173,12 +175,6 @@ def dtype_of(hidden: Tensor) -> torch.dtype:
     """Return the dtype of the products: that of `hidden`, or autocast's."""
     is_cast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     return torch.get_autocast_dtype(hidden.device.type) if is_cast else hidden.dtype
-
-
-def autocast_of(device: str) -> torch.autocast:
-    """Return autocast as it is now; backward runs outside of it."""
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    return torch.autocast(device, dtype, enabled)
 
 
 def _times(x: Tensor, by: Tensor) -> Tensor:
