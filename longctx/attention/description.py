@@ -1,11 +1,7 @@
 """Descriptions of the attention backends, for planning, checking and locking a run. No torch here.
 
-A backend's file computes; its description answers everything else: options, saved bytes, workspace,
-speed. `register` adds the description of a user's backend, so no other file knows a backend by
-name.
-
-Letters: N tokens of a micro-batch on one device, T keys of a sequence, H and Hkv heads of D
-channels, e bytes of an activation.
+A backend's file computes; its description answers everything else, also of memory and speed.
+`register` adds the description of a user's backend, so no other file knows a backend by name.
 """
 
 from __future__ import annotations
@@ -18,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.config.fields import Group, key
-from longctx.kernels.attention import IMPLEMENTATIONS, hopper_size
-from longctx.spec.parts import FP32, AttentionSpec, Pass
+from longctx.kernels.attention import IMPLEMENTATIONS, Implementation
+from longctx.spec.parts import AttentionSpec, Pass
 
 # Kernel, with `_on_ampere` for its rates there → head size → shares of the chip's peak
 Rates = Mapping[str, Mapping[str, tuple[float, float]]]
@@ -58,12 +54,19 @@ class Description:
     # Speed on a CPU, as a multiple of sdpa's; attention=auto compares it there. Of ours: training's
     # passes of 512 to 4,096 tokens, causal, packed and windowed, on two cores.
     on_cpu: float = 0.0
+    # Our own kernels, of which the options choose one
+    kernels: Mapping[str, Implementation] = field(default_factory=dict)
     # Bytes moved per score, forward and backward, if the (N, T) scores are in memory
     score_bytes: tuple[int, int] | None = None
 
     def kernel_on(self, generation: str, part: AttentionSpec, p: Pass) -> str:
         """Return the kernel that a GPU of this `generation` runs, as rates.toml names it."""
-        return "fused"
+        if not self.kernels:
+            return "fused"
+        own = self.kernels.get(f"triton-{generation}")
+        is_taken = own is not None and own.takes(p.activation, part.model.head_size)
+        asked = p.options.get("kernel", "auto")
+        return generation if (is_taken if asked == "auto" else asked == generation) else "portable"
 
     def rates_on(self, generation: str, part: AttentionSpec, p: Pass) -> tuple[float, float]:
         """Return the shares of the chip's peak that forward and backward reach.
@@ -75,26 +78,6 @@ class Description:
         sizes = [size for size in rates if part.model.head_size <= int(size)]
         return rates[(sizes or list(rates)[-1:])[0]]
 
-    def saved(self, part: AttentionSpec, p: Pass) -> float:
-        """Return the bytes that forward leaves for backward, if nothing of it is recomputed."""
-        # rotated q and k; v is a part of the projection's output, which is saved whole
-        inputs = p.activation * (2 * part.query_size + 3 * part.key_size)
-        return (part.output_bytes(p) + inputs) * p.tokens
-
-    def workspace(self, part: AttentionSpec, p: Pass) -> float:
-        """Return the bytes that backward takes besides its inputs and outputs."""
-        q_size = p.activation * part.query_size
-        lse_and_delta = 2 * FP32 * part.model.heads
-        sums_of_dq = FP32 * part.query_size
-        again = q_size if p.recompute == "block" else 0
-        # dk and dv of every query head, before they are summed
-        repeated = 2 * q_size if part.model.heads != part.model.kv_heads else 0
-        return (lse_and_delta + sums_of_dq + repeated + again) * p.tokens
-
-    def forward_workspace(self, part: AttentionSpec, p: Pass) -> float:
-        """Return the bytes that a forward without gradient takes besides inputs and output."""
-        return 0.0
-
     def lacks(self, parts: frozenset[str]) -> str | None:
         """Return the parts of `Scores` that it lacks, with a backend for them, or None."""
         missing = " and no ".join(WORDS[part] for part in sorted(parts - self.scores))
@@ -102,64 +85,19 @@ class Description:
         return f"it has no {missing}; use attention={names}" if missing else None
 
 
-class NaiveDescription(Description):
-    """Scores and probabilities are in memory."""
-
-    def saved(self, part: AttentionSpec, p: Pass) -> float:
-        inputs = p.activation * (part.query_size + 2 * part.key_size)
-        scores = self._saved_of_score(part, p) * part.model.heads * p.keys
-        return (part.output_bytes(p) + inputs + scores) * p.tokens
-
-    def workspace(self, part: AttentionSpec, p: Pass) -> float:
-        if p.recompute == "block":
-            each = self._saved_of_score(part, p) + p.activation + 2 * FP32
-        else:  # probabilities make room for a part
-            each = FP32 if p.is_compiled else 2 * FP32 + p.activation
-        return each * part.model.heads * p.tokens * p.keys
-
-    def forward_workspace(self, part: AttentionSpec, p: Pass) -> float:
-        # masked scores, their distance to the lse, and its exp
-        return 3 * FP32 * part.model.heads * p.tokens * p.keys
-
-    def _saved_of_score(self, part: AttentionSpec, p: Pass) -> int:
-        if p.is_compiled and p.recompute == "none":
-            # raw scores and probabilities; the compiler computes the rest again
-            return 2 * p.activation
-        # masked scores, exp of them, probabilities; tanh of the scores
-        return 2 * FP32 + p.activation + (0 if part.model.softcap is None else FP32)
-
-
-class FlashDescription(Description):
-    """Our kernels; on Hopper GPUs those of its own."""
-
-    def kernel_on(self, generation: str, part: AttentionSpec, p: Pass) -> str:
-        own = IMPLEMENTATIONS.get(f"triton-{generation}")
-        is_taken = own is not None and own.takes(p.activation, part.model.head_size)
-        asked = p.options.get("kernel", "auto")
-        is_run = is_taken if asked == "auto" else asked == generation
-        return generation if is_run else "portable"
-
-    def workspace(self, part: AttentionSpec, p: Pass) -> float:
-        lse_and_delta = 2 * FP32 * part.model.heads * p.tokens
-        # as if every GPU were a Hopper: on others it may be a sum of dq too much
-        if not p.on_gpu or self.kernel_on("hopper", part, p) != "hopper":
-            return lse_and_delta
-        sums_of_dq = FP32 * part.model.heads * hopper_size(part.model.head_size) * p.tokens
-        return lse_and_delta + sums_of_dq / p.head_parts
-
-
 # Backend → its description; `register` adds those from elsewhere
 DESCRIPTIONS: dict[str, Description] = {
-    "flash": FlashDescription(
+    "flash": Description(
         options={"kernel": ("auto", "portable", "ampere", "hopper")},
         scores=ALL_SCORES,
         has_backward=True,
         capturable=True,
         reproducible={name: kernel.reproducible for name, kernel in IMPLEMENTATIONS.items()},
         rates=RATES["flash"],
+        kernels=IMPLEMENTATIONS,
         on_cpu=0.9,
     ),
-    "naive": NaiveDescription(
+    "naive": Description(
         scores=ALL_SCORES,
         capturable=True,
         reproducible={"torch matmul and softmax": ALL},
@@ -221,7 +159,7 @@ def check_options(backend: str, options: Mapping[str, Any]) -> None:
                 f"attention.options.{name}={value} is not an option of {backend}; it has: {names}"
             )
         if value not in allowed[name]:
-            choices = ", ".join(str(choice) for choice in allowed[name])
+            choices = ", ".join(map(str, allowed[name]))
             raise ValueError(f"attention.options.{name}={value} must be one of {choices}")
 
 

@@ -35,7 +35,6 @@ def workload_of(
         compile=device == "cuda" and model.has_kernels
         if compiles == "auto"
         else compiles == "true",
-        deterministic=config.deterministic,
         model=model,
         # a CPU has memory for the fastest policy
         memory=memory if device == "cuda" else memory.filled(memory.policies()[0]),

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from longctx.spec.parts import FP32, BlockSpec, Pass
+from longctx.kernels.attention import hopper_size
+from longctx.spec.parts import FP32, AttentionSpec, BlockSpec, Pass
 
 MLP, ATTENTION = "mlp", "attention"  # the halves of a block's backward, in their order
 
@@ -37,7 +38,7 @@ def kept(block: BlockSpec, p: Pass) -> Iterator[Kept]:
     yield Kept((p.fp8_input if reads_stream else p.fp8_input or e) * C * N, ATTENTION)
     yield Kept(0 if reads_stream else FP32 * N, ATTENTION)  # 1 / rms
     # q, k, v, the output and the lse
-    yield Kept(p.backend.saved(attention, p), ATTENTION)
+    yield Kept(attention_saved(attention, p), ATTENTION)
     yield Kept(p.weight_copy * attention.linears[0].weights, ATTENTION)
     if attention.model.sinks:
         # The output that they scaled; their share, before and after masking, and the mask
@@ -113,6 +114,45 @@ def forward(block: BlockSpec, p: Pass) -> int:
     C, q = block.mlp.size, block.attention.query_size
     in_tile = 2 * C if block.mlp_out_norm is None else 3 * C
     return p.activation * ((2 * C + q) * p.tokens + in_tile * p.tile) + block.mlp.forward(p)
+
+
+def attention_saved(part: AttentionSpec, p: Pass) -> float:
+    """Return the bytes of q, k, v, the output and the lse that attention saves for backward."""
+    e, q, kv = p.activation, part.query_size, part.key_size
+    # rotated q and k; v is a part of the projection's output, which is saved whole
+    inputs = 2 * q + 3 * kv if p.backend.score_bytes is None else q + 2 * kv
+    scores = part.model.heads * p.keys * of_score(part, p)
+    return (e * (q + inputs) + FP32 * part.model.heads + scores) * p.tokens
+
+
+def of_score(part: AttentionSpec, p: Pass) -> int:
+    """Return the bytes that a score saves for backward, if scores are in memory."""
+    if p.backend.score_bytes is None:
+        return 0
+    if p.is_compiled and p.recompute == "none":
+        # raw scores and probabilities; the compiler computes the rest again
+        return 2 * p.activation
+    # masked scores, exp of them, probabilities; tanh of the scores
+    return 2 * FP32 + p.activation + (0 if part.model.softcap is None else FP32)
+
+
+def attention_workspace(part: AttentionSpec, p: Pass) -> float:
+    """Return the bytes that attention's backward takes besides its inputs and outputs."""
+    e, q, heads = p.activation, part.query_size, part.model.heads
+    if p.backend.score_bytes is not None:
+        # else probabilities make room for a part
+        each = FP32 if p.is_compiled else 2 * FP32 + e
+        each = of_score(part, p) + e + 2 * FP32 if p.recompute == "block" else each
+        return each * heads * p.tokens * p.keys
+    lse_and_delta = 2 * FP32 * heads
+    if p.backend.kernels:  # as if every GPU were a Hopper: on others it may be a sum of dq too much
+        is_summed = p.on_gpu and p.backend.kernel_on("hopper", part, p) == "hopper"
+        sums_of_dq = FP32 * heads * hopper_size(part.model.head_size) if is_summed else 0
+        return lse_and_delta * p.tokens + sums_of_dq * p.tokens / p.head_parts
+    again = e * q if p.recompute == "block" else 0
+    # dk and dv of every query head, before they are summed
+    repeated = 2 * e * q if heads != part.model.kv_heads else 0
+    return (lse_and_delta + FP32 * q + repeated + again) * p.tokens
 
 
 def weights_after(block: BlockSpec) -> int:

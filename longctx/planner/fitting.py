@@ -26,20 +26,14 @@ CLEARLY_FASTER = 1.1  # times another backend's speed, to be told at the start
 
 
 def with_policy(workload: Workload, policy: str) -> Workload:
-    """Return `workload` with memory=`policy`; given keys of memory stay.
-
-    Raises ValueError if they contradict the policy.
-    """
+    """Return `workload` with memory=`policy`; given keys stay, ValueError if they contradict it."""
     chosen = replace(workload, memory=workload.memory.filled(policy))
     chosen.memory.validate()
     return chosen
 
 
 def policies(workload: Workload) -> list[Workload]:
-    """Return `workload` with each policy that memory= allows, the fastest first.
-
-    memory=auto allows all policies that suit the optimizer.
-    """
+    """Return `workload` with each policy that memory= and optimizer= allow, the fastest first."""
     each = [with_policy(workload, name) for name in workload.memory.policies()]
     states = workload.optimizer.traits.states
     return [chosen for chosen in each if chosen.memory.optimizer_state in states]
@@ -58,9 +52,8 @@ def on_host(workload: Workload, memory: Memory | None = None) -> float:
 
 
 def copy_on_host(workload: Workload, host: float) -> float:
-    """Return the bytes of a machine's host memory for the copy that background saving writes.
-
-    0 if there is no room for it: then the steps wait for each checkpoint.
+    """Return the bytes of a machine's host memory for the copy that background saving writes; 0 if
+    there is no room for it: then the steps wait for each checkpoint.
     """
     memory = predict(workload)
     writers = workload.devices_per_machine if workload.sharing.shards_weights else 1
@@ -110,11 +103,8 @@ def longest(
     multiple: int = 128,
     limit: int = LONGEST_ROW,
 ) -> Workload | None:
-    """Return the step of the longest sequences that fit in one of `candidates`, or None, with the
-    fastest policy for them.
-
-    A candidate gives the step for a length. All devices that share a sequence hold the same number
-    of its tokens.
+    """Return the step of the longest sequences that fit in one of `candidates`, functions from a
+    length to the step, or None, with the fastest policy. Devices of a sequence hold equal parts.
     """
     best: Workload | None = None
     for at in reversed(candidates):  # the longest come last

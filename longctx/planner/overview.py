@@ -1,9 +1,7 @@
 """longctx plan: does a run fit, how fast is it and what does it cost; the tables behind that.
 
-On several GPUs it compares layouts. Nothing runs and torch is not imported, so
-the answer comes in a moment on any machine, for any GPU:
-`longctx plan model=1b seq_len=262144 gpu_memory=80`. Only layers that transformers computes are
-measured before, on fake tensors.
+On several GPUs it compares layouts. Nothing runs and torch is not imported, so it takes a moment.
+Only layers that transformers computes are measured before, on fake tensors.
 """
 
 from __future__ import annotations
@@ -102,10 +100,8 @@ def answer(step: Workload, chip: Chip, host: float, steps: int, price: float | N
 
 
 def longest_step(steps: Sequence[Workload], chip: Chip, host: float) -> Workload | None:
-    """Return the step of the longest sequence that fits in one of the layouts of `steps`.
-
-    Every length that is predicted, in tables, pages and pictures, comes from here: it leaves a part
-    of the GPU's memory free, since no dry run confirms it.
+    """Return the step of the longest sequence that fits in one of the layouts of `steps`, with a
+    part of the GPU's memory left free, since no dry run confirms it.
     """
     return fitting.longest([fitting.one_row(step) for step in steps], fitting.room(chip), host)
 
@@ -167,10 +163,8 @@ def figures(step: Workload, chip: Chip, host: float) -> dict[str, Any]:
 
 
 def without_data(request: TrainConfig, device: str) -> Workload:
-    """Return the step of `request` on "cuda" or "cpu" without opening data.
-
-    Without a corpus there is no tokenizer: an open vocabulary gets the size data.vocab_size. Raises
-    ValueError for seq_len=max and resume=.
+    """Return the step of `request` on "cuda" or "cpu" without opening data; ValueError for
+    seq_len=max and resume=. Without a tokenizer the vocabulary gets the size data.vocab_size.
     """
     if request.resume is not None:
         raise ValueError(f"resume={request.resume}: nothing is resumed here; give init= instead")

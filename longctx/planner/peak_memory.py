@@ -81,7 +81,7 @@ class _Step:
     def __init__(self, workload: Workload) -> None:
         workload = replace(workload, memory=workload.memory.filled(workload.memory.policy))
         self.workload, self.model, self.memory = workload, workload.model, workload.memory
-        self.blocks, self.backend = workload.blocks, workload.attention.description
+        self.blocks = workload.blocks
         self.measured = workload.measured.get(self.memory.recompute or "none")
         self.weights_by_block = [block.weights for block in self.measured or self.blocks]
         self.B, self.T = workload.batch_size, workload.seq_len
@@ -128,7 +128,7 @@ class _Step:
         return _Costs(
             saved=sum(row.bytes for row in kept),
             mlp=block_memory.mlp_backward(block, through),
-            attention=attention + self.backend.workspace(block.attention, through),
+            attention=attention + block_memory.attention_workspace(block.attention, through),
             freed=sum(row.bytes for row in kept if row.until == block_memory.MLP),
         )
 
@@ -141,8 +141,11 @@ class _Step:
         if self.memory.recompute == "none":
             # Copies of weights, and scores if the backend has them in memory
             saved += layer.saved.intercept
-            saved += max(0.0, self.backend.saved(*attention) - Description().saved(*attention))
-        return _Costs(saved, peak, peak + self.exchanged + self.backend.workspace(*attention))
+            fused = attention[0], self.through._replace(backend=Description())
+            more = block_memory.attention_saved(*attention) - block_memory.attention_saved(*fused)
+            saved += max(0.0, more)
+        workspace = block_memory.attention_workspace(*attention)
+        return _Costs(saved, peak, peak + self.exchanged + workspace)
 
     def of_passes(self) -> Iterator[tuple[str, Terms]]:
         """Yield the moments of forward and backward."""
@@ -313,7 +316,9 @@ class _Step:
         tokens = rows * -(-length // self.workload.context)
         tile = min(self.memory.mlp_tile or tokens, tokens)
         through = self.workload.pass_of(rows, length, self.in_8_bits[0])._replace(tile=tile)
-        scores = self.backend.forward_workspace(self.blocks[0].attention, through)
+        # In memory: masked scores, their distance to the lse, and its exp
+        has_scores = self.workload.attention.description.score_bytes is not None
+        scores = 3.0 * FP32 * self.model.heads * tokens * length if has_scores else 0.0
         mlp: float = max(block_memory.forward(block, through) for block in self.blocks)
         # A layer that is computed again saves nothing in forward, as in validation
         if layers := self.workload.measured.get("block"):

@@ -182,10 +182,7 @@ def pairs_of_row(workload: Workload) -> int:
 
 
 def attention_exchange(workload: Workload, chip: Chip) -> float:
-    """Return the seconds per micro-batch in which attention waits for other ranks.
-
-    Blocks cannot compute meanwhile.
-    """
+    """Return the seconds per micro-batch in which attention waits for other ranks."""
     return sum(
         layers * _exchange_of_layer(workload, window, chip)
         for window, layers in workload.model.windows().items()
@@ -225,9 +222,8 @@ def all_to_all(sent: float, workload: Workload, chip: Chip) -> float:
 
 
 def ring(size: float, pieces: int, ranks: int, workload: Workload, chip: Chip) -> float:
-    """Return the seconds in which `ranks` devices all gather `size` bytes, or reduce-scatter them.
-
-    The pieces go one after another.
+    """Return the seconds in which `ranks` devices all gather `size` bytes, or reduce-scatter them,
+    piece after piece.
     """
     here = min(ranks, workload.devices_per_machine)
     machines = -(-ranks // here)

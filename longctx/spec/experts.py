@@ -2,9 +2,7 @@
 
 A router gives every token to the `per_token` experts with the largest probabilities; each expert is
 a SwiGLU of its own. So all weights take memory, and a token is multiplied by few of them. Shared
-experts compute every token.
-
-Letters as in parts.py; E experts.
+experts compute every token. Letters as in parts.py; E experts.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ class ExpertsConfig(Group):
     prefix = "model.experts."
     count: int | None = key(None, "of a layer; null: one feed-forward network", between=(2, 4096))
     per_token: int = positive(2, "experts that compute each token", limit=4096, needs="count")
-    ffn: int | None = positive(
-        None, "inner width of an expert; null: model.ffn", limit=2**20, needs="count"
-    )
+    ffn: int | None = positive(None, "of an expert; null: model.ffn", limit=2**20, needs="count")
     dense_layers: list[int] = key(
-        [], "layers without experts, as in Qwen3-MoE; first is 0", between=(0, 4095), needs="count"
+        [], "layers without experts; the first is 0", between=(0, 4095), needs="count"
     )
     router: str = key(
         "softmax",
@@ -105,11 +101,9 @@ class ExpertsSpec(FeedForward):
         return self.keys.per_token * (self.inner + self.size) + self.keys.shared * self.inner
 
     def saved(self, p: Pass) -> int:
-        """Return the bytes saved for backward: gate and up of all pairs, and the routing.
-
-        The routing is the probabilities in fp32, before that σ and its sum; of the chosen ones
-        value, weight, expert and sum; and two orders of the pairs. The router's weight is cast;
-        those of experts are cast again.
+        """Return the bytes saved for backward: gate and up of all pairs, and the routing: the
+        probabilities in fp32, before that σ and its sum; of the chosen ones value, weight, expert
+        and sum; and two orders of the pairs. Weights of experts are cast again, the router's not.
         """
         kinds = 1 if self.keys.router == "softmax" else 2
         routing = kinds * FP32 * (self.count + 1) + self._of_chosen

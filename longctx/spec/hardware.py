@@ -146,10 +146,8 @@ def available_memory() -> float:
 
 
 def control_groups() -> list[tuple[int, int]]:
-    """Return the memory limits of the control groups of this process, and what is left of each.
-
-    A group is limited by those around it, too. A container sees its own as the outermost, a job of
-    SLURM is deeper.
+    """Return the memory limits of the control groups of this process, and the rest of each. Groups
+    around a group limit it, too: a container is the outermost of its own, a job of SLURM deeper.
     """
     own: dict[str, str] = {}
     with suppress(OSError):

@@ -32,9 +32,7 @@ class Multipliers(Group):
     embedding: float = key(1.0, "factor of the embedded tokens, as in Gemma and Granite", above=0)
     residual: float = key(1.0, "factor of what attention and MLP add, as in Granite", above=0)
     logits: float = key(1.0, "factor of the logits, as in Granite", above=0)
-    logit_softcap: float | None = key(
-        None, "c: logits become c · tanh(logit / c), as in Gemma 2", above=0
-    )
+    logit_softcap: float | None = key(None, "c: logits become c · tanh(logit / c)", above=0)
 
 
 @dataclass
@@ -49,9 +47,7 @@ class GPTConfig(Group):
     channels: int = positive(128, "width of the residual stream", limit=2**20)
     heads: int = positive(4, "query heads", limit=2**20)
     kv_heads: int = positive(2, "key-value heads, each of heads / kv_heads queries", limit=2**20)
-    head_dim: int | None = key(
-        None, "channels of a head; null: channels / heads", between=(0, 2**20)
-    )
+    head_dim: int | None = key(None, "of a head; null: channels / heads", between=(0, 2**20))
     ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
     window_rope_theta: float | None = key(
@@ -61,9 +57,7 @@ class GPTConfig(Group):
     rotary_share: float = key(
         1.0, "share of a head's channels that rotate, the first ones", between=(0, 1), above=0
     )
-    nope_layers: list[int] = key(
-        [], "layers without rotary embedding, as in SmolLM3; first is 0", between=(0, 4095)
-    )
+    nope_layers: list[int] = key([], "layers without rope; the first is 0", between=(0, 4095))
     window: int | None = positive(
         None, "keys that a query sees, its own among them; null: all before it", limit=2**31 - 1
     )
@@ -72,8 +66,7 @@ class GPTConfig(Group):
     )
     norms: str = key(
         "pre",
-        "of a block: pre: before attention and MLP; post: after them, as in OLMo 2; "
-        "sandwich: both, as in Gemma 2",
+        "pre: before attention and MLP; post: after them (OLMo 2); sandwich: both (Gemma 2)",
         choices=("pre", "post", "sandwich"),
     )
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
@@ -82,30 +75,20 @@ class GPTConfig(Group):
     qkv_bias: bool = key(False, "biases in the q, k and v projections, as in Qwen2")
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
-    activation: str = key(
-        "silu", "of the MLP's gate; gelu_tanh as in Gemma", choices=("silu", "gelu_tanh")
-    )
+    activation: str = key("silu", "of the MLP's gate", choices=("silu", "gelu_tanh"))
     qk_norm: str = key(
         "none", "RMSNorm of q and k, of each head or of all", choices=("none", "head", "whole")
     )
-    qk_norm_after_rope: bool = key(
-        False, "q and k are normalized after they rotate, as in HunYuan", needs="qk_norm"
-    )
+    qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
     attention_gate: str = key(
         "none", "channel: the output is multiplied by σ(W · input)", choices=("none", "channel")
     )
-    attention_scale: float | None = key(
-        None, "factor of attention's scores; null: head size ** -0.5", above=0
-    )
-    sinks: bool = key(
-        False, "a logit per head that joins attention's softmax without a value, as in gpt-oss"
-    )
+    attention_scale: float | None = key(None, "of scores; null: head size ** -0.5", above=0)
+    sinks: bool = key(False, "a logit per head joins the softmax without a value, as in gpt-oss")
     query_growth: list[float] = key(
         [], "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))"
     )
-    softcap: float | None = key(
-        None, "c: attention's scores become c · tanh(score / c), as in Gemma 2", above=0
-    )
+    softcap: float | None = key(None, "c: attention's scores become c · tanh(score / c)", above=0)
     multipliers: Multipliers = group(Multipliers)
     experts: ExpertsConfig = group(ExpertsConfig)
     context: int | None = positive(
@@ -222,12 +205,11 @@ class GPTConfig(Group):
         def renumbered(layers: list[int]) -> list[int]:
             return [number for number, layer in enumerate(chosen) if layer in layers]
 
-        windows = self.window_layers
         return replace(
             self,
             layers=len(chosen),
             nope_layers=renumbered(self.nope_layers),
-            window_layers=None if windows is None else renumbered(windows),
+            window_layers=self.window_layers and renumbered(self.window_layers),
             experts=replace(self.experts, dense_layers=renumbered(self.experts.dense_layers)),
         )
 
@@ -263,11 +245,6 @@ class GPTConfig(Group):
             )
         if experts.count is not None and experts.per_token > experts.count:
             yield f"model.experts.per_token={experts.per_token}: of {experts.count} experts"
-        if experts.count is not None and (self.channels % 8 or self.expert_ffn % 8):
-            yield (
-                f"model.channels={self.channels} model.experts.ffn={self.expert_ffn}: the grouped "
-                "products of experts take multiples of 8"
-            )
         # They would be ignored in layers with experts
         if experts.count is not None and (self.mlp_bias or self.activation != "silu"):
             given = "mlp_bias=true" if self.mlp_bias else f"activation={self.activation}"
@@ -300,11 +277,10 @@ class GPTConfig(Group):
         return sum(x.columns + x.outputs for x in linears if x.name in targets)
 
     def flops_per_token(self, pairs_per_token: float, adapters: int = 0) -> float:
-        """Return the FLOPs of forward and backward for one token that sees `pairs_per_token` keys.
-
-        Forward alone is a third. 6 per matmul weight (PaLM, arXiv 2204.02311, appendix B) and 12
-        per visible pair, head and channel: hidden pairs and recomputation do not count. LoRA adds 6
-        per weight of its `adapters`, and every other weight then takes 4: it is not trained.
+        """Return the FLOPs of forward, a third, and backward for a token that sees so many keys: 6
+        per matmul weight (PaLM, arXiv 2204.02311, appendix B), 12 per visible pair, head and
+        channel; hidden pairs and recomputation do not count. LoRA adds 6 per weight of its
+        `adapters`, and every other weight then takes 4: it is not trained.
         """
         weights = (4 if adapters else 6) * self.matmul_parameters() + 6 * adapters
         return weights + sum(block.attention.flops(pairs_per_token) for block in self.blocks())
@@ -382,9 +358,7 @@ class LoraConfig:
         return each * model.parameters() - saved
 
     def check_model(self, model: GPTConfig) -> None:
-        """Raise ValueError if a matrix of `model` cannot be in the format of the base, or `model`
-        has no layer of a target that the user has chosen.
-        """
+        """Raise ValueError for a chosen target or a format that `model` cannot have."""
         chosen = [] if self.rank is None or self.targets == list(LORA_TARGETS) else self.targets
         for target in chosen:
             if not model.lora_widths([target]):

@@ -1,8 +1,7 @@
 """A transformer block and its parts, norm, attention, feed-forward, as frozen values. Torch-free.
 
-A part answers for itself: its parameters, the matrices of its linear layers (for LoRA, FP8 and
-Muon), its tensors in a Hugging Face folder, its FLOPs, and the bytes that it saves for backward.
-It also builds its module. Everything else asks the parts and knows no layer by name.
+A part answers for its parameters, the matrices of its linear layers, its tensors in a Hugging Face
+folder and its FLOPs, and builds its module. Everything else asks it and knows no layer by name.
 
 Letters: N tokens on a device; C the hidden size, F the feed-forward size, q and kv the widths of
 all query heads and all key heads; e bytes of an activation.
@@ -21,9 +20,8 @@ NF4_BLOCK = 64  # weights of a scale of lora.base=nf4; a matrix has a multiple o
 
 
 def packed_width(columns: int) -> int:
-    """Return the bytes of a row of `columns` weights in nf4, its scales among them.
-
-    Half a byte a weight, one for each 64, 8 for all; filled up to a multiple of 16.
+    """Return the bytes of a row of `columns` weights in nf4, its scales among them: half a byte a
+    weight, one for each 64, 8 for all; filled up to a multiple of 16.
     """
     return -(-(33 * columns // 64 + 8) // 16) * 16
 
@@ -46,10 +44,6 @@ class LinearSpec(NamedTuple):
     @property
     def weights(self) -> int:
         return self.outputs * self.columns
-
-    @property
-    def parameters(self) -> int:
-        return self.weights + (self.outputs if self.has_bias else 0)
 
     def frozen_bytes(self, base: str | None, each: int) -> int:
         """Return the bytes of its frozen weight: packed as `base`, or `each` of an element."""
@@ -156,7 +150,7 @@ class Part:
     @cached_property
     def parameters(self) -> int:
         """Number of its parameters."""
-        linears = sum(linear.parameters for linear in self.linears)
+        linears = sum(x.weights + x.has_bias * x.outputs for x in self.linears)
         return linears + sum(size for _, size in self.vectors)
 
     @cached_property
@@ -256,10 +250,8 @@ class AttentionSpec(Part):
         return (self.model.head_size,) * 2 if self.model.qk_norm == "head" else ()
 
     def required(self, trains: bool = True) -> dict[str, Any]:
-        """Return what its backend must be able to do, as arguments of `attention.check`.
-
-        Sinks ask something of it only in training: a gradient of the lse.
-        """
+        """Return what its backend must be able to do, as arguments of `attention.check`."""
+        # Sinks ask something of it only in training: a gradient of the lse
         parts = frozenset(part for part in ("softcap", "sinks") if getattr(self.model, part))
         parts = parts if trains else parts - {"sinks"}
         group = self.model.heads // self.model.kv_heads
@@ -268,10 +260,6 @@ class AttentionSpec(Part):
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of `pairs` of a query and a visible key, forward and backward."""
         return 12 * pairs * self.model.heads * self.model.head_size
-
-    def output_bytes(self, p: Pass) -> int:
-        """Return the bytes of a token's output before the projection, and of its lse."""
-        return p.activation * self.query_size + FP32 * self.model.heads
 
 
 @dataclass(frozen=True)

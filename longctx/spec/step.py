@@ -24,7 +24,6 @@ from longctx.spec.parts import FP32, BlockSpec, Pass
 # Defaults by device, in tokens: a GPU is kept busy by 16,384 tokens at a time.
 TOKENS_PER_MICRO_BATCH = {"cuda": 16384, "cpu": 4096}
 TOKENS_PER_STEP = {"cuda": 65536, "cpu": 4096}
-PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 # FLOPs of a block and micro-batch, forward and backward, whose launches take the host about as long
 # as an H200 computes: 5 to 7 ms.
 HOST_BOUND = 3e12
@@ -70,7 +69,6 @@ class Workload:
     accumulate: int  # micro-batches in a step
     precision: str  # bf16 | fp8 | fp32
     compile: bool
-    deterministic: bool
     model: GPTConfig
     memory: MemoryConfig  # its policy may still be auto while the planner chooses one
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -246,4 +244,4 @@ class Workload:
 
 def precision_of(precision: str, device: str) -> str:
     """Return "bf16", "fp8" or "fp32"; auto is the fastest of the device."""
-    return PRECISION[device] if precision == "auto" else precision
+    return {"cuda": "bf16", "cpu": "fp32"}[device] if precision == "auto" else precision
