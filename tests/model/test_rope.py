@@ -40,35 +40,23 @@ SCALINGS: dict[str, dict[str, Any]] = {
 CONTEXT = 16384
 
 
-def own_frequencies(rope: Rope, length: int) -> torch.Tensor | None:
-    """(1, tokens, D/2) of a document; None if its length does not matter. Several documents: see
-    evaluation/test_perplexity.py.
-    """
-    if not rope.follows_length:
-        return None
-    table, number = rope.of_documents([length], length)
-    return table[number][None]
-
-
-def theirs(theta: float, scaling: dict[str, Any]) -> LlamaConfig:
-    rope = {"rope_theta": theta, **scaling}
-    sizes = {"hidden_size": 64, "num_attention_heads": 1, "max_position_embeddings": CONTEXT}
-    return LlamaConfig(**sizes, rope_parameters=rope)
-
-
+# Several documents: see evaluation/test_perplexity.py
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 1234567.0])
 @pytest.mark.parametrize("length", [100, 2049, CONTEXT, CONTEXT + 1, 3 * CONTEXT])
 def test_rotation_is_that_of_transformers(name, theta, length):
-    rotary = LlamaRotaryEmbedding(theirs(theta, SCALINGS[name]))
-    positions = torch.arange(length)[None]
-    cos, sin = rotary(torch.zeros(1), positions)
-    rope = Rope(RopeSpec(64, theta, SCALINGS[name], CONTEXT))
-    ours = rope(positions, own_frequencies(rope, length))
-    per_token = rope.frequencies if not rope.follows_length else own_frequencies(rope, length)[0, 0]
-    assert torch.equal(per_token, rotary.inv_freq)
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "max_position_embeddings": CONTEXT}
+    scaled = {"rope_parameters": {"rope_theta": theta, **SCALINGS[name]}}
+    rotary, positions = LlamaRotaryEmbedding(LlamaConfig(**sizes, **scaled)), torch.arange(length)
+    theirs = rotary(torch.zeros(1), positions[None])
+    rope, own = Rope(RopeSpec(64, theta, SCALINGS[name], CONTEXT)), None
+    if rope.follows_length:
+        table, number = rope.of_documents([length], length)
+        own = table[number][None]
+    ours = rope(positions[None], own)
+    assert torch.equal(rope.frequencies if own is None else own[0, 0], rotary.inv_freq)
     assert rope.attention_factor == rotary.attention_scaling
-    for a, b in zip(ours, (cos, sin), strict=True):  # theirs has angles in fp32
+    for a, b in zip(ours, theirs, strict=True):  # which has angles in fp32
         assert (a[:, :, 0] - b[..., :32]).abs().max() < length * 2**-23 * rope.attention_factor
 
 
