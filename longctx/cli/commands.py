@@ -66,13 +66,17 @@ class Command(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that `argv` (None: the process's arguments) names; return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--version" in argv:
-        return answer(argv, list_text, lambda _: print(f"longctx {longctx.__version__}"))
-    name, arguments = "".join(argv[:1]), argv[1:]
-    if name in COMMANDS:
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in COMMANDS and "--version" not in arguments:
         return answer(arguments, lambda: help_text(name, arguments), COMMANDS[name].start)
-    return answer(argv or ["--help"], list_text, lambda _: refuse_name(name))
+
+    def without_command(argv: list[str]) -> None:
+        if "--version" not in argv:
+            advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
+            raise ValueError(f"{name}: not a command{advice}")
+        print(f"longctx {longctx.__version__}")
+
+    return answer([name, *arguments], list_text, without_command)
 
 
 def answer(
@@ -206,12 +210,6 @@ def meaning_of(declared: fields.Key) -> str:
 def summary_of(schema: type) -> str:
     """Return the first paragraph of its docstring, without the full stop."""
     return " ".join((schema.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
-
-
-def refuse_name(name: str) -> None:
-    """Raise ValueError for a name that is no command, with the closest one."""
-    advice = fields.closest(name, COMMANDS) or f"; choose one of {', '.join(COMMANDS)}"
-    raise ValueError(f"{name}: not a command{advice}")
 
 
 # Commands
