@@ -84,7 +84,8 @@ def filled(schema: type, values: Mapping[str, Any], given: Mapping[str, Any]) ->
     """Return the checked configuration of the nested `values`, of which some keys are `given`."""
     config = build(schema, values)
     check(config)
-    return Request(config, {}, presets.as_typed(given))
+    overrides = {presets.GROUP_OF.get(name, name): shown(value) for name, value in given.items()}
+    return Request(config, {}, overrides)
 
 
 def from_file(path: Path, given: Mapping[str, Any]) -> Request[TrainConfig]:

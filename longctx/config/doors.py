@@ -1,8 +1,7 @@
-"""Doors: keys whose values are registered by name, each with one torch-free description.
-
-The description stands beside the code that it describes, in the package of the door. Checks, help
-and the planner read it through the door, which imports the package when it is first asked. A
-plugin registers its own names in the same way. Optimizers and objectives have keys of their own.
+"""Doors: keys whose values are registered by name, each with one torch-free description beside its
+code. Checks, help and the planner read it through the door, which imports the code's package when
+it is first asked. Plugins register in the same way. Optimizers and objectives have keys of their
+own.
 """
 
 from __future__ import annotations
@@ -151,14 +150,10 @@ class NamedGroup(Group, Generic[Traits]):
     name: str = ""
 
     @classmethod
-    def of(cls, name: str, **own: Any) -> Self:
-        """Return the group with `name` and its `own` keys."""
-        return cls.kind({"name": name})(name, **own)
-
-    @classmethod
-    def usual(cls) -> Self:
-        """Return the group with the default name, and the default of each key."""
-        return cls.of(keys(cls)["name"].default)
+    def of(cls, name: str | None = None, **own: Any) -> Self:
+        """Return the group with `name`, None: the default, and its `own` keys."""
+        named = {} if name is None else {"name": name}
+        return cls.kind(named)(**named, **own)
 
     @classmethod
     def kind(cls, values: Mapping[str, Any]) -> type[Self]:

@@ -130,7 +130,7 @@ def group(schema: type, **rules: Any) -> Any:
     """Declare a field that holds the keys of another dataclass, as `model` holds `model.layers`.
     The `rules` replace those of each of its keys.
     """
-    usual = getattr(schema, "usual", schema)
+    usual = getattr(schema, "of", schema)
     return dataclasses.field(default_factory=usual, metadata={"key": Key(**rules), "all": rules})
 
 

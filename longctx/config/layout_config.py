@@ -1,8 +1,5 @@
-"""The keys of a step's layout: memory= (activations saved for backward, and their place), strategy=
-(the model in copies or shards) and context= (sequences whole or in parts). Torch-free.
-
-A policy is a set of values for the other keys of memory: a key that is null has the policy's value.
-A layout changes speed and memory, never the gradients beyond the order of sums.
+"""The keys of a step's layout: memory=, strategy= and context=. Torch-free. A layout changes speed
+and memory, never the gradients beyond the order of sums.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ def tile_size(tokens: int, limit: int) -> int:
 
 @dataclass
 class MemoryConfig(Group):
-    """Activations saved for backward, and their place; null: as in the policy.
+    """Activations saved for backward, and their place; null: as in the policy, a set of values.
 
     policy: set by memory=NAME; auto: the first of fast, balanced, long that fits
     recompute: computed again in backward: none | mlp | block: all (attention=flash: but attention)

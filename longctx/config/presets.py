@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 
-from longctx.config.fields import keys, shown
+from longctx.config.fields import keys
 from longctx.config.train_config import TrainConfig
 from longctx.spec.model_config import GPTConfig
 
@@ -47,11 +47,6 @@ class Request(NamedTuple, Generic[Config]):
     def names_data(self) -> bool:
         """Return True if data= or a key of it is given."""
         return any(name.partition(".")[0] == "data" for name in self.overrides)
-
-
-def as_typed(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return key → value as on a command line, with attention=flash for attention.backend."""
-    return {GROUP_OF.get(name, name): shown(value) for name, value in given.items()}
 
 
 @functools.cache

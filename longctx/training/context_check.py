@@ -170,7 +170,7 @@ def small(run: Run) -> Run:
     workload = replace(workload, precision=precision, bf16_layers=(), lora=unpacked)
     config = replace(run.config, init=None, seq_len_schedule=None)
     if config.objective.traits.collate is not None:
-        config = replace(config, objective=ObjectiveConfig.usual())
+        config = replace(config, objective=ObjectiveConfig.of())
     return replace(run, config=config, workload=workload, lr=0.0, checkpoint=None, steps_done=0)
 
 
