@@ -144,7 +144,7 @@ def test_mistake_is_one_line_and_writes_nothing(run, refused, monkeypatch, overr
 def test_a_place_or_package_that_cannot_be_had_is_one_line(run, tmp_path, refused, monkeypatch):
     other = Path(shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("eval")))
     (other / "eval").write_text("")
-    refused(evaluation.main([f"checkpoint={other}", "device=cpu"]), f"{other}/eval: ")
+    refused(evaluation.main([f"checkpoint={other}", "device=cpu"]), f"{other}/eval")
     monkeypatch.setattr("longctx.config.eval_config.find_spec", lambda name: None)
     error = refused(evaluation.main([f"checkpoint={run}", "tasks=[a,b]"]), "tasks=[a,b]: ")
     assert "pip install lm-eval" in error
