@@ -99,11 +99,8 @@ def attention_of(
     with untrusted.opened(file, "attention="):
         own = AttentionConfig(**run.get("attention", {}))
         if own.backend not in DESCRIPTIONS:
-            recorded = run.get("plugins") or ["FILE.py"]
-            raise ValueError(
-                f"{file}: trained with attention={own.backend}, which a plugin brings; name it: "
-                f"{as_typed(recorded)}"
-            )
+            problem = f"trained with attention={own.backend}, which a plugin brings; name it"
+            raise ValueError(f"{file}: {problem}: {as_typed(run.get('plugins') or ['FILE.py'])}")
         own.validate()
         if asked is not None and asked.backend != own.backend and not own.description.exact:
             raise ValueError(

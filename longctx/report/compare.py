@@ -23,7 +23,7 @@ from rich.text import Text
 from longctx import files
 from longctx.config import fields
 from longctx.config.train_config import TrainConfig
-from longctx.report.run_view import Line, RunRecord, hardware, line_of, read
+from longctx.report.run_view import Line, RunRecord, hardware, line_of
 from longctx.runs.evaluations import scores
 from longctx.runs.metrics import Shown, duration, finite, shown
 from longctx.spec.model_config import GPTConfig
@@ -98,7 +98,7 @@ def read_all(paths: Sequence[Path], price: float | None) -> tuple[list[RunRecord
             raise FileNotFoundError(f"{path}: no such folder; give that of a run, as runs/NAME")
         try:
             with opened(path):
-                run = read(path, points, price)
+                run = RunRecord(path, points, price)
                 # Alone first: a value that cannot be shown is found here
                 embedded(described(run) | table_of([run], price)._asdict())
             runs.append(run)

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,10 +17,10 @@ from typing import Any
 from longctx import tables, untrusted
 from longctx.runs import checkpoint_index, metrics
 from longctx.runs.checkpoint_index import Damaged
-from longctx.runs.evaluations import Evaluations, read_evaluations
+from longctx.runs.evaluations import read_evaluations
 from longctx.runs.metrics import BY_POSITION, Record, Shown, finite, line, number
 from longctx.runs.metrics_file import Tail, read_records
-from longctx.runs.run_folder import checkpoints, is_training, read_config
+from longctx.runs.run_folder import checkpoints, flat, is_training, read_config
 
 # A curve: "t" tokens seen, "s" seconds of training, "y" values; if records were joined, also "lo"
 # and "hi" next to the mean "y".
@@ -31,79 +30,56 @@ Line = dict[str, list[float]]  # points to draw: "x", such as tokens before, and
 PAUSE = 0.5  # seconds between two looks
 
 
-@dataclass
 class RunRecord:
-    """What the files of a run hold. `figures` has no key for a metric or a cost that is unknown;
-    `notes` are remarks for the reader.
+    """What the files of the run in `folder` hold, with at most `points` points in a curve.
+
+    `figures` has no key for a metric or a cost that is unknown; `price` is of a GPU's hour. Raises
+    ValueError or FileNotFoundError, one line, if there is no run, and anything for files that no
+    run writes.
     """
 
-    folder: Path
-    label: str
-    config: dict[str, Any]
-    figures: Record
-    curves: dict[str, Curve]
-    evaluations: Evaluations
-    ended: str
-    notes: list[str]
-    lock: dict[str, str]
-    positions: Line  # loss over tokens before
-    tokenizer: str = ""  # a hash of its tokenizer.json
-    documents: str = ""  # the fingerprint of its data; empty if no checkpoint can be read
-
-
-def read(folder: Path, points: int, price: float | None = None) -> RunRecord:
-    """Read the run in `folder`, with at most `points` points in a curve. `price`: of a GPU's hour.
-
-    Raises ValueError or FileNotFoundError, one line, if there is none, and anything for files that
-    no run writes.
-    """
-    config = read_config(folder)
-    # Before the records are read: a run that ends in between has written all of them.
-    training = is_training(folder)
-    records, cut = read_records(folder)
-    if not records:
-        raise ValueError(
-            f"{folder}: no metrics yet; wait for the first line of metrics.jsonl, or start the run "
-            "again"
-        )
-    figures, lock = metrics.figures(records), kernel_lock(folder)
-    run = RunRecord(
-        folder,
-        label=folder.resolve().name,
-        config=config,
-        figures=cost_of(config, figures, lock, price) | figures,
-        curves=curves(records, points),
-        evaluations=read_evaluations(folder),
-        ended=ending(figures["step"], config["max_steps"], training),
-        positions=positions(records),
-        notes=[f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else [],
-        lock=lock,
-    )
-    # Two runs have the same tokens if their tokenizers are equal, wherever those came from
-    if os.path.lexists(file := folder / "tokenizer.json"):
-        text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, folder)
-        run.tokenizer = hashlib.sha256(text.encode()).hexdigest()
-    # Files of data.path may change between two runs
-    for newest in checkpoints(folder)[-1:]:
-        with suppress(Damaged):
-            run.documents = str(checkpoint_index.read(newest)["longctx"]["data"])
-    return run
+    def __init__(self, folder: Path, points: int, price: float | None = None) -> None:
+        self.folder, self.label = folder, folder.resolve().name
+        self.config = read_config(folder)
+        # Before the records are read: a run that ends in between has written all of them.
+        training = is_training(folder)
+        records, cut = read_records(folder)
+        if not records:
+            raise ValueError(
+                f"{folder}: no metrics yet; wait for the first line of metrics.jsonl, or start the "
+                "run again"
+            )
+        # Remarks for the reader
+        self.notes = [f"{folder}: left out as incomplete: {cut} of metrics.jsonl"] if cut else []
+        self.lock, figures = kernel_lock(folder), metrics.figures(records)
+        self.figures = cost_of(self.config, figures, self.lock, price) | figures
+        self.ended = ending(figures["step"], self.config["max_steps"], training)
+        self.curves = curves(records, points)
+        self.positions = positions(records)  # loss over tokens before
+        self.evaluations = read_evaluations(folder)
+        self.tokenizer = ""
+        # Two runs have the same tokens if their tokenizers are equal, wherever those came from
+        if os.path.lexists(file := folder / "tokenizer.json"):
+            text = untrusted.read_text(file, untrusted.TOKENIZER_SIZE, folder)
+            self.tokenizer = hashlib.sha256(text.encode()).hexdigest()
+        self.documents = ""
+        # Files of data.path may change between two runs; a damaged checkpoint does not know
+        for newest in checkpoints(folder)[-1:]:
+            with suppress(Damaged):
+                self.documents = str(checkpoint_index.read(newest)["longctx"]["data"])
 
 
 def kernel_lock(folder: Path) -> dict[str, str]:
     """Return kernel.lock.json as cells of a table: the kernel, versions, and short hashes of its
     sources and of its results.
     """
-    cells: dict[str, str] = {}
-    for key, value in untrusted.read_settings(folder / "kernel.lock.json").items():
-        if key in ("machine", "versions"):
-            cells |= {name: str(version) for name, version in value.items()}
-        elif key in ("sources", "fingerprint") and value:
-            text = json.dumps(value, sort_keys=True)
-            cells[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
-        elif isinstance(value, str | bool) and key != "backend":
-            cells[key] = str(value)
-    return cells
+    lock = untrusted.read_settings(folder / "kernel.lock.json")
+    for key in ("sources", "fingerprint"):
+        if lock.get(key):
+            text = json.dumps(lock[key], sort_keys=True)
+            lock[key] = hashlib.sha256(text.encode()).hexdigest()[:10]
+    named = {key.rpartition(".")[2]: value for key, value in flat(lock).items() if key != "backend"}
+    return {key: str(value) for key, value in named.items() if isinstance(value, str | bool)}
 
 
 def ending(step: int, steps: int, training: bool) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from longctx import cli
 from longctx.report.compare import described, not_ranked
-from longctx.report.run_view import read, reduced
+from longctx.report.run_view import RunRecord, reduced
 from longctx.runs import run_folder
 from longctx.runs.evaluations import write
 from tests.report.run_files import compare, make, step
@@ -77,8 +77,8 @@ def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
 def test_how_a_run_ended(tmp_path):
     folder = make(tmp_path / "a", [step(n) for n in range(1, 13)])
     with run_folder.locked(folder):
-        assert read(folder, 100).ended == "training, step 12 of 20"
-    assert read(folder, 100).ended == "stopped at step 12 of 20"
+        assert RunRecord(folder, 100).ended == "training, step 12 of 20"
+    assert RunRecord(folder, 100).ended == "stopped at step 12 of 20"
 
 
 @pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])
@@ -170,7 +170,7 @@ BY_TOKENIZER = ("data: {tokenizer: null, vocab_size: 9}", "data: {tokenizer: run
 
 
 def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
-    runs = [read(make(tmp_path / name), 9) for name in "abc"]
+    runs = [RunRecord(make(tmp_path / name), 9) for name in "abc"]
     for run, documents in zip(runs, ("", "d1", "d1"), strict=True):
         run.documents = documents
     assert not not_ranked(runs)
@@ -214,4 +214,4 @@ def test_the_curve_over_context_is_of_the_newest_checkpoint_on_its_own_documents
         content = {"context": int(name[-3:]), "stride": 32, "total": {"tokens": 7}}
         content["by_context"] = [{"context": 64, "loss": float(number)}]
         write(content, folder / "eval" / f"{name}.json")
-    assert described(read(folder, 9))["contexts"] == {"x": [64], "y": [2.0]}
+    assert described(RunRecord(folder, 9))["contexts"] == {"x": [64], "y": [2.0]}

@@ -9,7 +9,7 @@ import pytest
 
 from longctx import cli
 from longctx.report.compare import differing, table_of
-from longctx.report.run_view import cost_of, hardware, read, watch
+from longctx.report.run_view import RunRecord, cost_of, hardware, watch
 from tests.report.run_files import make, step
 
 HOSTILE = '<script>alert(1)</script>, "a"'
@@ -48,12 +48,12 @@ def test_gpu_hours_and_money_are_products():
 
 def test_the_most_tokens_for_money_are_marked(tmp_path):
     folders = [on_gpus(tmp_path / name, n, 3600) for name, n in (("a", 4), ("b", 1))]
-    table = table_of([read(folder, 9, 2.5) for folder in folders], 2.5)
+    table = table_of([RunRecord(folder, 9, 2.5) for folder in folders], 2.5)
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     assert [row["cost at 2.5 an hour"] for row in rows] == ["10.00", "2.50"]
     assert [row["kernel"] for row in rows] == ["hopper", "hopper"]
     assert (1, table.headings.index("tokens for 1 of its currency")) in table.best
-    without_price = table_of([read(folder, 9) for folder in folders], None)
+    without_price = table_of([RunRecord(folder, 9) for folder in folders], None)
     assert "GPU hours" in without_price.headings
     assert len(without_price.headings) == len(table.headings) - 2
 
@@ -97,7 +97,7 @@ def test_paths_of_one_name_do_not_differ(tmp_path):
         f"data: {{path: /{n}/docs, cache: /{n}/c}}\nmax_steps: 3{n}\nlr: 1\nseq_len: 512"
         for n in range(2)
     ]
-    runs = [read(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(texts)]
+    runs = [RunRecord(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(texts)]
     assert differing(runs) == ["max_steps"]
 
 
