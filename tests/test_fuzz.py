@@ -194,7 +194,6 @@ FILES = ["metrics.jsonl", "config.yaml", "kernel.lock.json", "eval/val-a.json"]
 def test_any_file_of_a_run_is_shown_or_one_line(name, content, appends):
     with tempfile.TemporaryDirectory() as place:
         folder, other = make(Path(place) / "run"), make(Path(place) / "other")
-        (folder / "eval").mkdir()
         with open(folder / name, "ab" if appends else "wb") as file:
             file.write(content)
         runs, notes = read_all([folder, other], None)

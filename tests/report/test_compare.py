@@ -1,56 +1,31 @@
 """What is printed and drawn is what the files hold, whoever named the runs and however they
-ended.
+ended; what runs cost is the product of devices, time and price.
 """
 
+import csv
 import json
 import math
+import os
 import re
-from html.parser import HTMLParser
-from pathlib import Path
+import shutil
 
 import pytest
 
 from longctx import cli
-from longctx.report.compare import described, not_ranked
-from longctx.report.run_view import RunRecord, reduced
+from longctx.report.compare import described, differing, lock_differences, not_ranked, table_of
+from longctx.report.run_view import RunRecord, cost_of, hardware, reduced
 from longctx.runs import run_folder
-from longctx.runs.evaluations import write
-from tests.report.run_files import compare, make, step
+from tests.report.run_files import DATA, compare, make, step
 
 HOSTILE = "<!--<script>&\x1b[31m\u2028<img src=x onerror=alert(1)>"
 
 
-class Page(HTMLParser):
-    """What a browser makes of a page: its elements, and the text of the script elements."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts[-1] += data
-
-
-def page_data(path: Path) -> dict:
-    return json.loads(Page(path.read_text()).scripts[0], parse_constant=pytest.fail)
-
-
 def test_figures_come_from_the_rows(tmp_path, capsys):
-    compare([make(tmp_path / "a")], tmp_path / "x.html")
+    (run,) = compare([make(tmp_path / "a")], tmp_path / "x.html")["runs"]
     printed = capsys.readouterr().out
     for text in ("2,000", "0.2500", "2.72", "1,011", "2.50", "finished", "x.html"):
         assert text in printed
     assert "lr" not in printed.splitlines()[1].split()
-    run = page_data(tmp_path / "x.html")["runs"][0]
     assert run["curves"]["loss"]["y"] == [float(f"{5 / n:.5g}") for n in range(1, 21)]
     assert run["curves"]["loss"]["t"] == [100 * n for n in range(1, 21)]
     assert run["curves"]["val_perplexity"]["s"] == [2.0]
@@ -59,8 +34,8 @@ def test_figures_come_from_the_rows(tmp_path, capsys):
 
 def test_the_best_of_each_column_is_marked(tmp_path):
     slow = [step(n, tokens_per_second=10.0) for n in range(1, 21)]
-    compare([make(tmp_path / "slow", slow), make(tmp_path / "fast")], tmp_path / "x.html")
-    table = page_data(tmp_path / "x.html")["table"]
+    folders = [make(tmp_path / "slow", slow), make(tmp_path / "fast")]
+    table = compare(folders, tmp_path / "x.html")["table"]
     speed = table["headings"].index("speed (tokens/s)")
     assert [1, speed] in table["best"]
     assert all(column != table["headings"].index("loss") for _, column in table["best"])
@@ -68,10 +43,10 @@ def test_the_best_of_each_column_is_marked(tmp_path):
 
 @pytest.mark.parametrize("tail", ['{"step": 21, "tok', "\x00\x00"])
 def test_half_written_line_is_left_out_with_a_note(tmp_path, capsys, tail):
-    compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")
+    notes = compare([make(tmp_path / "a", tail=tail)], tmp_path / "x.html")["notes"]
     printed = capsys.readouterr()
     assert "1 of 22 lines" in printed.err and "0.2500" in printed.out
-    assert "1 of 22 lines" in page_data(tmp_path / "x.html")["notes"][0]
+    assert "1 of 22 lines" in notes[0]
 
 
 def test_how_a_run_ended(tmp_path):
@@ -84,43 +59,42 @@ def test_how_a_run_ended(tmp_path):
 @pytest.mark.parametrize(("nan", "inf"), [(None, None), (math.nan, math.inf)])
 def test_a_loss_that_is_nan_is_shown_undrawn(tmp_path, capsys, nan, inf):
     folders = [make(tmp_path / name, [step(1), step(2, loss=nan, grad_norm=inf)]) for name in "ab"]
-    compare([*folders, make(tmp_path / "c")], tmp_path / "x.html")
+    run, *_ = compare([*folders, make(tmp_path / "c")], tmp_path / "x.html")["runs"]
     assert "nan" in capsys.readouterr().out
-    assert page_data(tmp_path / "x.html")["runs"][0]["curves"]["loss"]["y"] == [5.0]
+    assert run["curves"]["loss"]["y"] == [5.0]
     compare([folders[0], make(tmp_path / "d", [step(1, loss=nan)])], tmp_path / "x.html")
 
 
 def test_hostile_names_stay_text(tmp_path):
     script = "'</script ><script>alert(1)</script >'"
     settings = f"lr: {script}\nwandb: {{notes: {script}, tags: [{script}]}}"
-    plain, hostile = make(tmp_path / "plain"), make(tmp_path / HOSTILE, config=settings)
-    (hostile / "kernel.lock.json").write_text(json.dumps({"kernel": script}))
+    plain = make(tmp_path / "plain")
+    hostile = make(tmp_path / HOSTILE, config=settings, lock={"kernel": script})
     closing = make(tmp_path / "<" / "script><script>alert(2)<" / "script>")
-    compare([plain, hostile, closing], tmp_path / "x.html")
+    shown = compare([plain, hostile, closing], tmp_path / "x.html")
     compare([plain], tmp_path / "y.html")
-    text = (tmp_path / "x.html").read_text()
-    assert Page(text).elements == Page((tmp_path / "y.html").read_text()).elements
-    assert not [about for _, about in Page(text).elements if {"src", "href"} & about.keys()]
-    assert "alert(1)" in Page(text).scripts[0] and not set("<>&") & set(Page(text).scripts[0])
-    assert page_data(tmp_path / "x.html")["runs"][1]["label"] == HOSTILE
-    assert "default-src 'none'" in text
-    for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "https://"):
-        assert word not in text
+    text, page = ((tmp_path / name).read_text() for name in ("x.html", "y.html"))
+    assert DATA.sub("", text) == DATA.sub("", page)
+    (data,) = DATA.findall(text)
+    assert "alert(1)" in data and not set("<>&") & set(data)
+    assert shown["runs"][1]["label"] == HOSTILE
+    assert "default-src 'none'" in page
+    for word in ("innerHTML", "outerHTML", "document.write", "eval(", "http://", "src=", "href="):
+        assert word not in page
 
 
 def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
     rows = [step(1), {"step": 1, "tokens_seen": 100, "facts_found/\x1b[2J/64": 0.5}]
+    lock = {"backend": "x", "\x9b1m": "a"}
+    title = 'notes: "\\x1b]0;title\\x07"'
     folders = [
-        make(tmp_path / "a\x1b[31m", rows, tail="{", config='notes: "\\x1b]0;title\\x07"'),
-        make(tmp_path / "b", rows, config="notes: plain"),
+        make(tmp_path / "a\x1b[31m", rows, tail="{", config=title, lock=lock),
+        make(tmp_path / "b", rows, config="notes: plain", lock=lock | {"\x9b1m": "b"}),
         tmp_path / "no\x1bfolder",
     ]
     folders[2].mkdir()
-    for folder in folders[:2]:
-        lock = {"backend": "x", "\x9b1m": folder.name}
-        (folder / "kernel.lock.json").write_text(json.dumps(lock))
-    for words in (["compare", *map(str, folders), "out=x.html"], ["watch", str(folders[0])]):
-        words = [word.replace("out=", f"out={tmp_path}/") for word in words]
+    page = f"out={tmp_path}/x.html"
+    for words in (["compare", *map(str, folders), page], ["watch", str(folders[0])]):
         assert cli.main(words) == 0
     assert cli.main(["watch", str(folders[2])]) == 2
     printed = "".join(capsys.readouterr())
@@ -131,26 +105,24 @@ def test_no_text_of_a_run_drives_the_terminal(tmp_path, capsys):
 def test_each_run_is_shown_once_under_its_own_name(tmp_path, capsys):
     first, second = make(tmp_path / "x" / "a"), make(tmp_path / "y" / "a")
     empty = make(tmp_path / "b", rows=[])
-    compare([first, second, first / ".." / "a", empty], tmp_path / "x.html")
+    runs = compare([first, second, first / ".." / "a", empty], tmp_path / "x.html")["runs"]
     assert f"left out: {empty}" in capsys.readouterr().err
-    labels = [run["label"] for run in page_data(tmp_path / "x.html")["runs"]]
-    assert labels == [str(first), str(second)]
+    assert [run["label"] for run in runs] == [str(first), str(second)]
 
 
 def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path):
     run, empty = make(tmp_path / "runs" / "a"), make(tmp_path / "empty", rows=[])
     (tmp_path / "bare").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    page = tmp_path / "x.html"
-    for paths, out, part in [
-        ([run, tmp_path / "none"], page, "none"),
-        ([tmp_path / "bare"], page, "bare"),
-        ([tmp_path / "runs"], page, f"{tmp_path}/runs/*"),
-        ([empty], page, "empty"),
-        ([run], tmp_path / "no" / "x.html", f"out={tmp_path}/no/x.html"),
+    for path, out, part in [
+        (tmp_path / "none", "x.html", "none"),
+        (tmp_path / "bare", "x.html", "bare"),
+        (tmp_path / "runs", "x.html", f"{tmp_path}/runs/*"),
+        (empty, "x.html", "empty"),
+        (run, "no/x.html", f"out={tmp_path}/no/x.html"),
     ]:
         with pytest.raises((ValueError, OSError), match=re.escape(part)) as error:
-            compare(paths, out)
+            compare([path], tmp_path / out)
         assert "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -194,24 +166,178 @@ def test_losses_are_not_ranked_if_files_changed_between_the_runs(tmp_path):
         (BY_TOKENIZER, "ab", False),
     ],
 )
-def test_losses_are_ranked_over_the_same_tokens(tmp_path, capsys, configs, tokenizers, is_ranked):
+def test_losses_are_ranked_over_the_same_tokens(tmp_path, configs, tokenizers, is_ranked):
     folders = []
     for number, config in enumerate(configs):
         rows = [step(n, loss=2.0 + number) for n in range(1, 21)]
         folders.append(make(tmp_path / f"{number}", rows, config=config))
     for folder, text in zip(folders, tokenizers, strict=False):
         (folder / "tokenizer.json").write_text(text)
-    compare(folders, tmp_path / "x.html")
-    table = page_data(tmp_path / "x.html")["table"]
-    assert ([0, table["headings"].index("loss")] in table["best"]) == is_ranked
-    assert ("not ranked" in capsys.readouterr().err) != is_ranked
+    data = compare(folders, tmp_path / "x.html")
+    best, headings = data["table"]["best"], data["table"]["headings"]
+    assert ([0, headings.index("loss")] in best) == is_ranked
+    assert ("not ranked" in str(data["notes"])) != is_ranked
+
+
+def test_paths_of_one_name_do_not_differ(tmp_path):
+    texts = [f"data: {{path: /{n}/docs, cache: /{n}/c}}\nmax_steps: 3{n}\nlr: 1" for n in range(2)]
+    runs = [RunRecord(make(tmp_path / f"{n}", config=text), 9) for n, text in enumerate(texts)]
+    assert differing(runs) == ["max_steps"]
+
+
+# Files next to a run's rows, whoever wrote them
+
+GRID = {"lengths": [64, 128], "depths": [0, 0.5, 1], "accuracy": [[1, 1, 1], [0.25, 0.5, 0]]}
+MAPS = {"kinds": {"needle": GRID}}
+
+
+def test_validations_are_shown(tmp_path):
+    validation = {"step": 1, "tokens_seen": 100, "val_loss": 2.0}
+    validation |= {f"val_loss_by_position/{2**b}": 5.0 - b for b in range(4)}
+    run = RunRecord(make(tmp_path / "a", [step(1), validation]), 100)
+    assert run.positions == {"x": [1, 2, 4, 8], "y": [5.0, 4.0, 3.0, 2.0]}
+
+
+def test_each_kind_of_evaluation_is_shown(tmp_path):
+    total = {"tokens": 9, "perplexity": 3.5, "word_perplexity": 77.25, "standard_error": 0.01}
+    scores = {"acc,none": 0.25, "acc_stderr,none": 0.1, "em,strict": 0.5}
+    tasks = {"context": 2048, "results": {"arc": scores}}
+    scores = {"niah_single_2": [1.0, 1.0], "qa_1": [0.5, 0.5]}
+    ruler = {"ruler": {"lengths": [512, 2048], "scores": scores}}
+    others = {"passkey": MAPS, "tasks": tasks, "ruler": ruler}
+    folder = make(tmp_path / "a", val={"context": 256, "total": total}, **others)
+    table = table_of([RunRecord(folder, 100)], None)
+    cells = dict(zip(table.headings, table.rows[0], strict=True))
+    expected = {
+        "context trained at": "64, evaluated at 256",
+        "val: perplexity": "3.5000 ± 0.035",
+        "val: word_perplexity": "77.2500",
+        "tasks: arc/em (strict)": "0.5000",
+        "passkey: needle/64": "1.0000",
+        "passkey: needle/128": "0.2500",
+        "ruler: ruler/qa_1/2048": "0.5000",
+        "ruler: ruler/mean/512": "0.7500",
+    }
+    assert {heading: cells[heading] for heading in expected} == expected
 
 
 def test_the_curve_over_context_is_of_the_newest_checkpoint_on_its_own_documents(tmp_path):
-    folder = make(tmp_path / "a")
+    evaluations = {}
     names = [f"val-step-{name}" for name in ("00000012-256", "00000012-512", "00000008-512")]
     for number, name in enumerate(["README.md-step-00000012-512", *names]):
         content = {"context": int(name[-3:]), "stride": 32, "total": {"tokens": 7}}
-        content["by_context"] = [{"context": 64, "loss": float(number)}]
-        write(content, folder / "eval" / f"{name}.json")
-    assert described(RunRecord(folder, 9))["contexts"] == {"x": [64], "y": [2.0]}
+        losses = [{"context": 64, "loss": float(number)}, {"context": 128, "loss": None}]
+        evaluations[name] = content | {"by_context": losses}
+    contexts = described(RunRecord(make(tmp_path / "a", **evaluations), 9))["contexts"]
+    assert contexts == {"x": [64], "y": [2.0]}
+
+
+SHORT = '{"kinds": {"a": {"lengths": [1], "depths": [0], "accuracy": []}}}'
+FIFO, LINK, DANGLING = "a fifo", "a link", "a link to nothing"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("eval/x.json", text) for text in (SHORT, SHORT.replace("[]", "[[NaN]]"), "[" * 10**5)),
+        *(("kernel.lock.json", text) for text in ("{", "[" * 10**5)),
+        ("metrics.jsonl", json.dumps(step(21, loss=10**400))),
+        ("config.yaml", "max_steps: 20\nseq_len: [64]"),
+        *((file, FIFO) for file in ("eval/val.json", "metrics.jsonl", "config.yaml")),
+        *((file, LINK) for file in ("config.yaml", "metrics.jsonl", "eval", "tokenizer.json")),
+        *((file, DANGLING) for file in ("config.yaml", "metrics.jsonl", "tokenizer.json")),
+    ],
+    ids=range(17),
+)
+def test_what_a_file_raises_leaves_out_its_run(tmp_path, capsys, file, content):
+    broken = make(tmp_path / "a", val=MAPS)
+    (broken / "tokenizer.json").write_text("{}")
+    if content in (FIFO, LINK, DANGLING):
+        shutil.move(broken / file, tmp_path / "secret")
+        target = tmp_path / ("none" if content == DANGLING else "secret")
+        os.mkfifo(broken / file) if content == FIFO else (broken / file).symlink_to(target)
+    else:
+        (broken / file).write_text(content)
+    compare([broken, make(tmp_path / "b")], tmp_path / "x.html")
+    error = capsys.readouterr().err
+    assert error.startswith(f"note: left out: {broken}") and error.count("\n") == 1
+    with pytest.raises((ValueError, OSError), match=str(broken)):
+        compare([broken], tmp_path / "x.html")
+    if content in (LINK, DANGLING, "{") and file not in ("eval", "tokenizer.json"):
+        assert cli.main(["watch", str(broken)]) == 2
+
+
+def test_a_damaged_checkpoint_leaves_the_documents_unknown(tmp_path):
+    file = make(tmp_path / "a") / "checkpoints" / "step-00000001.ckpt" / "checkpoint.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("[]")
+    assert RunRecord(tmp_path / "a", 9).documents == ""
+
+
+def test_locks_that_differ_are_a_note(tmp_path):
+    lock = {"backend": "flash", "machine": {"torch": "2.13.0"}, "fingerprint": {"out": "b"}}
+    newer = lock | {"machine": {"torch": "2.14.0"}}
+    folders = [
+        make(tmp_path / "a", lock=lock),
+        make(tmp_path / "b", lock=newer),
+        make(tmp_path / "c", config="seq_len: 128", lock=lock | {"fingerprint": {"out": "c"}}),
+        make(tmp_path / "d"),
+    ]
+    notes = compare(folders, tmp_path / "x.html")["notes"]
+    (note,) = [note for note in notes if "kernel locks" in note]
+    for part in ("flash", " torch: ", "2.13.0 (a, c)", "2.14.0 (b)"):
+        assert part in note
+    runs = [RunRecord(folder, 100) for folder in folders]
+    runs[2].config["seq_len"] = 64
+    assert ["fingerprint" in note for note in lock_differences(runs)] == [False, True]
+
+
+# Costs
+
+LOCK = {"backend": "flash", "kernel": "hopper", "machine": {"device": "NVIDIA H200"}}
+
+
+def test_gpu_hours_and_money_are_products():
+    figures = {"memory_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5_000_000}
+    cost = cost_of({"devices": 8}, figures, {"device": "NVIDIA H200"}, 2.5)
+    assert (hardware(cost), cost["gpu_hours"], cost["money"]) == ("8 × NVIDIA H200", 4.0, 10.0)
+    assert cost["tokens_per_money"] == 500_000
+    assert not {"money", "tokens_per_money"} & cost_of({"devices": 8}, figures, {}, None).keys()
+    resumed = figures | {"device_seconds": 3600.0}
+    assert cost_of({"devices": 8}, resumed, {}, None)["gpu_hours"] == 1.0
+    on_cpu = {"process_peak_gib": 2.0, "seconds": 1800.0, "tokens_seen": 5}
+    expected = {"device": "CPU", "devices": 1, "seconds": 1800.0}
+    assert cost_of({}, on_cpu, {"device": "cpu"}, 2.5) == expected
+    assert "gpu_hours" not in cost_of({}, {"memory_peak_gib": 1.0, "seconds": None}, {}, 2.5)
+
+
+def test_the_table_and_the_file_have_costs_and_numbers(tmp_path):
+    rows = [step(n, seconds=1200.0 * n) for n in (1, 2, 3)]
+    folders = [
+        make(tmp_path / '<script>, "a"', rows, config="devices: 4", lock=LOCK),
+        make(tmp_path / "b", [*rows[:2], step(3, loss=math.nan, seconds=3600.0)], lock=LOCK),
+    ]
+    table = table_of([RunRecord(folder, 9, 2.5) for folder in folders], 2.5)
+    shown = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    assert [row["cost at 2.5 an hour"] for row in shown] == ["10.00", "2.50"]
+    assert [row["kernel"] for row in shown] == ["hopper", "hopper"]
+    assert (1, table.headings.index("tokens for 1 of its currency")) in table.best
+    words = [*map(str, folders), f"out={tmp_path}/x.html", f"table={tmp_path}/runs.csv"]
+    assert cli.main(["compare", *words, "price=2.5"]) == 0
+    with (tmp_path / "runs.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert [float(row["money"]) for row in written] == [10.0, 2.5]
+    # The rate of the configuration and of the last step
+    assert (written[1]["config.lr"], float(written[1]["lr"])) == ("0.001", 0.001)
+    assert [row["run"] for row in written] == [folder.name for folder in folders]
+    assert written[1]["loss"] == "nan" and written[0]["tokens_seen"] == "300"
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "message"),
+    [("price=2", 0, "no run had one"), ("table=no/runs.csv", 2, "error: table=no/runs.csv: ")],
+)
+def test_a_word_that_does_not_fit_is_one_line(tmp_path, capsys, word, code, message):
+    folder = make(tmp_path / "a", [{"step": 1, "tokens_seen": 100, "loss": 5.0}])
+    assert cli.main(["compare", str(folder), f"out={tmp_path}/x.html", word]) == code
+    assert message in capsys.readouterr().err
