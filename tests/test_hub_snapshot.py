@@ -1,7 +1,6 @@
 """Models of the Hub, from a server of this machine, read in processes of their own."""
 
 import json
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,18 +17,17 @@ FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
-    "model.safetensors": b"weights",
-    "pytorch_model.bin": b"pickle",
-    "modeling_llama.py": b"raise SystemExit",
-    "consolidated.safetensors": b"again",
-    "onnx/config.json": b"{}",
+    **dict.fromkeys(("model.safetensors", "consolidated.safetensors"), b"weights"),
+    **dict.fromkeys(("pytorch_model.bin", "modeling_llama.py", "onnx/config.json"), b"not ours"),
 }
 SETTINGS = {"config.json", "tokenizer.json", "chat_template.jinja"}
-ERRORS = {  # model → status and code, as the Hub answers
-    "me/gated": (403, "GatedRepo"),
-    "me/missing": (401, "RepoNotFound"),
-    "me/broken": (500, ""),
-    "me/often": (429, ""),
+# Model → status and code, as the Hub answers, and words of the line that says so
+ERRORS = {
+    "me/gated": (403, "GatedRepo", ["gated", "HF_TOKEN"]),
+    "me/missing": (401, "RepoNotFound", ["no such folder here", "HF_TOKEN"]),
+    "me/broken": (500, "", ["500", "try again later"]),
+    "me/often": (429, "", ["429", "try again later"]),
+    "me/small@nosuch": (404, "RevisionNotFound", ["revision"]),
 }
 SCRIPT = """
 import sys
@@ -60,40 +58,39 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].strip("/")
         self.requests.append(path)
         parts = path.removeprefix("api/models/").split("/")
-        status, code = ERRORS.get("/".join(parts[:2]), (200, ""))
-        if status == 200 and "nosuch" in parts:
-            status, code = 404, "RevisionNotFound"
+        asked = "/".join(parts[:2]) + ("@nosuch" if "nosuch" in parts else "")
+        status, code, _ = ERRORS.get(asked, (200, "", []))
         if status != 200:
             self.answer(status, b"no", {"X-Error-Code": code, "X-Error-Message": code})
         elif "tree" in parts:
-            files = [
+            listed = [
                 {"type": "file", "path": name, "size": len(content), "oid": f"{number:040x}"}
                 for number, (name, content) in enumerate(FILES.items())
             ]
-            self.answer(200, json.dumps(files).encode())
+            self.answer(200, listed)
         elif path.startswith("api/"):
             sha = OLD if parts[-1] == "old" else type(self).commit
-            self.answer(200, json.dumps({"id": "me/small", "sha": sha, "siblings": []}).encode())
+            self.answer(200, {"id": "me/small", "sha": sha, "siblings": []})
         else:
-            content = FILES["/".join(parts[4:])]
-            etag = f'"{list(FILES.values()).index(content):040x}"'
-            self.answer(200, content, {"ETag": etag, "X-Repo-Commit": parts[3]})
+            etag = f'"{list(FILES).index("/".join(parts[4:])):040x}"'
+            headers = {"ETag": etag, "X-Repo-Commit": parts[3]}
+            self.answer(200, FILES["/".join(parts[4:])], headers)
 
-    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+    def answer(self, status: int, content: object, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
+        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            self.wfile.write(body)
 
 
-# Words → exit code, lines of stdout, stderr
-Machine = Callable[..., tuple[int, list[str], str]]
+Answer = tuple[int, list[str], str]  # exit code, lines of stdout, stderr
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path) -> Iterator[Callable[..., Answer]]:
     """Run a script in a process with a cache of its own, and the Hub on this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -103,7 +100,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     endpoint = f"http://127.0.0.1:{server.server_port}"
     settings = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN}
 
-    def run(*words: str, script: str = SCRIPT, **variables: str) -> tuple[int, list[str], str]:
+    def run(*words: str, script: str = SCRIPT, **variables: str) -> Answer:
         process = finished("-c", [script, *words], Path.cwd(), **settings | variables)
         assert TOKEN not in process.stdout + process.stderr
         return process.returncode, process.stdout.splitlines(), process.stderr
@@ -152,48 +149,42 @@ def test_only_settings_and_named_weights_arrive(machine, tmp_path):
     assert machine("me/small@old")[1][0] == f"me/small@{OLD}"
 
 
-def test_the_cache_answers_without_the_hub(machine, monkeypatch):
+def test_the_cache_answers_without_the_hub_if_it_is_whole(machine, monkeypatch):
     lines = machine("me/small", "model.safetensors")[1]
     Hub.requests.clear()
     offline = machine("me/small", "model.safetensors", HF_HUB_OFFLINE="1")
     assert offline == (0, lines, "")
     assert not Hub.requests
     unreachable = machine("me/small", HF_ENDPOINT="http://127.0.0.1:9")
-    monkeypatch.setitem(ERRORS, "me/small", (429, ""))
+    monkeypatch.setitem(ERRORS, "me/small", (429, "", []))
     for code, cached, err in (unreachable, machine("me/small")):
         assert (code, cached) == (0, lines)
         assert "using the cache" in err
+    for file in ("model.safetensors", "tokenizer.json"):
+        Path(lines[1], file).unlink()
+        *_, line = machine(lines[0], "model.safetensors", HF_HUB_OFFLINE="1")[1]
+        assert line.startswith(f"error: init={lines[0]}: ")
 
 
 def test_a_sweep_asks_for_one_commit_once(machine):
-    script = """
-        import json, sys
-        from longctx.cli.commands import checked_jobs
-        print(json.dumps(checked_jobs(sys.argv[1:])))
-    """
+    script = "import json, sys; from longctx.cli.commands import checked_jobs; "
+    script += "print(json.dumps(checked_jobs(sys.argv[1:])))"
     words = ("init=me/small", "data=embedded", "seq_len=64,128", "lr=0.1,0.2", "device=cpu")
-    code, [jobs], err = machine(*words, script=textwrap.dedent(script))
+    code, [jobs], err = machine(*words, script=script)
     assert code == 0, err
     assert [job[0] for job in json.loads(jobs)] == [f"init=me/small@{NEW}"] * 4
     questions = [path for path in Hub.requests if path.startswith("api/models/")]
     assert len(questions) == len(set(questions)) > 0
 
 
-CANNOT = {
-    "me/gated": ["gated", "HF_TOKEN"],
-    "me/missing": ["no such folder here", "HF_TOKEN"],
-    "me/small@nosuch": ["revision"],
-    "me/broken": ["500", "try again later"],
-    "me/often": ["429", "try again later"],
-}
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
+OFFLINE = {name: ["HF_HUB_OFFLINE"] for name in ("me/small", f"me/small@{NEW}")}
 
 
 @pytest.mark.parametrize(
     ("answers", "variables"),
     [
-        (CANNOT, {}),
-        ({name: ["HF_HUB_OFFLINE"] for name in ("me/small", f"me/small@{NEW}")}, OFFLINE),
+        ({name: words for name, (_, _, words) in ERRORS.items()}, {}),
+        (OFFLINE, {"HF_HUB_OFFLINE": "1"}),
         ({"me/small": ["refused", "local path"]}, {"HF_ENDPOINT": "http://127.0.0.1:9"}),
     ],
     ids=["refused", "offline", "unreachable"],
