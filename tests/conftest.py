@@ -1,11 +1,10 @@
 """Without a GPU, Triton interprets its kernels: chosen before triton is first imported."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
-
-import longctx  # before torch, for OpenMP's wait policy
 
 # Two workers share two cores: more threads than that only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,15 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    import longctx.kernels.attention.decoding
-    import longctx.kernels.attention.portable
-    import longctx.kernels.elementwise.adamw_update
-    import longctx.kernels.elementwise.cross_entropy
-    import longctx.kernels.elementwise.quantize
-    import longctx.kernels.elementwise.rms_norm
-    import longctx.kernels.elementwise.rotary
-    import longctx.kernels.elementwise.swiglu  # noqa: F401
-
+    for name in ("decoding", "portable"):
+        importlib.import_module(f"longctx.kernels.attention.{name}")
+    names = ("adamw_update", "cross_entropy", "quantize", "rms_norm", "rotary", "swiglu")
+    for name in names:
+        importlib.import_module(f"longctx.kernels.elementwise.{name}")
     del os.environ["TRITON_INTERPRET"]
 
 
