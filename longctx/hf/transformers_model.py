@@ -8,7 +8,6 @@ Times are predicted as those of a GPT of its sizes, memory from measured layers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -280,12 +279,11 @@ class TransformersModel(GPT):
         self.backbone = whole.get_decoder()
         self.head = None if config.tied else whole.get_output_embeddings()
         # transformers keeps some weights in fp32, and saved buffers, such as a router's correction
-        names = {*whole._keep_in_fp32_modules, *whole._keep_in_fp32_modules_strict}
-        pattern = "|".join(rf"\.{re.escape(name)}(\.|$)" for name in names) or "$."
+        wide = {*whole._keep_in_fp32_modules, *whole._keep_in_fp32_modules_strict}
         self.exact = {
             name
             for name, weight in self.named_parameters()
-            if re.search(pattern, name) or not weight.requires_grad
+            if any(f".{part}." in f"{name}." for part in wide) or not weight.requires_grad
         }
         self.context = Context()
         self.documents = Documents(attention.backend, dict(attention.options))

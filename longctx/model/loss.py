@@ -122,10 +122,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the gradients of this loss were already taken; compute the loss again"
-            )
+        assert ctx.gradients is not None, "the gradients of this loss were already taken"
         (dh, dw), ctx.gradients = ctx.gradients, None
         grad = grad if ctx.late is None else grad * ctx.late
         dh = None if dh is None else _times(dh.to(ctx.dtypes[0]), grad)

@@ -151,10 +151,7 @@ class _Block(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tape, i = ctx.tape, ctx.i
-        if i not in tape.saved:
-            raise RuntimeError(
-                "the gradients of this forward pass were already taken; run it again"
-            )
+        assert i in tape.saved, "the gradients of this forward pass were already taken"
         if i:
             tape.saved[i - 1].prefetch()
         sums = _Sums(tape.blocks[i], ctx.weights)
