@@ -37,12 +37,22 @@ class Multipliers(Group):
 
 @dataclass
 class GPTConfig(Group):
-    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset."""
+    """Sizes of a GPT in Llama's architecture; the defaults are the `tiny` preset.
+
+    vocab_size: tokens; null: the tokenizer's, up to a multiple of 64
+    window_rope_theta: base in layers with the window, unscaled; null: rope_theta
+    rotary_share: share of a head's channels that rotate, the first ones
+    window: keys that a query sees, its own among them; null: all before it
+    window_layers: layers with the window; null: all
+    norms: pre: before attention and MLP; post: after them (OLMo 2); sandwich: both (Gemma 2)
+    qk_norm: RMSNorm of q and k, of each head or of all
+    attention_gate: channel: the output is multiplied by σ(W · input)
+    query_growth: [beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))
+    context: tokens that weights of init= were made for; null: seq_len
+    """
 
     prefix = "model."
-    vocab_size: int | None = key(
-        None, "tokens; null: the tokenizer's, up to a multiple of 64", between=(2, 2**31 - 1)
-    )
+    vocab_size: int | None = key(None, between=(2, 2**31 - 1))
     layers: int = positive(4, "transformer blocks", limit=4096)
     channels: int = positive(128, "width of the residual stream", limit=2**20)
     heads: int = positive(4, "query heads", limit=2**20)
@@ -50,25 +60,13 @@ class GPTConfig(Group):
     head_dim: int | None = key(None, "of a head; null: channels / heads", between=(0, 2**20))
     ffn: int = positive(384, "inner width of SwiGLU", limit=2**20)
     rope_theta: float = key(500000.0, "base of the rotary frequencies")
-    window_rope_theta: float | None = key(
-        None, "base in layers with the window, unscaled; null: rope_theta", above=0, needs="window"
-    )
+    window_rope_theta: float | None = key(None, above=0, needs="window")
     rope_scaling: dict[str, Any] = key({}, "transformers' rope_parameters; {}: not scaled")
-    rotary_share: float = key(
-        1.0, "share of a head's channels that rotate, the first ones", between=(0, 1), above=0
-    )
+    rotary_share: float = key(1.0, between=(0, 1), above=0)
     nope_layers: list[int] = key([], "layers without rope; the first is 0", between=(0, 4095))
-    window: int | None = positive(
-        None, "keys that a query sees, its own among them; null: all before it", limit=2**31 - 1
-    )
-    window_layers: list[int] | None = key(
-        None, "layers with the window; null: all", between=(0, 4095), distinct=True, needs="window"
-    )
-    norms: str = key(
-        "pre",
-        "pre: before attention and MLP; post: after them (OLMo 2); sandwich: both (Gemma 2)",
-        choices=("pre", "post", "sandwich"),
-    )
+    window: int | None = positive(None, limit=2**31 - 1)
+    window_layers: list[int] | None = key(None, between=(0, 4095), distinct=True, needs="window")
+    norms: str = key("pre", choices=("pre", "post", "sandwich"))
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm")
     norm_plus_one: bool = key(False, "norms multiply by 1 + their weight, as in Gemma")
     tied: bool = key(True, "the output head is the embedding")
@@ -76,24 +74,16 @@ class GPTConfig(Group):
     out_bias: bool = key(False, "a bias in attention's output projection")
     mlp_bias: bool = key(False, "biases in the projections of SwiGLU")
     activation: str = key("silu", "of the MLP's gate", choices=("silu", "gelu_tanh"))
-    qk_norm: str = key(
-        "none", "RMSNorm of q and k, of each head or of all", choices=("none", "head", "whole")
-    )
+    qk_norm: str = key("none", choices=("none", "head", "whole"))
     qk_norm_after_rope: bool = key(False, "q and k rotate before their norm", needs="qk_norm")
-    attention_gate: str = key(
-        "none", "channel: the output is multiplied by σ(W · input)", choices=("none", "channel")
-    )
+    attention_gate: str = key("none", choices=("none", "channel"))
     attention_scale: float | None = key(None, "of scores; null: head size ** -0.5", above=0)
     sinks: bool = key(False, "a logit per head joins the softmax without a value, as in gpt-oss")
-    query_growth: list[float] = key(
-        [], "[beta,n]: queries are multiplied by 1 + beta · ln(1 + floor(position / n))"
-    )
+    query_growth: list[float] = key([])
     softcap: float | None = key(None, "c: attention's scores become c · tanh(score / c)", above=0)
     multipliers: Multipliers = group(Multipliers)
     experts: ExpertsConfig = group(ExpertsConfig)
-    context: int | None = positive(
-        None, "tokens that weights of init= were made for; null: seq_len", limit=2**31 - 1
-    )
+    context: int | None = positive(None, limit=2**31 - 1)
     init_std: float = key(0.02, "of the normal distribution that weights are drawn from")
     source: dict[str, Any] = field(
         default_factory=dict,
@@ -320,22 +310,19 @@ LORA_TARGETS = tuple(linear.name for linear in GPTConfig().block(0).linears.valu
 
 @dataclass
 class LoraConfig:
-    """Training of low-rank additions to frozen weights: lora.rank=16."""
+    """Training of low-rank additions to frozen weights: lora.rank=16.
+
+    rslora: divide alpha, which is scaling · rank, by √rank in place of rank
+    base: of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA; null: that of products
+    """
 
     rank: int | None = positive(None, "of the additions; null: all weights train", limit=4096)
     scaling: float = key(2.0, "factor of the additions, others' alpha / rank", needs="rank")
-    rslora: bool = key(
-        False, "divide alpha, which is scaling · rank, by √rank in place of rank", needs="rank"
-    )
+    rslora: bool = key(False, needs="rank")
     targets: list[str] = key(
         list(LORA_TARGETS), "layers", choices=(*LORA_TARGETS, "gate"), distinct=True, needs="rank"
     )
-    base: str | None = key(
-        None,
-        "of the blocks' frozen matrices: nf4, 4 bits, as in QLoRA; null: that of products",
-        choices=("nf4",),
-        needs="rank",
-    )
+    base: str | None = key(None, choices=("nf4",), needs="rank")
 
     @property
     def alpha(self) -> float:
