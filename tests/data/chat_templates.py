@@ -12,18 +12,21 @@ import tokenizers
 
 from longctx.data.tokenizer import train
 
+OWN = Path(__file__).with_name("templates")
 CHATML, INST, NEMO, SPACE = (
-    Path(__file__).with_name("templates").joinpath(f"{name}.jinja").read_text()
-    for name in ("chatml", "inst", "nemo", "space")
+    (OWN / f"{name}.jinja").read_text() for name in ("chatml", "inst", "nemo", "space")
 )
 
 
 def shipped(name: str) -> str:
-    """Return the template of TRL by its name, such as qwen3 or qwen3_training."""
+    """Return a template by its name: one of ours or of TRL, such as qwen3 or qwen3_training."""
     trl = find_spec("trl")
     if trl is None or trl.origin is None:
         pytest.skip("trl is not installed")
-    return Path(trl.origin).with_name("chat_templates").joinpath(f"{name}.jinja").read_text()
+    files = (
+        folder / f"{name}.jinja" for folder in (OWN, Path(trl.origin).with_name("chat_templates"))
+    )
+    return next(file for file in files if file.exists()).read_text()
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -36,7 +39,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write(folder: Path, template: Any) -> None:
-    """Write the settings of the tokenizer in `folder`, with a chat template or one of TRL's."""
+    """Write the settings of the tokenizer in `folder`, with a chat template or one by its name."""
     if isinstance(template, str) and "{" not in template:
         template = shipped(template)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}

@@ -3,6 +3,7 @@ templates in a sandbox. The assistant's part is found without a rendering for ea
 """
 
 import json
+import tomllib
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ TALK = [
     *(asks("What is a rose — 水?"), says("A rose is a rose. \u00e9t\u00e9 ")),
     *(asks("And again?"), says("is a rose")),
 ]
+KNOWN = tomllib.loads(Path(__file__).with_name("known_templates.toml").read_text())["known"]
+TALKS = {
+    **{"plain": PLAIN, "calling": CALLING, "thinking": THINKING, "thinking twice": THINKING[:4]},
+    "thinking at last": [*PLAIN[:3], says("a2", thinking="t2")],
+}
 
 
 def tools_of(messages: Messages) -> list[dict[str, Any]] | None:
@@ -76,50 +82,11 @@ def parts(conversation: Document) -> list[str]:
     return [conversation.text[first:end] for first, end in conversation.spans]
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "learned"),
-    [
-        (CHATML, PLAIN, ["a1<|im_end|>\n", "a2<|im_end|>\n"]),
-        (CHATML, THINKING, [f"{x}<|im_end|>\n" for x in ("a1", THINKING[3]["content"], "a3")]),
-        (SPACE, PLAIN, [" a1\n", " a2\n"]),
-        (NEMO, PLAIN, ["a1<|im_end|>", "a2<|im_end|>"]),
-        # Earlier turns are written differently than they were asked for
-        ("qwen3", PLAIN, ["<think>\n\n</think>\n\na2<|im_end|>\n"]),
-        ("qwen3", THINKING, ["<think>\nt3\n</think>\n\na3<|im_end|>\n"]),
-        ("qwen3", THINKING[:4], ["<think>\nt2\n</think>\n\na2<|im_end|>\n"]),
-        (
-            *("qwen3", CALLING),
-            [f"<think>\nt2\n</think>\n\n{CALLED}", "<think>\n\n</think>\n\na2<|im_end|>\n"],
-        ),
-        # The prompt ends in an empty thinking
-        ("qwen3_5_nothink", PLAIN, ["a2<|im_end|>\n"]),
-        # The day is in the system message, tools are in the first question
-        ("llama3_2", PLAIN, ["a1<|eot_id|>", "a2<|eot_id|>"]),
-        (
-            *("llama3_2", CALLING),
-            ["a1<|eot_id|>", '{"name": "f", "parameters": {"x": 1}}<|eot_id|>', "a2<|eot_id|>"],
-        ),
-        # Loops inside of the loop over messages, macros, another end for the last answer
-        (
-            *("gptoss", [*PLAIN[:3], says("a2", thinking="t2")]),
-            [
-                "<|channel|>analysis<|message|>t2<|end|>"
-                "<|start|>assistant<|channel|>final<|message|>a2<|return|>"
-            ],
-        ),
-        (
-            *("gptoss", CALLING),
-            [
-                ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>',
-                "<|channel|>final<|message|>a2<|return|>",
-            ],
-        ),
-        ("gemma4_v5", PLAIN, ["a1<turn|>\n", "a2<turn|>\n"]),
-    ],
-)
-def test_answers_of_known_templates_are_learned(folder, template, messages, learned):
-    conversation = written(folder, template, messages)
-    assert parts(conversation) == learned
+@pytest.mark.parametrize("known", KNOWN, ids=lambda x: f"{x['template']}-{x['talk']}")
+def test_answers_of_known_templates_are_learned(folder, known):
+    messages = TALKS[known["talk"]]
+    conversation = written(folder, known["template"], messages)
+    assert parts(conversation) == known["learned"]
     assert conversation.text == by_transformers(folder, messages)
     row = {"messages": messages[:-1], "tools": tools_of(messages)}
     prompt = by_transformers(folder, **row, add_generation_prompt=True)
