@@ -80,25 +80,22 @@ def test_flash_attn_refuses_free_intervals():
     assert kernels_run()["flash_attn"].startswith("flash-attention-")
 
 
+NEEDS = "does not run on GPUs of"
+
+
 @pytest.mark.parametrize(
-    ("installed", "wanted", "generation", "refused"),
+    ("installed", "wanted", "major", "refused"),
     [
-        (("4", "3"), "auto", 8, "FlashAttention 4 or 3 does not run on GPUs of"),
-        (("4", "2"), "4", 8, "FlashAttention 4 does not run on GPUs of"),
-        (("2",), "3", 9, "FlashAttention 3 is not installed"),
-        ((), "auto", 9, "FlashAttention is not installed"),
-        (("3",), "auto", 10, "FlashAttention 3 does not run on GPUs of compute capability 10"),
-        (("4", "2"), "auto", 8, None),
-        (("3", "2"), "auto", 10, None),
-        (("4",), "auto", 9, None),
+        *(("43", "auto", 8, f" 4 or 3 {NEEDS}"), ("42", "4", 8, f" 4 {NEEDS}")),
+        *(("2", "3", 9, " 3 is not installed"), ("", "auto", 9, " is not installed")),
+        ("3", "auto", 10, f" 3 {NEEDS} compute capability 10"),
+        *((x, "auto", major, None) for x, major in (("42", 8), ("32", 10), ("4", 9))),
     ],
 )
-def test_flash_attn_needs_a_version_for_the_gpu(
-    monkeypatch, installed, wanted, generation, refused
-):
-    monkeypatch.setattr(flash_attn, "INSTALLED", installed)
-    gpu = SimpleNamespace(major=generation)
+def test_flash_attn_needs_a_version_for_the_gpu(monkeypatch, installed, wanted, major, refused):
+    monkeypatch.setattr(flash_attn, "INSTALLED", tuple(installed))
+    gpu = SimpleNamespace(major=major)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     request = AttentionRequest(torch.device("cuda"), BF16, 64, None, {"version": wanted})
     answer = flash_attn.FlashAttn().refusal(request)
-    assert answer is None if refused is None else (answer or "").startswith(refused)
+    assert answer is None if refused is None else answer.startswith(f"FlashAttention{refused}")

@@ -23,13 +23,9 @@ def test_a_recipe_shows_the_preferred_answer(tmp_path, capsys, monkeypatch):
     write_tokenizer(tmp_path)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    text = Path("examples/dpo.yaml").read_text()
-    grouped = text.replace("objective: dpo", "objective: {name: dpo}")
-    (tmp_path / "dpo.yaml").write_text(f"{grouped}\nattention.options.kernel: auto\n")
-    for recipe in ("examples/dpo.yaml", f"{tmp_path}/dpo.yaml"):
-        cache = f"data.cache={tmp_path / 'cache'}"
-        assert main(["data", recipe, f"init={tmp_path}", cache]) == 0
-        assert "cross in April?⟦No. Until" in capsys.readouterr().out
+    words = ["examples/dpo.yaml", f"init={tmp_path}", f"data.cache={tmp_path}/cache"]
+    assert main(["data", *words]) == 0
+    assert "cross in April?⟦No. Until" in capsys.readouterr().out
 
 
 def test_a_file_without_a_key_is_one_line(refused, tmp_path, monkeypatch):
