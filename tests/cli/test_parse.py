@@ -113,7 +113,7 @@ betas=[0.9,0.999] memory.optimizer_state=bf16 | objective=dpo objective.gamma=1
 lora.rank=2 lora.scaling=0 | lora.rank=2 lora.targets=[] | lora.rank=2 lora.targets=[qkv,qkv]
 lr_schedule=constant min_lr_ratio=0.2 | lr_schedule=wsd lr_decay_from=3 lr_decay_share=0.5
 lr_schedule=wsd lr_decay_shape=steep | EXPERTS model.experts.per_token=5
-EXPERTS model.experts.ffn=20 | EXPERTS model.experts.dense_layers=[9]
+EXPERTS model.experts.dense_layers=[9]
 EXPERTS model.layers=1 model.experts.dense_layers=[0] | EXPERTS model.activation=gelu_tanh
 data=embedded objective=dpo | model.rope_scaling={rope_type:linear}
 """
